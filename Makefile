@@ -1,0 +1,51 @@
+# `make` lists the targets. The first one that needs Python makes .venv; later runs start at once.
+.DEFAULT_GOAL := help
+.PHONY: help test test-slow lint format train bench docs lock clean FORCE
+
+PYTHON := .venv/bin/python
+STAMP := .venv/.installed
+
+# Install again when the interpreter is gone or the tree was moved: an editable install knows its path.
+ifneq ($(shell $(PYTHON) -c 'print(open("$(STAMP)").read())' 2>/dev/null),$(CURDIR))
+$(STAMP): FORCE
+endif
+$(STAMP): requirements.lock pyproject.toml
+	@scripts/install
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+test: $(STAMP) ## run the tests (ARGS="-k rounding" narrows them)
+	$(PYTHON) -m pytest $(ARGS)
+
+test-slow: $(STAMP) ## run the tests marked slow
+	$(PYTHON) -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]
+
+lint: $(STAMP) ## check format, style, types, layers and dependencies
+	$(PYTHON) -m ruff format --check
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m pyrefly check
+	$(PYTHON) .venv/bin/lint-imports
+	$(PYTHON) -m deptry src
+
+format: $(STAMP) ## format the code and fix what ruff can
+	$(PYTHON) -m ruff check --fix-only --exit-zero
+	$(PYTHON) -m ruff format
+
+train: $(STAMP) ## train the digits example in float and quantized
+	$(PYTHON) -m octavo.examples.digits $(ARGS)
+
+bench: $(STAMP) ## run every script in benchmarks/, in order
+	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do echo "== $$script"; $(PYTHON) $$script; done
+
+docs: $(STAMP) ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
+lock: $(STAMP) ## pin again after a change of dependencies (ARGS=--upgrade: newest versions)
+	$(PYTHON) -m uv pip compile pyproject.toml --universal --python-version 3.12 --all-extras --group dev \
+	    --group oracles --generate-hashes --no-annotate --custom-compile-command "make lock" \
+	    --quiet --output-file requirements.lock $(ARGS) >/dev/null
+
+clean: ## remove caches and build products, keep .venv
+	rm -rf .cache .hypothesis .import_linter_cache .pytest_cache .ruff_cache build dist site
+	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,19 @@
+"""Octavo: quantized training and inference for JAX."""
+
+from octavo.calibration import register_calibration
+from octavo.numerics import formats, get_format, register_format
+from octavo.qarray import QArray, Quantizer, dequantize, fake_quant, quantize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "QArray",
+    "Quantizer",
+    "dequantize",
+    "fake_quant",
+    "formats",
+    "get_format",
+    "quantize",
+    "register_calibration",
+    "register_format",
+]

@@ -1,0 +1,61 @@
+"""What every description in Octavo shares: frozen, printed as the code that makes it, JSON in and out."""
+
+import dataclasses
+import json
+from typing import Any, ClassVar
+
+
+class Config:
+    """Base of the frozen dataclasses that describe formats, calibrations, roundings and quantizers.
+
+    A subclass is found again by its class name, so `Config.from_json(c.to_json()) == c` for every description,
+    also for one that a user wrote.
+    """
+
+    _classes: ClassVar[dict[str, type["Config"]]] = {}
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        Config._classes[cls.__name__] = cls
+
+    def replace[T: "Config"](self: T, **changes: Any) -> T:
+        """A copy with some fields changed, validated like a new one."""
+        return dataclasses.replace(self, **changes)  # pyrefly: ignore
+
+    def to_json(self) -> str:
+        """This description as a JSON text."""
+        return json.dumps(_encode(self))
+
+    @staticmethod
+    def from_json(text: str) -> Any:
+        """The description that a JSON text made by `to_json` stands for."""
+        return _decode(json.loads(text))
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in dataclasses.fields(self)  # pyrefly: ignore
+            if f.repr and getattr(self, f.name) != f.default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Config):
+        fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}  # pyrefly: ignore
+        return {"class": type(value).__name__, **fields}
+    if isinstance(value, tuple):
+        return [_encode(v) for v in value]
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_decode(v) for v in value)
+    if isinstance(value, dict):
+        fields = {k: _decode(v) for k, v in value.items()}
+        name = fields.pop("class", None)
+        if name not in Config._classes:
+            raise ValueError(f"{name!r} is no description that Octavo knows; import the module that defines it first")
+        return Config._classes[name](**fields)
+    return value

@@ -1,0 +1,41 @@
+"""What range does a tensor span? Pure measurements, and trackers with explicit state."""
+
+from octavo.calibration.method import (
+    AbsMax,
+    AbsMean,
+    Bounds,
+    Calibration,
+    Constant,
+    Fixed,
+    MinMax,
+    Percentile,
+    Rms,
+    RoundTrip,
+)
+from octavo.calibration.registry import CalibrationLike, calibrations, get_calibration, register_calibration
+from octavo.calibration.search import Mse, Snr
+from octavo.calibration.tracker import AmaxHistory, Ema, RunningMean, State, Tracker
+
+__all__ = [
+    "AbsMax",
+    "AbsMean",
+    "AmaxHistory",
+    "Bounds",
+    "Calibration",
+    "CalibrationLike",
+    "Constant",
+    "Ema",
+    "Fixed",
+    "MinMax",
+    "Mse",
+    "Percentile",
+    "Rms",
+    "RoundTrip",
+    "RunningMean",
+    "Snr",
+    "State",
+    "Tracker",
+    "calibrations",
+    "get_calibration",
+    "register_calibration",
+]

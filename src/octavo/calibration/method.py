@@ -1,0 +1,232 @@
+"""What a calibration is, and the ones that measure a tensor directly.
+
+A calibration measures the range of a tensor, group by group, as a dict of `Bounds`: `{"absmax": a}` for a range that
+is symmetric about zero, `{"min": lo, "max": hi}` for one that is not. It knows nothing of scales or codes.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+from octavo._config import Config
+from octavo._typing import Array, Bool, Float
+
+type Bounds = dict[str, Array]
+type RoundTrip = Callable[[Bounds], Array]
+"""Quantizes and dequantizes the tensor at hand with given bounds: what a search tries out."""
+
+
+class Calibration(Config, abc.ABC):
+    """Measures the range that a tensor's values span.
+
+    A subclass writes `measure`; `asymmetric` says that it gives a minimum and a maximum, and `finite` that its bounds
+    may be finite although the tensor is not (the caller then checks the tensor itself).
+    """
+
+    asymmetric: bool = False
+    finite: bool = False
+
+    @abc.abstractmethod
+    def measure(
+        self,
+        x: Float[Array, "..."],
+        *,
+        axes: tuple[int, ...],
+        mask: Bool[Array, "..."] | None = None,
+        round_trip: RoundTrip | None = None,
+    ) -> Bounds:
+        """The bounds over `axes`, which stay as axes of size one; `mask` is False where `x` is padding (zeros)."""
+
+    @property
+    def may_clip(self) -> bool:
+        """Whether values may lie outside the measured range."""
+        return self.finite
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AbsMax(Calibration):
+    """The largest magnitude, times `factor`: `absmax` or `absmax,k`."""
+
+    factor: float = 1.0
+
+    def __post_init__(self):
+        _positive(self, "factor")
+
+    @property
+    def may_clip(self) -> bool:
+        return self.factor < 1
+
+    def measure(self, x, *, axes, mask=None, round_trip=None):
+        absmax = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+        return {"absmax": absmax if self.factor == 1 else absmax * self.factor}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MinMax(Calibration):
+    """The smallest and the largest value, zero always among them, times `factor`: `minmax` or `minmax,k`."""
+
+    factor: float = 1.0
+    asymmetric = True
+
+    def __post_init__(self):
+        _positive(self, "factor")
+
+    @property
+    def may_clip(self) -> bool:
+        return self.factor < 1
+
+    def measure(self, x, *, axes, mask=None, round_trip=None):
+        low = jnp.minimum(jnp.min(x, axis=axes, keepdims=True), 0)
+        high = jnp.maximum(jnp.max(x, axis=axes, keepdims=True), 0)
+        return {"min": low, "max": high} if self.factor == 1 else {"min": low * self.factor, "max": high * self.factor}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Rms(Calibration):
+    """`factor` times the root of the mean square: `rms,k`."""
+
+    factor: float
+
+    def __post_init__(self):
+        _positive(self, "factor")
+
+    @property
+    def may_clip(self) -> bool:
+        return True
+
+    def measure(self, x, *, axes, mask=None, round_trip=None):
+        unit = _unit(x, axes)
+        mean = _mean(jnp.square(x / unit), axes, mask)
+        return {"absmax": jnp.sqrt(mean) * unit * self.factor}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AbsMean(Calibration):
+    """`factor` times the power mean of the magnitudes that are not zero: `absmean[,k[,p]]`, AQT's AbsMeanCalibration.
+
+    With `ternary` and p=1 it is BitNet b1.58's weight quantization, with `binary` BitNet's.
+    """
+
+    factor: float = 1.0
+    p: float = 1.0
+
+    def __post_init__(self):
+        _positive(self, "factor")
+        _positive(self, "p")
+
+    @property
+    def may_clip(self) -> bool:
+        return True
+
+    def measure(self, x, *, axes, mask=None, round_trip=None):
+        unit = _unit(x, axes)
+        total = jnp.sum(jnp.abs(x / unit) ** self.p, axis=axes, keepdims=True)
+        count = jnp.sum(x != 0, axis=axes, keepdims=True).astype(x.dtype)
+        mean = (total / jnp.maximum(count, 1)) ** (1 / self.p)
+        return {"absmax": mean * unit * self.factor}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Fixed(Calibration):
+    """A range that is given: `fixed,a` for [-a, a], or `fixed,lo,hi`. One range for the whole tensor."""
+
+    low: float
+    high: float | None = None
+    finite = True
+
+    def __post_init__(self):
+        low, high = (-abs(self.low), abs(self.low)) if self.high is None else (self.low, self.high)
+        if not (np.isfinite([low, high]).all() and low <= 0 <= high and low < high):
+            raise ValueError(f"a fixed range holds zero and is not empty, as in 'fixed,-1,6'; got [{low}, {high}]")
+        object.__setattr__(self, "low", float(low))
+        object.__setattr__(self, "high", float(high))
+
+    @property
+    def asymmetric(self) -> bool:  # pyrefly: ignore
+        return self.low != -self._high
+
+    @property
+    def _high(self) -> float:
+        assert self.high is not None
+        return self.high
+
+    def measure(self, x, *, axes, mask=None, round_trip=None):
+        shape = (1,) * x.ndim
+        high = jnp.full(shape, self._high, x.dtype)
+        return {"min": jnp.full(shape, self.low, x.dtype), "max": high} if self.asymmetric else {"absmax": high}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Constant(Calibration):
+    """AQT's ConstantCalibration: a bound `b` for every group, the tensor shifted by `bias`: `constant,b[,bias]`."""
+
+    bound: float = 1.0
+    bias: float = 0.0
+    finite = True
+
+    def __post_init__(self):
+        _positive(self, "bound")
+        if not abs(self.bias) <= self.bound:
+            raise ValueError(
+                f"the range [-bound, bound] - bias must hold zero; got bound {self.bound}, bias {self.bias}"
+            )
+
+    @property
+    def asymmetric(self) -> bool:  # pyrefly: ignore
+        return self.bias != 0
+
+    def measure(self, x, *, axes, mask=None, round_trip=None):
+        shape = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
+        if not self.asymmetric:
+            return {"absmax": jnp.full(shape, self.bound, x.dtype)}
+        return {
+            "min": jnp.full(shape, -self.bound - self.bias, x.dtype),
+            "max": jnp.full(shape, self.bound - self.bias, x.dtype),
+        }
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Percentile(Calibration):
+    """The magnitude below which `percent` of the values lie, interpolated: `percentile,99.9`."""
+
+    percent: float
+    finite = True
+
+    def __post_init__(self):
+        if not 0 < self.percent <= 100:
+            raise ValueError(f"a percentile is above 0 and at most 100, got {self.percent}")
+
+    def measure(self, x, *, axes, mask=None, round_trip=None):
+        magnitude = jnp.abs(x)
+        if mask is None:
+            return {"absmax": jnp.percentile(magnitude, self.percent, axis=axes, keepdims=True).astype(x.dtype)}
+        magnitude = jnp.where(mask, magnitude, jnp.nan)
+        return {"absmax": jnp.nanpercentile(magnitude, self.percent, axis=axes, keepdims=True).astype(x.dtype)}
+
+
+def _positive(config: Calibration, field: str) -> None:
+    value = getattr(config, field)
+    if not (np.isfinite(value) and value > 0):
+        raise ValueError(f"{type(config).__name__}'s {field} is a positive number, got {value}")
+
+
+def _unit(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
+    """A power of two near each group's magnitude, by which powers and sums cannot overflow or vanish.
+
+    Dividing by it is exact, so a mean comes out with the same bits as without it, wherever that one is finite.
+    """
+    if x.dtype.itemsize < 4:
+        return jnp.ones((1,) * x.ndim, x.dtype)
+    absmax = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+    _, exponent = jnp.frexp(jnp.where(jnp.isfinite(absmax), absmax, 1))
+    return jnp.ldexp(jnp.ones_like(absmax), jnp.clip(exponent, -120, 120))
+
+
+def _mean(x: Float[Array, "..."], axes: tuple[int, ...], mask: Bool[Array, "..."] | None) -> Float[Array, "..."]:
+    if mask is None:
+        return jnp.mean(x, axis=axes, keepdims=True)
+    count = jnp.sum(jnp.broadcast_to(mask, x.shape), axis=axes, keepdims=True).astype(x.dtype)
+    return jnp.sum(x, axis=axes, keepdims=True) / count

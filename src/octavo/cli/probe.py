@@ -1,0 +1,145 @@
+"""Which number types can this backend multiply, and how fast? Found out by trying.
+
+The trying happens in a child process, `python -m octavo.cli.probe`: XLA prints stack traces for a dot it refuses and
+may abort on one it half supports. The child writes one JSON object a line; the parent reads what it managed to say.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+DTYPES = (
+    "float32",
+    "bfloat16",
+    "float16",
+    "int8",
+    "uint8",
+    "int4",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float4_e2m1fn",
+)
+SHAPE = (512, 1024, 512)
+ROUNDS = 30
+# Timings of one dot spread by a few per cent between runs; less than this is not a gain.
+GAIN = 1.1
+
+_COMMAND = (sys.executable, "-m", "octavo.cli.probe")
+
+
+def probe(command: Sequence[str] = _COMMAND, timeout: float = 15.0) -> dict:
+    """Try every type and return `{"error", "platform", "devices", "dots"}`.
+
+    A type at which the child dies or hangs is reported as refused and left out of the next try.
+    """
+    refused: dict[str, str] = {}
+    while True:
+        events, died = _child([*command, *refused], timeout)
+        told, dots, trying = {}, {}, None
+        for event in events:
+            trying = event.pop("trying", None)
+            dots |= event.pop("dots", {})
+            told |= event
+        if died is None or trying is None or trying in refused:
+            break
+        refused[trying] = died
+    dots |= {name: _refusal(reason) for name, reason in refused.items()}
+    return {
+        "error": died,
+        "platform": told.get("platform"),
+        "devices": told.get("devices", []),
+        "dots": {name: _judged(dots[name], dots) for name in DTYPES if name in dots},
+    }
+
+
+def short_reason(message: str) -> str:
+    """The first sentence of an XLA or JAX error, without status codes and HLO text."""
+    line = next((line.strip() for line in message.splitlines() if line.strip()), "no reason given")
+    line = re.sub(r"^([A-Z_]+: |during context \[[^]]*\]: )+", "", line)
+    line = re.split(r": %|, metadata=", line)[0]
+    return line if len(line) <= 100 else line[:99] + "…"
+
+
+def _child(command: Sequence[str], timeout: float) -> tuple[list[dict], str | None]:
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        return _events(error.stdout), f"no answer in {timeout:g} s"
+    if done.returncode == 0:
+        return _events(done.stdout), None
+    last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [""]
+    status = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+    return _events(done.stdout), f"the process ended: {status} {short_reason(last[0])}".strip()
+
+
+def _events(output: bytes | None) -> list[dict]:
+    lines = (output or b"").decode(errors="replace").splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
+def _refusal(reason: str) -> dict:
+    return {"runs": False, "reason": short_reason(reason)}
+
+
+def _judged(dot: dict, dots: dict) -> dict:
+    """The dot with its speed relative to float32 and the verdict."""
+    seconds = dot.get("seconds")
+    reference = dots.get("float32", {}).get("seconds")
+    if not dot["runs"]:
+        return {**dot, "verdict": "refused"}
+    if dot is dots.get("float32"):
+        return {**dot, "speed": 1.0, "verdict": "reference"}
+    if not (seconds and reference):
+        return {**dot, "speed": None, "verdict": "runs"}
+    speed = reference / seconds
+    return {**dot, "speed": round(speed, 2), "verdict": "native" if speed >= GAIN else "emulated or slower"}
+
+
+def _say(**event) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def _compiled(name: str):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    dtype = jnp.dtype(name)
+    wide = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
+    rows, inner, columns = SHAPE
+    rng = np.random.default_rng(0)
+    exact_lhs = rng.integers(0, 3, (rows, inner)).astype(np.float32)
+    exact_rhs = rng.integers(0, 3, (inner, columns)).astype(np.float32)
+    lhs, rhs = jnp.asarray(exact_lhs.astype(dtype)), jnp.asarray(exact_rhs.astype(dtype))
+    dot = jax.jit(lambda lhs, rhs: jax.lax.dot(lhs, rhs, preferred_element_type=wide))
+    if not np.array_equal(np.asarray(dot(lhs, rhs)).astype(np.float32), exact_lhs @ exact_rhs):
+        raise ArithmeticError("gives wrong results")
+    return lambda: dot(lhs, rhs).block_until_ready()
+
+
+def _main(skip: Sequence[str]) -> None:
+    import jax
+
+    _say(platform=jax.default_backend(), devices=[device.device_kind for device in jax.devices()])
+    dots = {}
+    for name in (name for name in DTYPES if name not in skip):
+        _say(trying=name)
+        try:
+            dots[name] = _compiled(name)
+        except Exception as error:  # Whatever the backend raises is the finding.
+            _say(dots={name: _refusal(str(error))})
+    _say(trying=None)
+    best = dict.fromkeys(dots, float("inf"))
+    for _ in range(ROUNDS):  # Interleaved, so that a busy moment does not fall on one type alone.
+        for name, dot in dots.items():
+            start = time.perf_counter()
+            dot()
+            best[name] = min(best[name], time.perf_counter() - start)
+    _say(dots={name: {"runs": True, "seconds": seconds} for name, seconds in best.items()})
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

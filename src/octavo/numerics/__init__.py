@@ -1,0 +1,35 @@
+"""What can a number be? Formats, rounding and bit packing."""
+
+from octavo.numerics.blocks import E8M0, BlockFormat, power_of_two_scale, round_scale
+from octavo.numerics.floats import FloatFormat, round_to_grid
+from octavo.numerics.format import Format, nearest_names, round_unit
+from octavo.numerics.integers import IntFormat
+from octavo.numerics.packing import pack_bits, packed_size, unpack_bits
+from octavo.numerics.registry import FormatLike, formats, get_format, register_format
+from octavo.numerics.rounding import Nearest, Rounding, Stochastic, get_rounding
+from octavo.numerics.tables import TableFormat
+
+__all__ = [
+    "E8M0",
+    "BlockFormat",
+    "FloatFormat",
+    "Format",
+    "FormatLike",
+    "IntFormat",
+    "Nearest",
+    "Rounding",
+    "Stochastic",
+    "TableFormat",
+    "formats",
+    "get_format",
+    "get_rounding",
+    "nearest_names",
+    "pack_bits",
+    "packed_size",
+    "power_of_two_scale",
+    "register_format",
+    "round_scale",
+    "round_to_grid",
+    "round_unit",
+    "unpack_bits",
+]

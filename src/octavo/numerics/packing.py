@@ -1,0 +1,62 @@
+"""Codes of fewer than eight bits, packed into bytes.
+
+Codes lie in a little-endian bit stream: the first in the lowest bits of the first byte. Two 4-bit codes, four 2-bit
+codes or eight 1-bit codes fill a byte; 3, 5, 6 and 7-bit codes fill as many bytes per eight codes as they have bits.
+"""
+
+import math
+
+import jax.numpy as jnp
+
+from octavo._typing import Array, UInt8
+
+
+def pack_bits(codes: UInt8[Array, "..."], bits: int, *, axis: int = -1) -> UInt8[Array, "..."]:
+    """Unsigned codes below `2**bits` packed along an axis; the last byte is filled with zeros.
+
+    >>> pack_bits(jnp.asarray([1, 2, 3], jnp.uint8), 4)
+    Array([33,  3], dtype=uint8)
+    """
+    codes = jnp.moveaxis(codes, axis, -1)
+    group = 8 // math.gcd(8, bits)
+    codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % group)])
+    codes = codes.reshape(*codes.shape[:-1], -1, group)
+    columns = []
+    for byte in range(group * bits // 8):
+        column = jnp.zeros(codes.shape[:-1], jnp.uint8)
+        for place in range(group):
+            shift = place * bits - 8 * byte
+            if -bits < shift < 8:
+                code = codes[..., place]
+                column |= code << jnp.uint8(shift) if shift >= 0 else code >> jnp.uint8(-shift)
+        columns.append(column)
+    packed = jnp.stack(columns, axis=-1)
+    return jnp.moveaxis(packed.reshape(*packed.shape[:-2], -1), -1, axis)
+
+
+def unpack_bits(packed: UInt8[Array, "..."], bits: int, size: int, *, axis: int = -1) -> UInt8[Array, "..."]:
+    """The `size` codes that `pack_bits` packed along an axis.
+
+    >>> unpack_bits(jnp.asarray([33, 3], jnp.uint8), 4, 3)
+    Array([1, 2, 3], dtype=uint8)
+    """
+    packed = jnp.moveaxis(packed, axis, -1)
+    group = 8 // math.gcd(8, bits)
+    packed = packed.reshape(*packed.shape[:-1], -1, group * bits // 8)
+    mask = jnp.uint8(2**bits - 1)
+    columns = []
+    for place in range(group):
+        first, shift = divmod(place * bits, 8)
+        code = packed[..., first] >> jnp.uint8(shift)
+        if shift + bits > 8:
+            code |= packed[..., first + 1] << jnp.uint8(8 - shift)
+        columns.append(code & mask)
+    codes = jnp.stack(columns, axis=-1)
+    codes = codes.reshape(*codes.shape[:-2], -1)[..., :size]
+    return jnp.moveaxis(codes, -1, axis)
+
+
+def packed_size(size: int, bits: int) -> int:
+    """Bytes that `size` codes occupy."""
+    group = 8 // math.gcd(8, bits)
+    return -(-size // group) * (group * bits // 8)

@@ -1,0 +1,23 @@
+"""Values and scales: QArray, the Quantizer that makes one, and the functions around them."""
+
+from octavo.qarray.api import dequantize, fake_quant, from_numpy, inside, quantize, shardings, stack, to_numpy
+from octavo.qarray.arithmetic import ARITHMETICS, Arithmetic
+from octavo.qarray.qarray import QArray
+from octavo.qarray.quantizer import Quantizer
+from octavo.qarray.tiles import Tiles
+
+__all__ = [
+    "ARITHMETICS",
+    "Arithmetic",
+    "QArray",
+    "Quantizer",
+    "Tiles",
+    "dequantize",
+    "fake_quant",
+    "from_numpy",
+    "inside",
+    "quantize",
+    "shardings",
+    "stack",
+    "to_numpy",
+]

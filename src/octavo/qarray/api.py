@@ -1,0 +1,185 @@
+"""The functions around a QArray: quantize, dequantize, fake_quant, stack, shardings, and plain arrays for files."""
+
+import functools
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from octavo._config import Config
+from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray
+from octavo.calibration import CalibrationLike
+from octavo.numerics import FormatLike
+from octavo.qarray.arithmetic import ARITHMETICS
+from octavo.qarray.indexing import unpad
+from octavo.qarray.qarray import QArray
+from octavo.qarray.quantizer import Quantizer
+from octavo.qarray.tiles import Tiles
+
+
+def quantize(
+    array: Float[Array, "..."],
+    qtype: FormatLike,
+    *,
+    channelwise_axes: Collection[int] = (),
+    tiled_axes: Mapping[int, int | float] | None = None,
+    calibration_method: CalibrationLike = "absmax",
+    scale_dtype: DTypeLike | None = None,
+    arithmetic: str = "float32",
+) -> QArray:
+    """Quantize an array by its own range.
+
+    Channelwise axes have a scale per index, tiled axes one per tile (a count of values, or 1/n for n tiles), the
+    others share it. The arguments and, for float32 inputs, the results are Qwix's; `arithmetic="qwix"` or `"aqt"` is
+    theirs bit for bit also in bfloat16.
+
+    >>> quantize(jnp.asarray([0.1, -1.0, 0.7]), "int8").qvalue.tolist()
+    [13, -128, 89]
+    """
+    how = Quantizer(
+        qtype,
+        channelwise_axes=channelwise_axes,
+        tiled_axes=tiled_axes,
+        calibration=calibration_method,
+        scale_dtype=scale_dtype,
+        arithmetic=arithmetic,
+    )
+    return how.quantize(jnp.asarray(array))
+
+
+def dequantize(array: QArray, *, arithmetic: str = "float32") -> Float[Array, "..."]:
+    """The values that a QArray stands for, in its `dtype`.
+
+    >>> dequantize(quantize(jnp.asarray([0.0, 3.0]), "float8_e4m3fn")).tolist()
+    [0.0, 3.0]
+    """
+    if arithmetic == "float32":
+        return array.dequantize()
+    q = array.unpack()
+    tiles = Tiles(q._stored_shape, q.tile_shape, q.scale.shape)
+    zero_point = None if q.zero_point is None else tiles.split_scale(q.zero_point)
+    scale = tiles.split_scale(q.scale).astype(q.dtype)
+    x = ARITHMETICS[arithmetic].decode(tiles.split(q.qvalue), q.qtype, scale, zero_point, q.dtype)
+    return unpad(tiles.merge(x), q.padding)
+
+
+def fake_quant(
+    array: Float[Array, "..."],
+    how: Quantizer | FormatLike,
+    *,
+    key: PRNGKeyArray | None = None,
+    clip_gradient: bool = True,
+) -> Float[Array, "..."]:
+    """Quantize and dequantize, with the straight-through gradient: what training with quantization noise sees.
+
+    The gradient passes as if nothing had happened, but for values outside the calibrated range, where it is zero
+    (unless `clip_gradient` is False). With absmax or minmax no value is outside.
+
+    >>> x = jnp.asarray([0.2, -3.0, 1.0])
+    >>> jax.grad(lambda x: fake_quant(x, Quantizer("int8", calibration="fixed,1")).sum())(x).tolist()
+    [1.0, 0.0, 1.0]
+    """
+    how = how if isinstance(how, Quantizer) else Quantizer(how)
+    masked = clip_gradient and how.calibration.may_clip
+    return _fake_quant(how, masked, key, array)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _fake_quant(how: Quantizer, masked: bool, key: PRNGKeyArray | None, x: Array) -> Array:
+    return how.quantize(x, key=key).dequantize()
+
+
+@_fake_quant.defjvp
+def _fake_quant_jvp(how: Quantizer, masked: bool, primals: tuple[Any, Array], tangents: tuple[Any, Array]):
+    (key, x), (_, dx) = primals, tangents
+    out = _fake_quant(how, masked, key, x)
+    dx = jnp.where(inside(how, x), dx, jnp.zeros_like(dx)) if masked else dx
+    return out, dx.astype(out.dtype)
+
+
+def inside(how: Quantizer, x: Float[Array, "..."]) -> Array:
+    """Where values lie within the calibrated range: the mask of a clipped gradient."""
+    tiles, bounds = how.tiles(x.shape), how.measure(x)
+    split = tiles.split(x).astype(jnp.float32)
+    high = tiles.split_scale(bounds["absmax" if "absmax" in bounds else "max"])
+    low = -high if "absmax" in bounds else tiles.split_scale(bounds["min"])
+    mask = (split >= low.astype(jnp.float32)) & (split <= high.astype(jnp.float32))
+    return unpad(tiles.merge(mask), tiles.padding)
+
+
+def stack(arrays: Sequence[QArray], axis: int = 0) -> QArray:
+    """QArrays of one structure, stacked along a new axis with a scale of its own for each."""
+    first = arrays[0]
+    if any(jax.tree.structure(a) != jax.tree.structure(first) for a in arrays):
+        raise ValueError("only QArrays of the same format, dtype, tiles and packing can be stacked")
+    new = axis % (first.ndim + 1) - (first.ndim + 1)
+    moved = {a: a - (a <= new) for a in range(-first.ndim, 0)}
+    return jax.tree.map(lambda *xs: jnp.stack(xs, axis=axis), *arrays)._replace(
+        padding=tuple((moved[a], n) for a, n in first.padding),
+        packed=None if first.packed is None else (moved[first.packed[0]], first.packed[1]),
+    )
+
+
+def shardings(q: QArray, like: NamedSharding | PartitionSpec) -> QArray:
+    """The shardings (or specs) of a QArray whose values are laid out as `like`, as a QArray of them.
+
+    A scale is sharded along the axes where it has an entry per value or tile, replicated where all share one. Works on
+    abstract QArrays too, and the result serves `jax.device_put`, `jax.jit`'s shardings and checkpoints.
+    """
+    spec = like.spec if isinstance(like, NamedSharding) else like
+    axes = tuple(spec) + (None,) * (q.ndim - len(spec))
+
+    def of(part: Any) -> Any:
+        own = PartitionSpec(*(None if n == 1 else axis for n, axis in zip(part.shape, axes, strict=True)))
+        return NamedSharding(like.mesh, own) if isinstance(like, NamedSharding) else own
+
+    return q._map(of)
+
+
+def to_numpy(q: QArray) -> dict[str, np.ndarray]:
+    """A QArray as plain NumPy arrays for any file format: codes packed in bytes, low-precision scales as their bits."""
+    q = q.pack()
+    meta = {
+        "qtype": q.qtype.to_json(),
+        "dtype": q.dtype.name,
+        "padding": q.padding,
+        "packed": q.packed,
+        "codes": q.qvalue.dtype.name,
+        "scale": q.scale.dtype.name,
+        "zero_point": None if q.zero_point is None else q.zero_point.dtype.name,
+    }
+    parts = {k: getattr(q, k) for k in ("qvalue", "scale", "zero_point", "outer_scale")}
+    arrays = {k: _plain(np.asarray(v)) for k, v in parts.items() if v is not None}
+    return {**arrays, "meta": np.frombuffer(json.dumps(meta).encode(), np.uint8)}
+
+
+def from_numpy(arrays: Mapping[str, np.ndarray]) -> QArray:
+    """The QArray that `to_numpy` took apart."""
+    meta = json.loads(bytes(np.asarray(arrays["meta"])))
+
+    def part(name: str, dtype: str | None) -> Array | None:
+        return None if name not in arrays or dtype is None else jnp.asarray(_restore(arrays[name], dtype))
+
+    return QArray(
+        part("qvalue", meta["codes"]),
+        part("scale", meta["scale"]),
+        part("zero_point", meta["zero_point"]),
+        Config.from_json(meta["qtype"]),
+        outer_scale=part("outer_scale", "float32"),
+        dtype=meta["dtype"],
+        padding=meta["padding"],
+        packed=tuple(meta["packed"]) if meta["packed"] else None,
+    )
+
+
+def _plain(x: np.ndarray) -> np.ndarray:
+    """The same bytes under a dtype that NumPy itself knows."""
+    return x if x.dtype.kind in "iuf" and x.dtype.isbuiltin == 1 else x.view(np.dtype(f"u{x.dtype.itemsize}"))
+
+
+def _restore(x: np.ndarray, dtype: str) -> np.ndarray:
+    return np.asarray(x).view(jnp.dtype(dtype))

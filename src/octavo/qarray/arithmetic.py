@@ -1,0 +1,176 @@
+"""From bounds to scales and from values to codes, in Octavo's arithmetic or bit for bit in a peer's.
+
+Octavo computes in float32 whatever the input's dtype. Qwix and AQT compute in the input's own dtype, which in bfloat16
+costs a tenth more error; their arithmetic is here so that results can be compared exactly when moving.
+"""
+
+import abc
+
+import jax.numpy as jnp
+import numpy as np
+
+from octavo._typing import Array, Float, Shaped
+from octavo.calibration import Bounds
+from octavo.numerics import E8M0, BlockFormat, Format, IntFormat, power_of_two_scale, round_scale, round_unit
+
+
+class Arithmetic(abc.ABC):
+    """How a Quantizer computes."""
+
+    def compute_dtype(self, dtype: np.dtype) -> np.dtype:
+        """The dtype in which bounds are measured and values divided."""
+        return dtype
+
+    def format(self, fmt: Format) -> Format:
+        """The format as this arithmetic uses it."""
+        return fmt
+
+    def scale_dtype(self, fmt: Format, dtype: np.dtype) -> np.dtype:
+        """The dtype in which a scale is stored by default."""
+        return dtype
+
+    @abc.abstractmethod
+    def scale(
+        self, bounds: Bounds, fmt: Format, *, dtype: np.dtype, scale_dtype: np.dtype, stochastic: bool
+    ) -> tuple[Array, Array | None, Array | None]:
+        """The scale, the zero point and the outer scale, in the computing dtype."""
+
+    @abc.abstractmethod
+    def encode(
+        self, x: Array, fmt: Format, scale: Array, zero_point: Array | None, noise: Array | None
+    ) -> Shaped[Array, "..."]:
+        """The codes of `x`."""
+
+    def decode(self, codes: Array, fmt: Format, scale: Array, zero_point: Array | None, dtype: np.dtype) -> Array:
+        """The values that codes stand for, in the computing dtype."""
+        x = fmt.decode(codes).astype(dtype)
+        return (x if zero_point is None else x - zero_point.astype(dtype)) * scale
+
+
+class Float32(Arithmetic):
+    """Octavo's own: float32 (float64 for float64 inputs), exact powers of two, safe at both ends of the range.
+
+    Divisions are written as products with a reciprocal. XLA makes them so anyway wherever the divisor is broadcast, but
+    not where it is not: written out, jit, eager and vmap, tensor and channel give the same bits.
+    """
+
+    def compute_dtype(self, dtype: np.dtype) -> np.dtype:
+        return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+    def scale_dtype(self, fmt: Format, dtype: np.dtype) -> np.dtype:
+        if isinstance(fmt, BlockFormat):
+            return jnp.dtype(fmt.scale_dtype)
+        # float16 cannot hold the scale of a small tensor: 1e-3 / 127.5 is subnormal there already.
+        return np.dtype(np.float32) if dtype == np.float16 else dtype
+
+    def scale(self, bounds, fmt, *, dtype, scale_dtype, stochastic):
+        if "min" in bounds:
+            assert isinstance(fmt, IntFormat)
+            return (*_asymmetric(bounds["min"], bounds["max"], fmt, scale_dtype, slack=int(stochastic)), None)
+        absmax = bounds["absmax"]
+        # Rounding up at random must not meet the end of the grid, or the largest values would be biased downward.
+        bound = min(fmt.largest, -fmt.smallest) if stochastic else fmt.bound
+        outer = None
+        if scale_dtype == E8M0:
+            floor = isinstance(fmt, BlockFormat) and fmt.scale_rounding == "floor"
+            scale = power_of_two_scale(absmax.astype(jnp.float32), fmt, floor=floor).astype(absmax.dtype)
+        else:
+            if isinstance(fmt, BlockFormat) and fmt.outer:
+                largest = jnp.max(jnp.where(jnp.isfinite(absmax), absmax, 0), keepdims=True)
+                outer = jnp.maximum(largest * (1 / (bound * fmt.largest_scale)), _smallest_scale(np.dtype(np.float32)))
+                outer = _guard(outer, largest, nonzero=1.0)
+                absmax = absmax * (1 / outer)
+            scale = absmax * (1 / bound)
+            if outer is None:
+                scale = jnp.maximum(scale, _smallest_scale(scale_dtype))
+            if scale.dtype != scale_dtype:
+                up = stochastic or (isinstance(fmt, BlockFormat) and fmt.scale_rounding == "up")
+                scale = round_scale(scale.astype(jnp.float32), scale_dtype, up=up).astype(absmax.dtype)
+        return _guard(scale, absmax, nonzero=1.0 if fmt.has_zero else 0.0), None, outer
+
+    def encode(self, x, fmt, scale, zero_point, noise):
+        divisor = jnp.where(scale == 0, 1, scale)
+        # Only a small bound makes scales so large that the plain product is not safe.
+        x = (_divide(x, divisor) if fmt.bound < 4 else x * (1 / divisor)).astype(jnp.float32)
+        if zero_point is not None:
+            # Rounded first: a product and a sum may be contracted to one operation under jit, with other bits.
+            x, noise = round_unit(x, noise) + zero_point.astype(x.dtype), None
+        return fmt.encode(x, noise)
+
+
+class QwixArithmetic(Arithmetic):
+    """Qwix 0.1.8's, bit for bit, its zero guard and its scales without a second level included."""
+
+    def scale(self, bounds, fmt, *, dtype, scale_dtype, stochastic):
+        def guarded(scale: Array) -> Array:
+            return jnp.where(scale < jnp.sqrt(jnp.finfo(scale.dtype).tiny), jnp.ones_like(scale), scale)
+
+        if "min" in bounds:
+            assert isinstance(fmt, IntFormat)
+            scale = guarded((bounds["max"] - bounds["min"]) / float(fmt.qmax - fmt.qmin))
+            return scale, fmt.encode((fmt.qmin - bounds["min"] / scale).astype(jnp.float32)), None
+        scale = guarded(bounds["absmax"] / fmt.bound)
+        if isinstance(fmt, BlockFormat):
+            if jnp.dtype(fmt.scale_dtype) == E8M0:
+                scale = (2 ** jnp.ceil(jnp.log2(scale))).astype(scale.dtype)
+            else:
+                limit = jnp.asarray(fmt.largest_scale, scale.dtype)
+                scale = jnp.clip(scale, -limit, limit).astype(fmt.scale_dtype).astype(scale.dtype)
+        return scale, None, None
+
+    def encode(self, x, fmt, scale, zero_point, noise):
+        x = x / scale
+        if zero_point is not None:
+            x = x + zero_point.astype(x.dtype)
+        return fmt.encode(x.astype(jnp.float32), noise)
+
+
+class AqtArithmetic(Arithmetic):
+    """AQT 0.9's, bit for bit: a product with the reciprocal, and integers in a range that is symmetric."""
+
+    def format(self, fmt: Format) -> Format:
+        return fmt.replace(narrow=True) if isinstance(fmt, IntFormat) and fmt.has_zero and fmt.signed else fmt
+
+    def scale(self, bounds, fmt, *, dtype, scale_dtype, stochastic):
+        absmax = bounds["absmax"]
+        absmax = jnp.where(absmax == 0, jnp.ones_like(absmax), absmax)
+        return absmax / fmt.bound, None, None
+
+    def encode(self, x, fmt, scale, zero_point, noise):
+        inverse = jnp.reciprocal(scale)
+        x = x * jnp.where(jnp.isinf(inverse), jnp.ones_like(inverse), inverse)
+        return fmt.encode(x.astype(jnp.float32), noise)
+
+
+ARITHMETICS: dict[str, Arithmetic] = {"float32": Float32(), "qwix": QwixArithmetic(), "aqt": AqtArithmetic()}
+
+
+def _divide(x: Array, divisor: Array) -> Array:
+    """`x / divisor` by the reciprocal, also where that of a divisor above 2**126 would flush to zero."""
+    part = jnp.where(divisor > 2.0**120, 2.0**-4, 1.0).astype(x.dtype)
+    return (x * part) * (1 / (divisor * part))
+
+
+def _smallest_scale(dtype: np.dtype) -> float:
+    """The smallest scale that arithmetic keeps: backends flush float32's subnormal numbers to zero."""
+    return float(jnp.finfo(np.float16).smallest_subnormal if dtype == np.float16 else jnp.finfo(np.float32).tiny)
+
+
+def _guard(scale: Float[Array, "*s"], absmax: Float[Array, "*s"], *, nonzero: float) -> Float[Array, "*s"]:
+    return jnp.where(absmax == 0, jnp.asarray(nonzero, scale.dtype), scale)
+
+
+def _asymmetric(low: Array, high: Array, fmt: IntFormat, scale_dtype: np.dtype, *, slack: int) -> tuple[Array, Array]:
+    """Scale and zero point that spread [low, high] over all codes; with `slack`, over all but one.
+
+    The slack leaves room for the rounded zero point, so that stochastic rounding never meets the end of the range.
+    """
+    steps = fmt.qmax - fmt.qmin - slack
+    # Halved, because the difference of two float32 numbers may be beyond float32.
+    scale = (high * 0.5 - low * 0.5) * (2 / steps)
+    scale = jnp.maximum(scale, _smallest_scale(scale_dtype))
+    if scale.dtype != scale_dtype:
+        scale = round_scale(scale.astype(jnp.float32), scale_dtype, up=bool(slack)).astype(low.dtype)
+    scale = jnp.where(high == low, 1, scale)
+    below = _divide(low, scale).astype(jnp.float32)
+    return scale, fmt.encode(fmt.qmin - (jnp.floor(below) if slack else jnp.round(below)))

@@ -1,0 +1,214 @@
+"""Slicing, reshaping and transposing a QArray: what happens to codes, scales, padding and packing alike."""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from octavo._typing import Array, Shaped
+
+if TYPE_CHECKING:
+    from octavo.qarray.qarray import QArray
+
+
+def from_end(axis: int, ndim: int) -> int:
+    """An axis, counted from the end."""
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"axis {axis} is out of range for an array of rank {ndim}")
+    return axis % ndim - ndim
+
+
+def unpad(x: Shaped[Array, "..."], padding: Sequence[tuple[int, int]]) -> Shaped[Array, "..."]:
+    """An array without the values that filled up its last tiles."""
+    for axis, count in padding:
+        index = [slice(None)] * x.ndim
+        index[axis] = slice(0, x.shape[axis] - count)
+        x = x[tuple(index)]
+    return x
+
+
+def transpose(q: "QArray", axes: Sequence[int]) -> "QArray":
+    """Axes in another order."""
+    ndim = q.ndim
+    order = [a % ndim for a in axes] if axes else list(reversed(range(ndim)))
+    if sorted(order) != list(range(ndim)):
+        raise ValueError(f"{tuple(axes)} is no order of the {ndim} axes of an array of shape {q.shape}")
+    place = {old - ndim: new - ndim for new, old in enumerate(order)}
+    return q._map(
+        lambda x: jnp.transpose(x, order),
+        padding=tuple(sorted((place[axis], count) for axis, count in q.padding)),
+        packed=None if q.packed is None else (place[q.packed[0]], q.packed[1]),
+    )
+
+
+def reshape(q: "QArray", shape: Sequence[int]) -> "QArray":
+    """Another shape, for codes and scales.
+
+    Every axis of the scale is a count of tiles over values that share one: as factors, *varying* then *constant*. The
+    new shape is possible when each new axis takes, in order, varying factors and then constant ones.
+    """
+    shape = _complete(tuple(operator.index(d) for d in shape), q)
+    if shape == q.shape:
+        return q
+    q = q.unpack()
+    if q.padding:
+        raise ValueError(
+            f"{q.shape} is padded along axes {[a for a, _ in q.padding]} to fill its tiles, so its codes cannot be "
+            f"reshaped to {shape}: dequantize it first, or choose tiles that divide"
+        )
+    old = q.shape
+
+    def fit(part: Array) -> Array:
+        return part.reshape(_reshape_tiles(old, part.shape, shape))
+
+    return q._map(fit)
+
+
+def _complete(shape: tuple[int, ...], q: "QArray") -> tuple[int, ...]:
+    if shape.count(-1) == 1:
+        rest = math.prod(d for d in shape if d != -1)
+        shape = tuple(q.size // max(1, rest) if d == -1 else d for d in shape)
+    if math.prod(shape) != q.size or any(d < 0 for d in shape):
+        raise ValueError(f"cannot reshape an array of shape {q.shape} into {shape}")
+    return shape
+
+
+def _reshape_tiles(old: tuple[int, ...], part: tuple[int, ...], new: tuple[int, ...]) -> list[int]:
+    """The shape of a scale whose values had shape `old` and get shape `new`."""
+    factors: list[list[Any]] = []
+    for dim, count in zip(old, part, strict=True):
+        factors += [[count, True], [dim // max(1, count), False]]
+    factors = [f for f in factors if f[0] != 1]
+    shape = []
+    for dim in new:
+        varying, constant_seen, rest = 1, False, dim
+        while rest > 1:
+            size, varies = factors[0]
+            step = size if rest % size == 0 else rest if size % rest == 0 else 0
+            if not step or (varies and constant_seen):
+                raise ValueError(
+                    f"a scale of shape {part} over values of shape {old} has no place in shape {new}: its tiles would "
+                    "be torn; dequantize first, or quantize after the reshape"
+                )
+            if varies:
+                varying *= step
+            else:
+                constant_seen = True
+            rest //= step
+            factors[0][0] //= step
+            if factors[0][0] == 1:
+                factors.pop(0)
+        shape.append(varying)
+    return shape
+
+
+def take(q: "QArray", index: Any) -> "QArray":
+    """`q[index]` for integers, slices, None, Ellipsis and integer arrays.
+
+    The scale is indexed like the codes, tile by tile. Where that is not possible, because a slice cuts a tile or the
+    axis is padded, the scale is first spread along that axis to one entry per value.
+    """
+    entries = _per_axis(index, q.ndim)
+    for axis, entry in enumerate([e for e in entries if e is not None]):
+        if isinstance(entry, slice) and entry == slice(None):
+            continue
+        if q.packed is not None and q.packed[0] == axis - q.ndim:
+            q = q.unpack()
+        if axis - q.ndim in dict(q.padding) or _cuts_tiles(q, axis, entry):
+            q = _spread(q, axis)
+    stored = q._stored_shape
+
+    def pick(x: Array) -> Array:
+        sizes = zip(x.shape, stored, strict=True)
+        return x[tuple(None if e is None else _adapt(e, *next(sizes)) for e in entries)]
+
+    new = q._map(lambda x: x if x is q.qvalue else pick(x))
+    new = new._replace(qvalue=q.qvalue[_plain(entries, q.shape)])
+    place = {axis: _place_after(entries, q.ndim, axis) for axis in {a for a, _ in q.padding} | {(q.packed or (0,))[0]}}
+    return new._replace(
+        padding=tuple((place[axis], count) for axis, count in q.padding),
+        packed=None if q.packed is None else (place[q.packed[0]], q.packed[1]),
+    )
+
+
+def _per_axis(index: Any, ndim: int) -> list[Any]:
+    """One entry per axis, and None where an axis is added."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(e, bool) or getattr(e, "dtype", None) == np.bool_ for e in entries):
+        raise TypeError("a QArray is not indexed by booleans: use jnp.nonzero, or dequantize first")
+    entries = [jnp.asarray(e) if isinstance(e, list | np.ndarray) else e for e in entries]
+    dots = [i for i, e in enumerate(entries) if e is Ellipsis]
+    used = sum(e is not None and e is not Ellipsis for e in entries)
+    if used > ndim or len(dots) > 1:
+        raise IndexError(f"{index} is not an index of an array of rank {ndim}")
+    place = dots[0] if dots else len(entries)
+    entries[place : place + len(dots)] = [slice(None)] * (ndim - used)
+    return entries
+
+
+def _plain(entries: list[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """The index of the codes, with integers checked: JAX itself clamps what is out of range."""
+    sizes = iter(shape)
+    for entry in entries:
+        size = 0 if entry is None else next(sizes)
+        if isinstance(entry, int | np.integer) and not -size <= entry < size:
+            raise IndexError(f"index {entry} is out of range for an axis of size {size}")
+    return tuple(entries)
+
+
+def _cuts_tiles(q: "QArray", axis: int, entry: Any) -> bool:
+    if not isinstance(entry, slice):
+        return False
+    size = q._stored_shape[axis]
+    start, stop, step = entry.indices(size)
+    parts = [x for x in (q.scale, q.zero_point, q.outer_scale) if x is not None]
+    tiles = {size // x.shape[axis] for x in parts if 1 < x.shape[axis] < size}
+    return any(step != 1 or start % tile or stop % tile for tile in tiles)
+
+
+def _spread(q: "QArray", axis: int) -> "QArray":
+    """The same array with one scale per value along an axis, and no padding there."""
+    stored, ndim = q._stored_shape, q.ndim
+    own = [(a, n) for a, n in q.padding if a == axis - ndim]
+
+    def per_value(x: Array) -> Array:
+        count = x.shape[axis]
+        return unpad(jnp.repeat(x, stored[axis] // count, axis=axis), own) if count > 1 else x
+
+    q = q._map(lambda x: unpad(x, own) if x is q.qvalue else per_value(x))
+    return q._replace(padding=tuple(p for p in q.padding if p not in own))
+
+
+def _adapt(entry: Any, count: int, size: int) -> Any:
+    """The index into an axis of a scale that has `count` entries for `size` values."""
+    if count == size or (isinstance(entry, slice) and entry == slice(None)):
+        return entry
+    if count == 1:
+        if isinstance(entry, slice):
+            return slice(None)
+        return 0 if isinstance(entry, int | np.integer) else jnp.zeros((1,) * entry.ndim, jnp.int32)
+    tile = size // count
+    if isinstance(entry, slice):
+        start, stop, _ = entry.indices(size)
+        return slice(start // tile, max(start, stop) // tile)
+    if isinstance(entry, int | np.integer):
+        return int(entry) % size // tile
+    return jnp.where(entry < 0, entry + size, entry) // tile
+
+
+def _place_after(entries: list[Any], ndim: int, axis: int) -> int:
+    """Where an axis that is taken whole lies afterwards, by NumPy's rules, both counted from the end.
+
+    Found by asking NumPy: the axis is the one whose size changes when it is longer by one.
+    """
+    plain = tuple(
+        0 if isinstance(e, int | np.integer) else e if e is None or isinstance(e, slice) else np.zeros(e.shape, int)
+        for e in entries
+    )
+    short = np.broadcast_to(0, (2,) * ndim)[plain].shape
+    long = np.broadcast_to(0, tuple(3 if a == axis % ndim else 2 for a in range(ndim)))[plain].shape
+    changed = [i for i, (a, b) in enumerate(zip(short, long, strict=True)) if a != b]
+    return changed[0] - len(short) if changed else axis

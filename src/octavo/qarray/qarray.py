@@ -1,0 +1,217 @@
+"""QArray: values, scale, zero point and format, as one pytree that behaves like an array."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from octavo._typing import DTypeLike
+from octavo.numerics import Format, FormatLike, get_format, pack_bits, unpack_bits
+from octavo.qarray import display, indexing
+from octavo.qarray.tiles import Tiles
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class QArray:
+    """An array in low precision: `(qvalue - zero_point) * scale * outer_scale`.
+
+    `scale` has the rank of `qvalue`. Along each axis it has one entry for all (size 1), one per value, or one per tile
+    of equal size. `zero_point` is None for symmetric types and `outer_scale` is None but for formats with two levels of
+    scales. `dtype` is that of the dequantized values. `padding` tells how many values the last tile of an axis was
+    filled up with, `packed` the axis along which codes are packed into bytes and its length; both count axes from the
+    end, so that they hold under vmap and scan.
+
+    >>> import octavo
+    >>> q = octavo.quantize(jnp.asarray([[1.0, 2.0], [3.0, -4.0]]), "int4", channelwise_axes=(0,))
+    >>> q.T.shape, q[0].dequantize().tolist()
+    ((2, 2), [1.0666667222976685, 1.8666667938232422])
+    """
+
+    def __init__(
+        self,
+        qvalue: Any,
+        scale: Any,
+        zero_point: Any = None,
+        qtype: FormatLike | None = None,
+        *,
+        outer_scale: Any = None,
+        dtype: DTypeLike | None = None,
+        padding: Sequence[tuple[int, int]] = (),
+        packed: tuple[int, int] | None = None,
+    ):
+        self.qvalue = qvalue
+        self.scale = scale
+        self.zero_point = zero_point
+        self.outer_scale = outer_scale
+        self.qtype: Format = get_format(qvalue.dtype if qtype is None else qtype)
+        if dtype is None:
+            dtype = scale.dtype if scale.dtype.itemsize >= 2 else jnp.float32
+        self.dtype: np.dtype = jnp.dtype(dtype)
+        self.padding = tuple((int(a), int(n)) for a, n in padding)
+        self.packed = packed
+        _validate(self)
+
+    # A pytree: the arrays are leaves, the rest is static.
+
+    def tree_flatten_with_keys(self):
+        names = ("qvalue", "scale", "zero_point", "outer_scale")
+        leaves = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names]
+        return leaves, (self.qtype, self.dtype, self.padding, self.packed)
+
+    @classmethod
+    def tree_unflatten(cls, static, leaves):
+        # No checks here: leaves may be shardings, specs or any other placeholder.
+        self = object.__new__(cls)
+        self.qvalue, self.scale, self.zero_point, self.outer_scale = leaves
+        self.qtype, self.dtype, self.padding, self.packed = static
+        return self
+
+    def _replace(self, **changes: Any) -> "QArray":
+        new = object.__new__(QArray)
+        new.__dict__.update(self.__dict__ | changes)
+        return new
+
+    def _map(self, fn, **changes: Any) -> "QArray":
+        """Apply a function to each array that is there."""
+        parts = ("qvalue", "scale", "zero_point", "outer_scale")
+        mapped = {k: fn(v) for k in parts if (v := getattr(self, k)) is not None}
+        return self._replace(**mapped, **changes)
+
+    # What an array has.
+
+    @property
+    def _stored_shape(self) -> tuple[int, ...]:
+        """The shape of the unpacked codes, padding included."""
+        shape = list(self.qvalue.shape)
+        if self.packed is not None:
+            shape[self.packed[0]] = self.packed[1]
+        return tuple(shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that this stands for."""
+        shape = list(self._stored_shape)
+        for axis, count in self.padding:
+            shape[axis] -= count
+        return tuple(shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.qvalue.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all the arrays in memory: codes as they are stored, scales, zero points."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+    @property
+    def tile_shape(self) -> tuple[int, ...]:
+        """How many values along each axis share a scale."""
+        return tuple(max(1, n // max(1, s)) for n, s in zip(self._stored_shape, self.scale.shape, strict=True))
+
+    @property
+    def sharding(self) -> Any:
+        """Where the codes lie."""
+        return self.qvalue.sharding
+
+    # Values.
+
+    def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
+        """The values, computed in float32 and given in `dtype`, by default this array's own."""
+        q = self.unpack()
+        dtype = self.dtype if dtype is None else jnp.dtype(dtype)
+        compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+        tiles = Tiles(q._stored_shape, q.tile_shape, q.scale.shape)
+        x = tiles.split(q.qtype.decode(q.qvalue).astype(compute))
+        if q.zero_point is not None:
+            x = x - tiles.split_scale(q.zero_point).astype(compute)
+        scale = tiles.split_scale(q.scale).astype(compute)
+        if q.outer_scale is not None:
+            scale = scale * tiles.split_scale(q.outer_scale).astype(compute)
+        # A value at the end of the dtype's range may round to beyond it; only a scale that is not finite may say inf.
+        limit = jnp.where(jnp.isfinite(scale), float(jnp.finfo(dtype).max), jnp.inf).astype(compute)
+        x = jnp.clip(x * scale, -limit, limit)
+        return indexing.unpad(tiles.merge(x).astype(dtype), q.padding)
+
+    def astype(self, dtype: DTypeLike) -> "QArray":
+        """The same codes and scales, with dequantized values of another dtype."""
+        return self._replace(dtype=jnp.dtype(dtype))
+
+    def pack(self, axis: int = -1) -> "QArray":
+        """Codes below eight bits packed along an axis: n int4 values then occupy n/2 bytes."""
+        if self.packed is not None or self.qtype.bits >= 8:
+            return self
+        axis = indexing.from_end(axis, self.ndim)
+        packed = pack_bits(self.qtype.to_bits(self.qvalue), self.qtype.bits, axis=axis)
+        return self._replace(qvalue=packed, packed=(axis, self.qvalue.shape[axis]))
+
+    def unpack(self) -> "QArray":
+        """Codes one to an element, in the format's own dtype."""
+        if self.packed is None:
+            return self
+        axis, size = self.packed
+        bits = unpack_bits(self.qvalue, self.qtype.bits, size, axis=axis)
+        return self._replace(qvalue=self.qtype.from_bits(bits), packed=None)
+
+    # Structure.
+
+    def reshape(self, *shape: Any) -> "QArray":
+        """The same values in another shape; raises where the tiles of the scale have no place in it."""
+        return indexing.reshape(self, shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape)
+
+    def transpose(self, *axes: Any) -> "QArray":
+        """The axes in another order, reversed by default."""
+        return indexing.transpose(self, axes[0] if len(axes) == 1 and isinstance(axes[0], Sequence) else axes)
+
+    def swapaxes(self, axis1: int, axis2: int) -> "QArray":
+        order = list(range(self.ndim))
+        order[axis1], order[axis2] = order[axis2], order[axis1]
+        return self.transpose(order)
+
+    @property
+    def T(self) -> "QArray":  # noqa: N802
+        return self.transpose()
+
+    @property
+    def mT(self) -> "QArray":  # noqa: N802
+        return self.swapaxes(-1, -2)
+
+    def __getitem__(self, index: Any) -> "QArray":
+        """A part of the array; a slice that cuts a tile spreads the scale of that axis to single values."""
+        return indexing.take(self, index)
+
+    # How it looks.
+
+    def __repr__(self) -> str:
+        return display.text(self)
+
+    def _repr_html_(self) -> str:
+        return display.html(self)
+
+
+def _validate(q: QArray) -> None:
+    if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in (q.qvalue, q.scale)):
+        return
+    if q.packed is None and q.qvalue.dtype != q.qtype.storage:
+        raise ValueError(f"codes of {q.qtype.name} are stored as {q.qtype.storage}, got {q.qvalue.dtype}")
+    shape = q._stored_shape
+    for name in ("scale", "zero_point", "outer_scale"):
+        part = getattr(q, name)
+        if part is None:
+            continue
+        if len(part.shape) != len(shape):
+            raise ValueError(f"the {name} has rank {len(part.shape)} but the values rank {len(shape)}")
+        if any(n % max(1, s) for n, s in zip(shape, part.shape, strict=True)):
+            raise ValueError(f"a {name} of shape {part.shape} does not tile values of shape {shape}")
+    if q.zero_point is not None and q.zero_point.dtype != q.qvalue.dtype:
+        raise ValueError(f"the zero point has dtype {q.zero_point.dtype} but the values {q.qvalue.dtype}")

@@ -1,0 +1,38 @@
+"""Strict JAX for every test: no implicit dtype or rank promotion, array shapes checked, eight devices."""
+
+import importlib.util
+import os
+
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        # Small programs compile in 8 % less CPU time unsplit, and two workers use both cores already.
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
+)
+
+import jax
+import pytest
+from hypothesis import settings
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):
+    from jaxtyping import install_import_hook
+
+    install_import_hook("octavo", "beartype.beartype")
+
+settings.register_profile("octavo", deadline=None, derandomize=True, max_examples=30)
+settings.load_profile("octavo")
+
+
+@pytest.fixture(autouse=True)
+def _promotion(request):
+    """JAX's own promotion rules for tests marked `standard_promotion`, which call libraries that rely on them."""
+    if request.node.get_closest_marker("standard_promotion") is None:
+        yield
+    else:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            yield
