@@ -26,9 +26,8 @@ GRANULARITIES = {
     "fraction": {"channelwise_axes": (0,), "tiled_axes": {1: 1 / 4}},
 }
 BLOCK_GRANULARITIES = {
-    "tensor": {},
-    "row": {"channelwise_axes": (0,)},
-    "column": {"channelwise_axes": (1,), "tiled_axes": {0: None}},
+    "row": {},
+    "column": {"tiled_axes": {0: None}},
     "square": {"tiled_axes": {0: None, 1: None}},
 }
 CASES = [

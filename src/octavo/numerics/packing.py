@@ -20,7 +20,7 @@ def pack_bits(codes: UInt8[Array, "..."], bits: int, *, axis: int = -1) -> UInt8
     codes = jnp.moveaxis(codes, axis, -1)
     group = 8 // math.gcd(8, bits)
     codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % group)])
-    codes = codes.reshape(*codes.shape[:-1], -1, group)
+    codes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // group, group)
     columns = []
     for byte in range(group * bits // 8):
         column = jnp.zeros(codes.shape[:-1], jnp.uint8)
@@ -31,7 +31,7 @@ def pack_bits(codes: UInt8[Array, "..."], bits: int, *, axis: int = -1) -> UInt8
                 column |= code << jnp.uint8(shift) if shift >= 0 else code >> jnp.uint8(-shift)
         columns.append(column)
     packed = jnp.stack(columns, axis=-1)
-    return jnp.moveaxis(packed.reshape(*packed.shape[:-2], -1), -1, axis)
+    return jnp.moveaxis(_flatten_last(packed), -1, axis)
 
 
 def unpack_bits(packed: UInt8[Array, "..."], bits: int, size: int, *, axis: int = -1) -> UInt8[Array, "..."]:
@@ -42,7 +42,8 @@ def unpack_bits(packed: UInt8[Array, "..."], bits: int, size: int, *, axis: int 
     """
     packed = jnp.moveaxis(packed, axis, -1)
     group = 8 // math.gcd(8, bits)
-    packed = packed.reshape(*packed.shape[:-1], -1, group * bits // 8)
+    width = group * bits // 8
+    packed = packed.reshape(*packed.shape[:-1], packed.shape[-1] // width, width)
     mask = jnp.uint8(2**bits - 1)
     columns = []
     for place in range(group):
@@ -51,9 +52,12 @@ def unpack_bits(packed: UInt8[Array, "..."], bits: int, size: int, *, axis: int 
         if shift + bits > 8:
             code |= packed[..., first + 1] << jnp.uint8(8 - shift)
         columns.append(code & mask)
-    codes = jnp.stack(columns, axis=-1)
-    codes = codes.reshape(*codes.shape[:-2], -1)[..., :size]
+    codes = _flatten_last(jnp.stack(columns, axis=-1))[..., :size]
     return jnp.moveaxis(codes, -1, axis)
+
+
+def _flatten_last(x: UInt8[Array, "..."]) -> UInt8[Array, "..."]:
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
 def packed_size(size: int, bits: int) -> int:

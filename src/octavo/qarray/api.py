@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -127,14 +128,20 @@ def stack(arrays: Sequence[QArray], axis: int = 0) -> QArray:
 def shardings(q: QArray, like: NamedSharding | PartitionSpec) -> QArray:
     """The shardings (or specs) of a QArray whose values are laid out as `like`, as a QArray of them.
 
-    A scale is sharded along the axes where it has an entry per value or tile, replicated where all share one. Works on
-    abstract QArrays too, and the result serves `jax.device_put`, `jax.jit`'s shardings and checkpoints.
+    A scale is sharded along the axes where it has an entry per value or tile, replicated where all share one or, if the
+    mesh is known, where its tiles do not divide among the devices. Works on abstract QArrays too, and the result serves
+    `jax.device_put`, `jax.jit`'s shardings and checkpoints.
     """
     spec = like.spec if isinstance(like, NamedSharding) else like
     axes = tuple(spec) + (None,) * (q.ndim - len(spec))
 
+    def divides(count: int, names: Any) -> bool:
+        if count == 1 or not isinstance(like, NamedSharding) or names is None:
+            return count != 1
+        return count % math.prod(like.mesh.shape[n] for n in (names if isinstance(names, tuple) else (names,))) == 0
+
     def of(part: Any) -> Any:
-        own = PartitionSpec(*(None if n == 1 else axis for n, axis in zip(part.shape, axes, strict=True)))
+        own = PartitionSpec(*(names if divides(n, names) else None for n, names in zip(part.shape, axes, strict=True)))
         return NamedSharding(like.mesh, own) if isinstance(like, NamedSharding) else own
 
     return q._map(of)
@@ -171,7 +178,7 @@ def from_numpy(arrays: Mapping[str, np.ndarray]) -> QArray:
         Config.from_json(meta["qtype"]),
         outer_scale=part("outer_scale", "float32"),
         dtype=meta["dtype"],
-        padding=meta["padding"],
+        padding=[(axis, count) for axis, count in meta["padding"]],
         packed=tuple(meta["packed"]) if meta["packed"] else None,
     )
 

@@ -117,7 +117,7 @@ class QArray:
     @property
     def tile_shape(self) -> tuple[int, ...]:
         """How many values along each axis share a scale."""
-        return tuple(max(1, n // max(1, s)) for n, s in zip(self._stored_shape, self.scale.shape, strict=True))
+        return tuple(n // max(1, s) for n, s in zip(self._stored_shape, self.scale.shape, strict=True))
 
     @property
     def sharding(self) -> Any:
@@ -213,5 +213,5 @@ def _validate(q: QArray) -> None:
             raise ValueError(f"the {name} has rank {len(part.shape)} but the values rank {len(shape)}")
         if any(n % max(1, s) for n, s in zip(shape, part.shape, strict=True)):
             raise ValueError(f"a {name} of shape {part.shape} does not tile values of shape {shape}")
-    if q.zero_point is not None and q.zero_point.dtype != q.qvalue.dtype:
-        raise ValueError(f"the zero point has dtype {q.zero_point.dtype} but the values {q.qvalue.dtype}")
+    if q.zero_point is not None and q.zero_point.dtype != q.qtype.storage:
+        raise ValueError(f"the zero point has dtype {q.zero_point.dtype} but the values {q.qtype.storage}")

@@ -24,8 +24,8 @@ class Quantizer(Config):
     """The frozen description of a quantization: format, granularity, calibration, rounding, scale dtype, arithmetic.
 
     Axes that are neither channelwise nor tiled share their scale. A tile is a count of values, or 1/n as a float for
-    n tiles. A block format brings its own tile and puts it on the last axis unless `tiled_axes` names others.
-    Everything is checked here, when the description is made, not when it is used.
+    n tiles. A block format brings its own tile, on the last axis unless `tiled_axes` names others; the rest of its axes
+    are channelwise. Everything is checked here, when the description is made, not when it is used.
 
     >>> q = Quantizer("int8", channelwise_axes=(0,)).quantize(jnp.asarray([[1.0, -2.0], [0.5, 4.0]]))
     >>> q.qvalue.tolist(), q.scale.shape
@@ -108,7 +108,13 @@ class Quantizer(Config):
 
     def tiles(self, shape: tuple[int, ...]) -> Tiles:
         """Which values of an array of this shape share a scale."""
-        return Tiles.of(shape, self.channelwise_axes, dict(self.tiled_axes))
+        tiled = dict(self.tiled_axes)
+        channelwise = self.channelwise_axes
+        if self.qtype.tile is not None:
+            # A block is a tile and nothing else: values in other rows never share its scale.
+            along = {axis % len(shape) for axis in tiled if -len(shape) <= axis < len(shape)}
+            channelwise = (*channelwise, *(axis for axis in range(len(shape)) if axis not in along))
+        return Tiles.of(shape, channelwise, tiled)
 
     def measure(self, x: Float[Array, "..."]) -> Bounds:
         """The range of `x`, group by group, in the shape of the scale."""

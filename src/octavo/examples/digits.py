@@ -1,0 +1,173 @@
+"""Train a small network on handwritten digits twice: in float32, and with every matrix product in int8.
+
+    python -m octavo.examples.digits
+
+A matrix product and its two gradients are three products. In the quantized run each of them multiplies int8 by int8 and
+adds up in int32; the rest (scales, biases, the optimizer) stays in float32. Both runs see the same batches.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import octavo
+
+SIZES = (64, 256, 128, 10)
+BATCH = 64
+LEARNING_RATE = 2e-3
+
+type Params = list[dict[str, jax.Array]]
+type Data = tuple[jax.Array, jax.Array]
+
+
+# A quantized matrix product. Values that are summed must share their scale, so x has one per row and w one per column.
+
+
+def int8_dot(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """Contract one axis of each int8 matrix, exactly: the sums are int32."""
+    dimensions = (((axes[0],), (axes[1],)), ((), ()))
+    return jax.lax.dot_general(lhs, rhs, dimensions, preferred_element_type=jnp.int32).astype(jnp.float32)
+
+
+@jax.custom_vjp
+def int8_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`x @ w` in int8."""
+    return forward(x, w)[0]
+
+
+def forward(x: jax.Array, w: jax.Array):
+    qx = octavo.quantize(x, "int8", channelwise_axes=(0,))
+    qw = octavo.quantize(w, "int8", channelwise_axes=(1,))
+    # The backward pass keeps the int8 values, a quarter of the memory of the float ones.
+    return int8_dot(qx.qvalue, qw.qvalue, (1, 0)) * qx.scale * qw.scale, (qx, qw)
+
+
+def backward(saved: tuple[octavo.QArray, octavo.QArray], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    qx, qw = saved
+    # dx sums over the columns of w, each of which has its own scale: it moves into the gradient, and w stays as it is.
+    qg = octavo.quantize(g * qw.scale, "int8", channelwise_axes=(0,))
+    dx = int8_dot(qg.qvalue, qw.qvalue, (1, 1)) * qg.scale
+    # dw sums over the rows of x: likewise.
+    qg = octavo.quantize(g * qx.scale, "int8", channelwise_axes=(1,))
+    dw = int8_dot(qx.qvalue, qg.qvalue, (0, 0)) * qg.scale
+    return dx, dw
+
+
+int8_matmul.defvjp(forward, backward)
+
+
+# The network, its loss, and Adam.
+
+
+def init(key: jax.Array) -> Params:
+    shapes = list(zip(SIZES[:-1], SIZES[1:], strict=True))
+    keys = jax.random.split(key, len(shapes))
+    return [
+        {"w": jax.random.normal(k, (m, n)) * np.sqrt(2 / m), "b": jnp.zeros((1, n))}
+        for k, (m, n) in zip(keys, shapes, strict=True)
+    ]
+
+
+def network(params: Params, x: jax.Array, matmul: Callable) -> jax.Array:
+    for layer in params[:-1]:
+        x = jax.nn.relu(matmul(x, layer["w"]) + layer["b"])
+    return matmul(x, params[-1]["w"]) + params[-1]["b"]
+
+
+def loss(params: Params, batch: Data, matmul: Callable) -> jax.Array:
+    x, y = batch
+    logits = jax.nn.log_softmax(network(params, x, matmul))
+    return -jnp.mean(jnp.take_along_axis(logits, y[:, None], axis=1))
+
+
+def adam(params: Params, grads: Params, state: tuple[Params, Params, jax.Array]):
+    mean, square, step = state
+    step = step + 1
+    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
+    square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g**2, square, grads)
+    rate = LEARNING_RATE * jnp.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+    params = jax.tree.map(lambda p, m, s: p - rate * m / (jnp.sqrt(s) + 1e-8), params, mean, square)
+    return params, (mean, square, step)
+
+
+@functools.partial(jax.jit, static_argnames="matmul")
+def epoch(params: Params, state, train: Data, key: jax.Array, matmul: Callable):
+    """Once through the training data in random order."""
+    x, y = train
+    order = jax.random.permutation(key, len(x))[: len(x) // BATCH * BATCH].reshape(-1, BATCH)
+
+    def step(carry, rows):
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params, (x[rows], y[rows]), matmul)
+        return adam(params, grads, state), value
+
+    (params, state), losses = jax.lax.scan(step, (params, state), order)
+    return params, state, jnp.mean(losses)
+
+
+@functools.partial(jax.jit, static_argnames="matmul")
+def accuracy(params: Params, test: Data, matmul: Callable) -> jax.Array:
+    """Percent of the test images whose digit is found."""
+    x, y = test
+    return 100 * jnp.mean(jnp.argmax(network(params, x, matmul), axis=1) == y)
+
+
+# Data, training, the comparison.
+
+
+def digits() -> tuple[Data, Data]:
+    """1797 images of 8 x 8 pixels, half of them to train on and half to test on."""
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ModuleNotFoundError as error:
+        raise SystemExit("the digits come with scikit-learn, which is missing: pip install 'octavo[examples]'") from error
+    x, y = load_digits(return_X_y=True)
+    parts = train_test_split(x / 16, y, test_size=0.5, random_state=0, stratify=y)
+    x_train, x_test, y_train, y_test = (jnp.asarray(part, jnp.int32 if part.ndim == 1 else jnp.float32) for part in parts)
+    return (x_train, y_train), (x_test, y_test)
+
+
+def train(name: str, matmul: Callable, data: tuple[Data, Data], *, epochs: int, seed: int) -> float:
+    """Train from scratch, and give the accuracy on the test images."""
+    key, first = jax.random.split(jax.random.key(seed))
+    params = init(first)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    state = (zeros, zeros, jnp.float32(0))
+    start = time.perf_counter()
+    for number, part in enumerate(jax.random.split(key, epochs), start=1):
+        params, state, value = epoch(params, state, data[0], part, matmul)
+        if number % max(1, epochs // 4) == 0:
+            found = accuracy(params, data[1], matmul)
+            seconds = time.perf_counter() - start
+            print(f"{name:8} epoch {number:3}   loss {value:.4f}   test {found:.2f} %   {seconds:.1f} s", flush=True)
+    return float(accuracy(params, data[1], matmul))
+
+
+def main(args: list[str] | None = None) -> dict[str, float]:
+    parser = argparse.ArgumentParser(prog="python -m octavo.examples.digits", description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=40, help="times through the training data (default: 40)")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the batches (default: 0)")
+    how = parser.parse_args(args)
+
+    data = digits()
+    found = {
+        name: train(name, matmul, data, epochs=how.epochs, seed=how.seed)
+        for name, matmul in {"float32": jnp.matmul, "int8": int8_matmul}.items()
+    }
+    count = len(data[1][0])
+    print(f"\nTest accuracy on {count} images after {how.epochs} epochs, seed {how.seed}:")
+    print(f"  float32  {found['float32']:.2f} %")
+    print(f"  int8     {found['int8']:.2f} %   ({found['int8'] - found['float32']:+.2f} points; {100 / count:.2f} is one image)")
+    print(f"\nNext: python -m octavo.examples.digits --seed {how.seed + 1}    how much of the difference is chance")
+    print("      python -m octavo doctor                      which number types this machine multiplies fast")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The digits example trains for real, and its products are the int8 ones it says they are."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from octavo.examples import digits
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr, those of inner ones too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def test_int8_learns_as_well_as_float(capsys):
+    pytest.importorskip("sklearn")
+    found = digits.main(["--epochs", "8"])
+    assert min(found.values()) > 93
+    assert abs(found["int8"] - found["float32"]) < 1.5
+    printed = capsys.readouterr().out
+    for name, percent in found.items():
+        assert f"{name:8} {percent:.2f} %" in printed
+    assert f"{found['int8'] - found['float32']:+.2f} points" in printed
+    assert "Next: python -m octavo.examples.digits" in printed
+
+
+def test_the_gradient_has_three_int8_products_per_layer():
+    batch = (jnp.ones((digits.BATCH, digits.SIZES[0])), jnp.zeros(digits.BATCH, jnp.int32))
+    params = digits.init(jax.random.key(0))
+    jaxpr = jax.make_jaxpr(jax.grad(digits.loss), static_argnums=2)(params, batch, digits.int8_matmul)
+    dots = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]
+    assert len(dots) == 3 * len(params)
+    for eqn in dots:
+        assert [v.aval.dtype for v in (*eqn.invars, *eqn.outvars)] == [jnp.int8, jnp.int8, jnp.int32]
+
+
+def test_product_and_gradients_are_near_the_float_ones():
+    x, w, g = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(16, 64), (64, 24), (16, 24)]))
+    want, float_pull = jax.vjp(jnp.matmul, x, w)
+    got, pull = jax.vjp(digits.int8_matmul, x, w)
+    for a, b in zip((got, *pull(g)), (want, *float_pull(g)), strict=True):
+        assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
+
+
+def test_missing_scikit_learn_is_named(monkeypatch):
+    for name in ("sklearn", "sklearn.datasets", "sklearn.model_selection"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SystemExit, match=r"pip install 'octavo\[examples\]'"):
+        digits.digits()
