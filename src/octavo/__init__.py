@@ -2,14 +2,20 @@
 
 from octavo.calibration import register_calibration
 from octavo.numerics import formats, get_format, register_format
+from octavo.ops import DotConfig, Matmul, Operand, dot, dot_general
 from octavo.qarray import QArray, Quantizer, dequantize, fake_quant, quantize
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DotConfig",
+    "Matmul",
+    "Operand",
     "QArray",
     "Quantizer",
     "dequantize",
+    "dot",
+    "dot_general",
     "fake_quant",
     "formats",
     "get_format",

@@ -1,0 +1,176 @@
+"""Six operands, one description: how a matmul and its two gradients are quantized.
+
+A matmul `out = lhs @ rhs` has the gradients `dlhs = g @ rhs.T` and `drhs = lhs.T @ g`. In both, the incoming gradient
+`g` is the first operand here and the operand saved by the forward pass, the residual, is the second.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from octavo._config import Config
+from octavo.calibration import Calibration, CalibrationLike, Tracker, get_calibration
+from octavo.numerics import Format, FormatLike, Rounding, get_format, get_rounding
+from octavo.qarray import Quantizer
+
+_DEQUANT = ("output", "input", "other")
+_RESIDUALS = ("reuse", "requantize", "original")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Operand(Config):
+    """How one operand of one matmul is quantized, whatever its axes turn out to be.
+
+    By default every index of the axes that are not contracted has a scale of its own. `tile` cuts the last contracted
+    axis into tiles (a count of values, or 1/n), `square` cuts the last remaining axis into tiles of the same size, and
+    `per_tensor` gives one scale to all (or, with `tile`, to all rows of a tile). `dequant` says where the scale comes
+    back in: on the "output" of a low-precision matmul; on this "input" before a float matmul; or on the "other" input,
+    for which the scale runs along the contracted axes instead. A `tracker` makes the range a remembered one.
+    """
+
+    qtype: Format
+    tile: int | float | None = None
+    square: bool = False
+    per_tensor: bool = False
+    calibration: Calibration = "absmax"  # pyrefly: ignore
+    rounding: Rounding = "nearest"  # pyrefly: ignore
+    scale_dtype: str | None = None
+    arithmetic: str = "float32"
+    dequant: str = "output"
+    tracker: Tracker | None = None
+
+    def __init__(
+        self,
+        qtype: FormatLike,
+        tile: int | float | None = None,
+        square: bool = False,
+        per_tensor: bool = False,
+        calibration: CalibrationLike = "absmax",
+        rounding: Rounding | str = "nearest",
+        scale_dtype: str | None = None,
+        arithmetic: str = "float32",
+        dequant: str = "output",
+        tracker: Tracker | None = None,
+    ):
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        fmt = get_format(qtype)
+        put("qtype", fmt)
+        put("tile", fmt.tile if tile is None else tile)
+        put("square", square)
+        put("per_tensor", per_tensor)
+        put("calibration", get_calibration(calibration))
+        put("rounding", get_rounding(rounding))
+        put("scale_dtype", scale_dtype)
+        put("arithmetic", arithmetic)
+        put("dequant", dequant)
+        put("tracker", tracker)
+        if dequant not in _DEQUANT:
+            raise ValueError(f"dequant is one of {_DEQUANT}, got {dequant!r}")
+        if square and self.tile is None:
+            raise ValueError("square tiles need a tile size: Operand('fp8', tile=128, square=True)")
+        if dequant == "other" and (self.tile is not None or per_tensor):
+            raise ValueError("dequant='other' has one scale per contracted index: no tile, and not per tensor")
+        if tracker is not None and self.calibration.asymmetric:
+            raise ValueError("a remembered range is symmetric: use calibration='absmax' with a tracker")
+        self.quantizer(2, contracting=(0,))  # refuse what no Quantizer can be made of
+
+    def quantizer(self, ndim: int, *, contracting: Sequence[int], batch: Sequence[int] = ()) -> Quantizer:
+        """The Quantizer of an operand with these axes."""
+        remaining = [a for a in range(ndim) if a not in contracting and a not in batch]
+        tiled: dict[int, int | float] = {}
+        if self.tile is not None and contracting:
+            tiled[contracting[-1]] = self.tile
+            if self.square and remaining:
+                tiled[remaining[-1]] = self.tile
+        if self.dequant == "other":
+            channelwise = [*batch, *contracting]
+        else:
+            channelwise = [] if self.per_tensor else [a for a in (*batch, *remaining) if a not in tiled]
+        return Quantizer(
+            self.qtype,
+            channelwise_axes=tuple(sorted(channelwise)),
+            tiled_axes=tiled or None,
+            calibration=self.calibration,
+            rounding=self.rounding,
+            scale_dtype=self.scale_dtype,
+            arithmetic=self.arithmetic,
+        )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Matmul(Config):
+    """One of the three matmuls: its two operands (None: left in float) and what is special about it.
+
+    In a gradient, `lhs` is the incoming gradient and `rhs` the residual. `residual` says what the residual is: "reuse"
+    takes the forward's codes and moves their scale into the gradient, or requantizes them where tiles make that
+    impossible; "requantize" quantizes the forward's low-bit value again, by `rhs`, along this matmul's contraction;
+    "original" keeps the float value, quantized by `rhs` if that is given. `rotate` multiplies both operands with a
+    Hadamard matrix of blocks of that size along the last contracted axis, which spreads outliers and cancels out.
+    """
+
+    lhs: Operand | None = None
+    rhs: Operand | None = None
+    residual: str = "reuse"
+    rotate: int | None = None
+
+    def __post_init__(self):
+        if self.residual not in _RESIDUALS:
+            raise ValueError(f"residual is one of {_RESIDUALS}, got {self.residual!r}")
+        if self.rotate is not None and (self.rotate < 2 or self.rotate & (self.rotate - 1)):
+            raise ValueError(f"a Hadamard rotation has blocks of a power of two, got {self.rotate}")
+        if self.residual == "requantize" and self.rhs is None:
+            raise ValueError("residual='requantize' needs rhs, the operand that says how")
+        if self.lhs and self.rhs and self.lhs.dequant == self.rhs.dequant == "other":
+            raise ValueError("only one operand's scale can be moved into the other")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class DotConfig(Config):
+    """A matmul and its two gradients, quantized: the one description that every recipe compiles to.
+
+    `clip_gradient` zeroes the gradient of values outside the calibrated range. `sparsity` (n, m) keeps, of each m
+    weights along the contraction of `rhs`, the n largest. `lowering` forces how the matmuls run: see
+    `octavo.ops.lowerings`.
+
+    >>> DotConfig.qt("int8").fwd.lhs.qtype.name
+    'int8'
+    """
+
+    fwd: Matmul = Matmul()
+    dlhs: Matmul = Matmul(residual="original")
+    drhs: Matmul = Matmul(residual="original")
+    clip_gradient: bool = True
+    sparsity: tuple[int, int] | None = None
+    lowering: str = "auto"
+
+    def __post_init__(self):
+        if self.fwd.residual != "reuse":
+            raise ValueError("the forward matmul has no residual; set it on dlhs and drhs")
+        if self.fwd.rotate and not self.dlhs.residual == self.drhs.residual == "original":
+            raise ValueError("a rotated forward leaves rotated codes behind: use residual='original' on dlhs and drhs")
+        for name, gradient in (("dlhs", self.dlhs), ("drhs", self.drhs)):
+            if gradient.residual == "reuse" and gradient.rotate:
+                raise ValueError(f"{name} rotates its operands, so it cannot reuse codes: use residual='requantize'")
+        if self.sparsity is not None:
+            n, m = self.sparsity
+            if not 0 < n < m:
+                raise ValueError(f"sparsity (n, m) keeps n of m weights, 0 < n < m; got {self.sparsity}")
+            object.__setattr__(self, "sparsity", (n, m))
+
+    @staticmethod
+    def qt(qtype: FormatLike = "int8", bwd: FormatLike | None = None, **operand: Any) -> "DotConfig":
+        """Quantized training: all three matmuls in low precision, the forward's codes used again in the gradients."""
+        both = Operand(qtype, **operand)
+        gradient = Matmul(Operand(qtype if bwd is None else bwd, **operand))
+        return DotConfig(Matmul(both, both), gradient, gradient)
+
+    @staticmethod
+    def qat(qtype: FormatLike = "int8", **operand: Any) -> "DotConfig":
+        """Quantization-aware training: low precision forward, gradients in float as if nothing had happened."""
+        both = Operand(qtype, **operand)
+        return DotConfig(Matmul(both, both))
+
+    @staticmethod
+    def weight_only(qtype: FormatLike = "int8", **operand: Any) -> "DotConfig":
+        """Only the right operand in low precision; gradients in float."""
+        return DotConfig(Matmul(None, Operand(qtype, **operand)))

@@ -1,0 +1,30 @@
+"""Rotation by a Hadamard matrix in blocks along an axis: it spreads outliers, and cancels out in a product.
+
+Ashkboos et al., QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs (2024): (x H)(H^T w) = x w for orthogonal H.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+
+from octavo._typing import Array, Float
+
+
+@functools.cache
+def hadamard_matrix(size: int) -> np.ndarray:
+    """Sylvester's orthogonal, symmetric Hadamard matrix of a power-of-two size."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return (matrix / np.sqrt(size)).astype(np.float32)
+
+
+def rotate(x: Float[Array, "..."], block: int, *, axis: int) -> Float[Array, "..."]:
+    """Multiply blocks along an axis with a Hadamard matrix, in float32; the same call undoes it."""
+    size = x.shape[axis]
+    if size % block:
+        raise ValueError(f"a Hadamard rotation with blocks of {block} does not divide an axis of size {size}")
+    x = jnp.moveaxis(x, axis, -1)
+    blocks = x.reshape(*x.shape[:-1], size // block, block).astype(jnp.float32)
+    return jnp.moveaxis((blocks @ hadamard_matrix(block)).reshape(x.shape).astype(x.dtype), -1, axis)

@@ -1,0 +1,21 @@
+"""N:M sparsity: of every m values along an axis, the n of largest magnitude."""
+
+import jax
+import jax.numpy as jnp
+
+from octavo._typing import Array, Bool, Float
+
+
+def nm_mask(x: Float[Array, "..."], n: int, m: int, *, axis: int) -> Bool[Array, "..."]:
+    """Which values are kept; among equals, those that come first.
+
+    >>> nm_mask(jnp.asarray([3.0, -1.0, 0.5, -4.0]), 2, 4, axis=0).tolist()
+    [True, False, False, True]
+    """
+    size = x.shape[axis]
+    if size % m:
+        raise ValueError(f"{n}:{m} sparsity does not divide an axis of size {size}")
+    magnitude = jnp.abs(jnp.moveaxis(jax.lax.stop_gradient(x), axis, -1))
+    groups = magnitude.reshape(*magnitude.shape[:-1], size // m, m)
+    rank = jnp.argsort(jnp.argsort(-groups, axis=-1, stable=True), axis=-1)
+    return jnp.moveaxis((rank < n).reshape(magnitude.shape), -1, axis)
