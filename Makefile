@@ -4,6 +4,7 @@
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
+BENCHMARKS := $(filter-out benchmarks/timing.py,$(sort $(wildcard benchmarks/*.py)))
 
 # Install again when the interpreter is gone or the tree was moved: an editable install knows its path.
 ifneq ($(shell $(PYTHON) -c 'print(open("$(STAMP)").read())' 2>/dev/null),$(CURDIR))
@@ -36,7 +37,7 @@ train: $(STAMP) ## train the digits example in float and quantized
 	$(PYTHON) -m octavo.examples.digits $(ARGS)
 
 bench: $(STAMP) ## run every script in benchmarks/, in order
-	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do echo "== $$script"; $(PYTHON) $$script; done
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(PYTHON) $$script; done
 
 docs: $(STAMP) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict

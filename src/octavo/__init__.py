@@ -2,7 +2,7 @@
 
 from octavo.calibration import register_calibration
 from octavo.numerics import formats, get_format, register_format
-from octavo.ops import DotConfig, Matmul, Operand, dot, dot_general
+from octavo.ops import DotConfig, Matmul, Operand, dot, dot_general, einsum
 from octavo.qarray import QArray, Quantizer, dequantize, fake_quant, quantize
 
 __version__ = "0.1.0"
@@ -16,6 +16,7 @@ __all__ = [
     "dequantize",
     "dot",
     "dot_general",
+    "einsum",
     "fake_quant",
     "formats",
     "get_format",

@@ -50,7 +50,7 @@ def test_product_and_gradients_are_near_the_float_ones():
 
 
 def test_missing_scikit_learn_is_named(monkeypatch):
-    for name in ("sklearn", "sklearn.datasets", "sklearn.model_selection"):
+    for name in ("sklearn", "sklearn.datasets"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SystemExit, match=r"pip install 'octavo\[examples\]'"):
         digits.digits()

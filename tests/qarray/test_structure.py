@@ -81,6 +81,8 @@ def test_transposing(how):
     ("how", "shape", "scale_shape"),
     [
         ("tensor", (24, 32), (1, 1)),
+        ("tensor", (16, 48), (1, 1)),
+        ("channel", (3, 8, 32), (3, 8, 1)),
         ("channel", (24, 32), (24, 1)),
         ("channel", (4, 6, 4, 8), (4, 6, 1, 1)),
         ("channel", (2, 2, 6, -1), (2, 2, 6, 1)),

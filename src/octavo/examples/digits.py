@@ -8,6 +8,7 @@ adds up in int32; the rest (scales, biases, the optimizer) stays in float32. Bot
 
 import argparse
 import functools
+import itertools
 import time
 from collections.abc import Callable
 
@@ -65,7 +66,7 @@ int8_matmul.defvjp(forward, backward)
 
 
 def init(key: jax.Array) -> Params:
-    shapes = list(zip(SIZES[:-1], SIZES[1:], strict=True))
+    shapes = list(itertools.pairwise(SIZES))
     keys = jax.random.split(key, len(shapes))
     return [
         {"w": jax.random.normal(k, (m, n)) * np.sqrt(2 / m), "b": jnp.zeros((1, n))}
@@ -124,13 +125,15 @@ def digits() -> tuple[Data, Data]:
     """1797 images of 8 x 8 pixels, half of them to train on and half to test on."""
     try:
         from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
     except ModuleNotFoundError as error:
-        raise SystemExit("the digits come with scikit-learn, which is missing: pip install 'octavo[examples]'") from error
-    x, y = load_digits(return_X_y=True)
-    parts = train_test_split(x / 16, y, test_size=0.5, random_state=0, stratify=y)
-    x_train, x_test, y_train, y_test = (jnp.asarray(part, jnp.int32 if part.ndim == 1 else jnp.float32) for part in parts)
-    return (x_train, y_train), (x_test, y_test)
+        raise SystemExit(
+            "the digits come with scikit-learn, which is missing: pip install 'octavo[examples]'"
+        ) from error
+    images, labels = map(np.asarray, load_digits(return_X_y=True))
+    order = np.random.default_rng(0).permutation(len(images))
+    x, y = jnp.asarray(images[order] / 16, jnp.float32), jnp.asarray(labels[order], jnp.int32)
+    half = len(x) // 2
+    return (x[:half], y[:half]), (x[half:], y[half:])
 
 
 def train(name: str, matmul: Callable, data: tuple[Data, Data], *, epochs: int, seed: int) -> float:
@@ -161,9 +164,10 @@ def main(args: list[str] | None = None) -> dict[str, float]:
         for name, matmul in {"float32": jnp.matmul, "int8": int8_matmul}.items()
     }
     count = len(data[1][0])
+    difference = f"{found['int8'] - found['float32']:+.2f} points; one image is {100 / count:.2f}"
     print(f"\nTest accuracy on {count} images after {how.epochs} epochs, seed {how.seed}:")
     print(f"  float32  {found['float32']:.2f} %")
-    print(f"  int8     {found['int8']:.2f} %   ({found['int8'] - found['float32']:+.2f} points; {100 / count:.2f} is one image)")
+    print(f"  int8     {found['int8']:.2f} %   ({difference})")
     print(f"\nNext: python -m octavo.examples.digits --seed {how.seed + 1}    how much of the difference is chance")
     print("      python -m octavo doctor                      which number types this machine multiplies fast")
     return found

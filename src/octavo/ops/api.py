@@ -96,7 +96,7 @@ def init_scaling(config: DotConfig, lhs: Any, rhs: Any, dimension_numbers: Any) 
         assert operand is not None
         how = operand.quantizer(len(x.shape), contracting=contract, batch=batch)
         bounds = jax.eval_shape(lambda shape=x.shape, how=how: how.measure(jnp.zeros(shape)))
-        state[name] = tracker.init(bounds)
+        state[name] = tracker.init({k: jnp.zeros(v.shape, v.dtype) for k, v in bounds.items()})
     return state
 
 

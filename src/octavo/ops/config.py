@@ -22,14 +22,16 @@ class Operand(Config):
     """How one operand of one matmul is quantized, whatever its axes turn out to be.
 
     By default every index of the axes that are not contracted has a scale of its own. `tile` cuts the last contracted
-    axis into tiles (a count of values, or 1/n), `square` cuts the last remaining axis into tiles of the same size, and
-    `per_tensor` gives one scale to all (or, with `tile`, to all rows of a tile). `dequant` says where the scale comes
-    back in: on the "output" of a low-precision matmul; on this "input" before a float matmul; or on the "other" input,
-    for which the scale runs along the contracted axes instead. A `tracker` makes the range a remembered one.
+    axis into tiles (a count of values, or 1/n); with `tile_axis=0` the first one, which is where a batch is sharded.
+    `square` cuts the last remaining axis into tiles of the same size too, and `per_tensor` gives one scale to all (or,
+    with `tile`, to all rows of a tile). `dequant` says where the scale comes back in: on the "output" of a
+    low-precision matmul; on this "input" before a float matmul; or on the "other" input, for which the scale runs along
+    the contracted axes instead. A `tracker` makes the range a remembered one.
     """
 
     qtype: Format
     tile: int | float | None = None
+    tile_axis: int = -1
     square: bool = False
     per_tensor: bool = False
     calibration: Calibration = "absmax"  # pyrefly: ignore
@@ -43,6 +45,7 @@ class Operand(Config):
         self,
         qtype: FormatLike,
         tile: int | float | None = None,
+        tile_axis: int = -1,
         square: bool = False,
         per_tensor: bool = False,
         calibration: CalibrationLike = "absmax",
@@ -56,6 +59,7 @@ class Operand(Config):
         fmt = get_format(qtype)
         put("qtype", fmt)
         put("tile", fmt.tile if tile is None else tile)
+        put("tile_axis", tile_axis)
         put("square", square)
         put("per_tensor", per_tensor)
         put("calibration", get_calibration(calibration))
@@ -66,6 +70,8 @@ class Operand(Config):
         put("tracker", tracker)
         if dequant not in _DEQUANT:
             raise ValueError(f"dequant is one of {_DEQUANT}, got {dequant!r}")
+        if tile_axis not in (0, -1):
+            raise ValueError(f"tile_axis is -1, the last contracted axis, or 0, the first; got {tile_axis}")
         if square and self.tile is None:
             raise ValueError("square tiles need a tile size: Operand('fp8', tile=128, square=True)")
         if dequant == "other" and (self.tile is not None or per_tensor):
@@ -79,7 +85,7 @@ class Operand(Config):
         remaining = [a for a in range(ndim) if a not in contracting and a not in batch]
         tiled: dict[int, int | float] = {}
         if self.tile is not None and contracting:
-            tiled[contracting[-1]] = self.tile
+            tiled[contracting[self.tile_axis]] = self.tile
             if self.square and remaining:
                 tiled[remaining[-1]] = self.tile
         if self.dequant == "other":
@@ -106,12 +112,14 @@ class Matmul(Config):
     impossible; "requantize" quantizes the forward's low-bit value again, by `rhs`, along this matmul's contraction;
     "original" keeps the float value, quantized by `rhs` if that is given. `rotate` multiplies both operands with a
     Hadamard matrix of blocks of that size along the last contracted axis, which spreads outliers and cancels out.
+    `accumulator` is the dtype in which floats are summed (float32 unless given); integers always sum in int32.
     """
 
     lhs: Operand | None = None
     rhs: Operand | None = None
     residual: str = "reuse"
     rotate: int | None = None
+    accumulator: str | None = None
 
     def __post_init__(self):
         if self.residual not in _RESIDUALS:
@@ -120,6 +128,8 @@ class Matmul(Config):
             raise ValueError(f"a Hadamard rotation has blocks of a power of two, got {self.rotate}")
         if self.residual == "requantize" and self.rhs is None:
             raise ValueError("residual='requantize' needs rhs, the operand that says how")
+        if self.accumulator not in (None, "float32", "bfloat16", "float16"):
+            raise ValueError(f"accumulator is float32, bfloat16 or float16, got {self.accumulator!r}")
         if self.lhs and self.rhs and self.lhs.dequant == self.rhs.dequant == "other":
             raise ValueError("only one operand's scale can be moved into the other")
 
@@ -148,6 +158,9 @@ class DotConfig(Config):
             raise ValueError("the forward matmul has no residual; set it on dlhs and drhs")
         if self.fwd.rotate and not self.dlhs.residual == self.drhs.residual == "original":
             raise ValueError("a rotated forward leaves rotated codes behind: use residual='original' on dlhs and drhs")
+        moved = any(o is not None and o.dequant == "other" for o in (self.fwd.lhs, self.fwd.rhs))
+        if moved and not self.dlhs.residual == self.drhs.residual == "original":
+            raise ValueError("dequant='other' mixes the operands' scales: use residual='original' on dlhs and drhs")
         for name, gradient in (("dlhs", self.dlhs), ("drhs", self.drhs)):
             if gradient.residual == "reuse" and gradient.rotate:
                 raise ValueError(f"{name} rotates its operands, so it cannot reuse codes: use residual='requantize'")

@@ -16,8 +16,7 @@ from octavo.ops.hadamard import rotate
 from octavo.ops.lowering import materialize
 from octavo.ops.multiply import SMALLEST_TILE, Factor, multiply
 from octavo.ops.sparsity import nm_mask
-from octavo.qarray import QArray, Tiles
-from octavo.qarray.indexing import unpad
+from octavo.qarray import QArray, Quantizer, inside
 
 RESIDUAL = "octavo_residual"
 """The name under which a rematerialization policy finds what the forward pass saves for the gradient."""
@@ -42,8 +41,17 @@ def quantized_dot(lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Sca
     if call.config.sparsity is not None:
         n, m = call.config.sparsity
         mask = nm_mask(rhs, n, m, axis=call.dims.rhs_contract[-1])
-        rhs = jnp.where(mask, rhs, jnp.zeros_like(rhs))
+        rhs = _masked(rhs, mask)
     return _dot(call, lhs, rhs, key, scaling)
+
+
+@jax.custom_vjp
+def _masked(x: Array, mask: Array) -> Array:
+    """Zero where the mask is False, in the gradient too; saves the mask and nothing else."""
+    return jnp.where(mask, x, jnp.zeros_like(x))
+
+
+_masked.defvjp(lambda x, mask: (_masked(x, mask), mask), lambda mask, g: (jnp.where(mask, g, jnp.zeros_like(g)), None))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -62,6 +70,7 @@ def _forward(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scali
         precision=call.precision,
         out_sharding=call.out_sharding,
         lowering=call.config.lowering,
+        accumulator=call.config.fwd.accumulator,
     )
     return out, (left, right, seen, keys)
 
@@ -72,19 +81,19 @@ def _dot_fwd(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scali
     # Only what the gradients read is saved, in low precision wherever a gradient takes it so.
     rhs_saved = rhs if config.dlhs.residual == "original" else right
     lhs_saved = lhs if config.drhs.residual == "original" else left
-    inside = [_inside(config, operand, x, axes, seen.get(name)) for operand, x, axes, name in _sides(call, lhs, rhs)]
+    masks = [_inside(config, operand, x, axes, scaling.get(name)) for operand, x, axes, name in _sides(call, lhs, rhs)]
     like = (jnp.zeros((0,), lhs.dtype), jnp.zeros((0,), rhs.dtype))
-    saved = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), (lhs_saved, rhs_saved, inside))
+    saved = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), (lhs_saved, rhs_saved, masks))
     return out, (*saved, seen, keys, scaling, like)
 
 
 def _dot_bwd(call: Call, residuals: Any, g: Array):
-    lhs, rhs, inside, seen, keys, scaling, (lhs_like, rhs_like) = residuals
+    lhs, rhs, masks, seen, keys, scaling, (lhs_like, rhs_like) = residuals
     g = _once_differentiable(g)
     dlhs, seen_dlhs = _gradient(call, call.config.dlhs, g, rhs, True, keys[2:4], scaling)
     drhs, seen_drhs = _gradient(call, call.config.drhs, g, lhs, False, keys[4:6], scaling)
     grads = []
-    for grad, like, mask in ((dlhs, lhs_like, inside[0]), (drhs, rhs_like, inside[1])):
+    for grad, like, mask in ((dlhs, lhs_like, masks[0]), (drhs, rhs_like, masks[1])):
         grad = grad.astype(like.dtype)
         grads.append(grad if mask is None else jnp.where(mask, grad, jnp.zeros_like(grad)))
     return *grads, None, _updated(call.config, scaling, seen | seen_dlhs | seen_drhs)
@@ -102,11 +111,11 @@ def _gradient(call: Call, matmul: Matmul, g: Array, residual: Factor, of_lhs: bo
             folded = _fold(g, residual, gradient.dims) if matmul.lhs is not None else (g, residual)
             if folded is None:
                 # Tiles along the other axis: the codes cannot be used as they are.
-                residual, matmul = residual.dequantize(), matmul.replace(rhs=matmul.rhs or operand)
+                residual, matmul = residual.dequantize(jnp.float32), matmul.replace(rhs=matmul.rhs or operand)
             else:
                 (g, residual), matmul = folded, matmul.replace(rhs=None)
         else:
-            residual = residual.dequantize()
+            residual = residual.dequantize(jnp.float32)
     elif matmul.residual == "reuse":
         matmul = matmul.replace(rhs=None)
     name = "dlhs" if of_lhs else "drhs"
@@ -118,6 +127,7 @@ def _gradient(call: Call, matmul: Matmul, g: Array, residual: Factor, of_lhs: bo
         dtype=jnp.float32,
         precision=call.precision,
         lowering=call.config.lowering,
+        accumulator=matmul.accumulator,
     )
     return gradient.arrange(out), seen
 
@@ -126,6 +136,8 @@ def _operands(matmul: Matmul, lhs: Factor, rhs: Factor, dims: Dims, keys, scalin
     """Both operands of a matmul, rotated and quantized as it says, and the bounds that were measured."""
     seen: dict[str, Bounds] = {}
     if matmul.rotate is not None:
+        assert not isinstance(lhs, QArray)
+        assert not isinstance(rhs, QArray)
         lhs = rotate(lhs, matmul.rotate, axis=dims.lhs_contract[-1])
         rhs = rotate(rhs, matmul.rotate, axis=dims.rhs_contract[-1])
 
@@ -142,22 +154,21 @@ def _operands(matmul: Matmul, lhs: Factor, rhs: Factor, dims: Dims, keys, scalin
 
     if matmul.rhs is not None and matmul.rhs.dequant == "other":
         rhs = quantized(matmul.rhs, rhs, False)
+        assert isinstance(rhs, QArray)
+        assert not isinstance(lhs, QArray)
         lhs, rhs = _move_scale(rhs, lhs, dims, from_left=False)
         return quantized(matmul.lhs, lhs, True), rhs, seen
     lhs = quantized(matmul.lhs, lhs, True)
     if matmul.lhs is not None and matmul.lhs.dequant == "other":
+        assert isinstance(lhs, QArray)
+        assert not isinstance(rhs, QArray)
         rhs, lhs = _move_scale(lhs, rhs, dims, from_left=True)
     return lhs, quantized(matmul.rhs, rhs, False), seen
 
 
 def _quantize(operand: Operand, x: Array, contract, batch, key, given: dict[str, Array] | None):
     how = operand.quantizer(x.ndim, contracting=contract, batch=batch)
-    measured = bounds = None
-    if operand.tracker is not None:
-        measured = how.measure(x)
-        bounds = operand.tracker.read(given or operand.tracker.init(measured), measured)
-    elif given is not None:
-        bounds = given
+    bounds, measured = _bounds(operand, how, x, given)
     q = how.quantize(x, key=key, bounds=bounds)
     # Written to memory once, by rows: otherwise CPUs fuse the quantization into whatever transposes the codes later.
     return q._map(lambda part: materialize(part) if part.size > 1 else part), measured
@@ -208,21 +219,22 @@ def _sides(call: Call, lhs: Array, rhs: Array):
     yield fwd.rhs, rhs, (dims.rhs_contract, dims.rhs_batch), "rhs"
 
 
-def _inside(config: DotConfig, operand: Operand | None, x: Array, axes, bounds: Bounds | None) -> Array | None:
+def _inside(config: DotConfig, operand: Operand | None, x: Array, axes, given: dict[str, Array] | None) -> Array | None:
     """Where the gradient passes: within the calibrated range. None when nothing can be outside."""
-    del bounds
-    if not config.clip_gradient or operand is None or not operand.calibration.may_clip or config.fwd.rotate:
+    if not config.clip_gradient or operand is None or config.fwd.rotate:
+        return None
+    if given is None and not operand.calibration.may_clip:
         return None
     how = operand.quantizer(x.ndim, contracting=axes[0], batch=axes[1])
-    tiles, measured = how.tiles(x.shape), how.measure(x)
-    return _within(tiles, measured, x)
+    return inside(how, x, _bounds(operand, how, x, given)[0])
 
 
-def _within(tiles: Tiles, bounds: Bounds, x: Array) -> Array:
-    split = tiles.split(x).astype(jnp.float32)
-    high = tiles.split_scale(bounds["absmax" if "absmax" in bounds else "max"]).astype(jnp.float32)
-    low = -high if "absmax" in bounds else tiles.split_scale(bounds["min"]).astype(jnp.float32)
-    return unpad(tiles.merge((split >= low) & (split <= high)), tiles.padding)
+def _bounds(operand: Operand, how: Quantizer, x: Array, given: dict[str, Array] | None):
+    """The range to quantize by, if it comes from outside, and what a tracker is to remember."""
+    if operand.tracker is None:
+        return given, None
+    measured = how.measure(x)
+    return operand.tracker.read(given or operand.tracker.init(measured), measured), measured
 
 
 def _keys(key: PRNGKeyArray | None):

@@ -21,10 +21,10 @@ def hadamard_matrix(size: int) -> np.ndarray:
 
 
 def rotate(x: Float[Array, "..."], block: int, *, axis: int) -> Float[Array, "..."]:
-    """Multiply blocks along an axis with a Hadamard matrix, in float32; the same call undoes it."""
+    """Multiply blocks along an axis with a Hadamard matrix, giving float32; the same call undoes it."""
     size = x.shape[axis]
     if size % block:
         raise ValueError(f"a Hadamard rotation with blocks of {block} does not divide an axis of size {size}")
     x = jnp.moveaxis(x, axis, -1)
     blocks = x.reshape(*x.shape[:-1], size // block, block).astype(jnp.float32)
-    return jnp.moveaxis((blocks @ hadamard_matrix(block)).reshape(x.shape).astype(x.dtype), -1, axis)
+    return jnp.moveaxis((blocks @ hadamard_matrix(block)).reshape(x.shape), -1, axis)

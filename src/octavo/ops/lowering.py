@@ -92,8 +92,10 @@ def _arrange(x: Array, order: tuple[int, ...]) -> Array:
     return x if order == tuple(range(x.ndim)) else _by_rows(jnp.transpose(x, order))
 
 
-def float_dot(lhs: Array, rhs: Array, dims: Dims, *, precision: Any = None, out_sharding: Any = None) -> Array:
-    """A dot of low-precision floats, or of the floats that stand for them, accumulated in float32.
+def float_dot(
+    lhs: Array, rhs: Array, dims: Dims, *, precision: Any = None, out_sharding: Any = None, accumulator: Any = None
+) -> Array:
+    """A dot of low-precision floats, or of the floats that stand for them, accumulated in float32 unless told.
 
     CPUs multiply float32 fastest and emulate the rest, so there the operands are widened first: the products are exact
     either way.
@@ -102,7 +104,7 @@ def float_dot(lhs: Array, rhs: Array, dims: Dims, *, precision: Any = None, out_
         jax.lax.dot_general,
         dimension_numbers=dims.numbers,
         precision=precision,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=jnp.dtype(accumulator or jnp.float32),
         out_sharding=out_sharding,
     )
     if lhs.dtype == rhs.dtype == jnp.float32:

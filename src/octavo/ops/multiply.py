@@ -12,18 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from octavo._typing import Array
-from octavo.numerics import BlockFormat, FloatFormat, IntFormat
+from octavo.ops import factor
 from octavo.ops.dims import Dims
+from octavo.ops.factor import Factor
 from octavo.ops.lowering import check_lowering, float_dot, integer_dot
 from octavo.qarray import QArray
 
 # Shorter tiles make a stack of products, one for each, larger than the operands: dequantizing is cheaper.
 SMALLEST_TILE = 64
-
-type Factor = Array | QArray
 
 
 def multiply(
@@ -35,6 +33,7 @@ def multiply(
     precision: Any = None,
     out_sharding: Any = None,
     lowering: str = "auto",
+    accumulator: str | None = None,
 ) -> Array:
     """The product in `dtype`."""
     check_lowering(lowering)
@@ -42,11 +41,11 @@ def multiply(
         return jax.lax.dot_general(
             lhs, rhs, dims.numbers, precision=precision, preferred_element_type=dtype, out_sharding=out_sharding
         )
-    lhs, rhs = _whole(lhs), _whole(rhs)
+    lhs, rhs = factor.whole(lhs), factor.whole(rhs)
     tiles = _contraction_tiles(lhs, rhs, dims)
-    kind = None if tiles is None else _kind(lhs, rhs)
+    kind = None if tiles is None else factor.kind(lhs, rhs)
     if tiles is None or kind is None:
-        return _dequantized(lhs, rhs, dims, dtype, precision, out_sharding)
+        return _dequantized(lhs, rhs, dims, dtype, precision, out_sharding, accumulator)
     left = _Side(lhs, dims.lhs_contract, dims.lhs_batch, tiles)
     right = _Side(rhs, dims.rhs_contract, dims.rhs_batch, tiles)
     split = Dims(left.ndim, right.ndim, left.contract, right.contract, left.batch, right.batch)
@@ -56,26 +55,14 @@ def multiply(
         out = _correct(out, left, right, split).astype(jnp.float32)
     else:
         values = left.values(kind), right.values(kind)
-        out = float_dot(*values, split, precision=precision, out_sharding=out_sharding)
+        out = float_dot(*values, split, precision=precision, out_sharding=out_sharding, accumulator=accumulator)
+        out = out.astype(jnp.float32)
     for side in (left, right):
         scale = side.scale(codes=kind == "int")
         if scale is not None:
             out = out * _beside(scale, split, after=side is right)
     counts = range(len(dims.lhs_batch), len(split.lhs_batch))
     return (jnp.sum(out, axis=tuple(counts)) if counts else out).astype(dtype)
-
-
-def _whole(x: Factor) -> Factor:
-    """Unpacked and without padding that a matmul would trip over."""
-    if not isinstance(x, QArray):
-        return x
-    x = x.unpack()
-    for axis, _ in x.padding:
-        # Slicing to the array's own length spreads the scale of a padded axis to single values.
-        index = [slice(None)] * x.ndim
-        index[axis] = slice(0, x.shape[axis])
-        x = x[tuple(index)]
-    return x
 
 
 def _contraction_tiles(lhs: Factor, rhs: Factor, dims: Dims) -> tuple[int, ...] | None:
@@ -95,47 +82,11 @@ def _part_tile(q: QArray, axis: int) -> int:
     return min(q.shape[axis] // max(1, p.shape[axis]) for p in (q.scale, q.zero_point, q.outer_scale) if p is not None)
 
 
-def _kind(lhs: Factor, rhs: Factor) -> Any:
-    """ "int" for a product of integers, or the dtype in which all values are exact; None where there is none."""
-    if isinstance(lhs, QArray) and isinstance(rhs, QArray):
-        if _is_integer(lhs) and _is_integer(rhs):
-            return "int"
-        if _native_float8(lhs) and _native_float8(rhs):
-            return "native"
-    carriers = [_carrier(x) for x in (lhs, rhs)]
-    if None in carriers:
-        return None
-    return jnp.promote_types(*carriers)
-
-
-def _is_integer(q: QArray) -> bool:
-    fmt = _element(q)
-    return isinstance(fmt, IntFormat) and fmt.bits <= (8 if fmt.has_zero else 7)
-
-
-def _native_float8(q: QArray) -> bool:
-    fmt = _element(q)
-    return isinstance(fmt, FloatFormat) and fmt.dtype is not None and fmt.bits == 8
-
-
-def _element(q: QArray):
-    return q.qtype.element if isinstance(q.qtype, BlockFormat) else q.qtype
-
-
-def _carrier(x: Factor) -> np.dtype | None:
-    if not isinstance(x, QArray):
-        return jnp.dtype(x.dtype) if x.dtype in (jnp.bfloat16, jnp.float16, jnp.float32) else None
-    if x.zero_point is not None:
-        return jnp.dtype(jnp.bfloat16) if x.qtype.bits <= 8 else jnp.dtype(jnp.float32)
-    carrier = x.qtype.carrier
-    return jnp.dtype(jnp.bfloat16) if carrier == np.int8 else carrier
-
-
-def _dequantized(lhs: Factor, rhs: Factor, dims: Dims, dtype: Any, precision: Any, out_sharding: Any) -> Array:
-    wide = [x.dequantize() if isinstance(x, QArray) else x for x in (lhs, rhs)]
-    common = jnp.promote_types(wide[0].dtype, wide[1].dtype)
-    lhs, rhs = (x.astype(common) for x in wide)
-    out = float_dot(lhs, rhs, dims, precision=precision, out_sharding=out_sharding)
+def _dequantized(
+    lhs: Factor, rhs: Factor, dims: Dims, dtype: Any, precision: Any, out_sharding: Any, accumulator: str | None
+) -> Array:
+    lhs, rhs = factor.dequantized(lhs, rhs)
+    out = float_dot(lhs, rhs, dims, precision=precision, out_sharding=out_sharding, accumulator=accumulator)
     return out.astype(dtype)
 
 
@@ -168,43 +119,21 @@ class _Side:
     def integers(self) -> Array:
         """Codes as int8, their zero point not yet subtracted."""
         assert isinstance(self.x, QArray)
-        fmt, codes = _element(self.x), self.x.qvalue
-        if not fmt.signed and fmt.bits == 8:
-            codes = (codes ^ jnp.uint8(128)).astype(jnp.int8)  # 128 less, as are the zero points below
-        codes = codes.astype(jnp.int8)
-        return self._split(codes if fmt.has_zero else 2 * codes + jnp.int8(1))
+        return self._split(factor.integers(self.x))
 
     def zero_point(self) -> Array | None:
         """The zero point of `integers`, as int32 in split form, one per value of the axes that are not contracted."""
-        if not isinstance(self.x, QArray) or self.x.zero_point is None:
-            return None
-        fmt = _element(self.x)
-        zero = self.x.zero_point.astype(jnp.int32) - (128 if not fmt.signed and fmt.bits == 8 else 0)
-        return self._split(self._spread(zero))
+        zero = factor.zero_point(self.x)
+        return None if zero is None else self._split(self._spread(zero))
 
     def values(self, kind: Any) -> Array:
         """Codes as the floats that they stand for, exactly."""
-        if not isinstance(self.x, QArray):
-            return self._split(self.x.astype(kind))
-        if kind == "native":
-            return self._split(self.x.qvalue)
-        values = self.x.qtype.decode(self.x.qvalue)
-        if self.x.zero_point is not None:
-            ones = QArray(self.x.qvalue, jnp.ones_like(self.x.scale, jnp.float32), self.x.zero_point, self.x.qtype)
-            values = ones.dequantize(jnp.float32)
-        return self._split(values.astype(kind))
+        return self._split(factor.values(self.x, kind))
 
     def scale(self, *, codes: bool) -> Array | None:
         """The scale in split form, float32: that of the codes as integers, or that of the values they stand for."""
-        if not isinstance(self.x, QArray):
-            return None
-        scale = self.x.scale.astype(jnp.float32)
-        if self.x.outer_scale is not None:
-            scale = scale * self.x.outer_scale.astype(jnp.float32)
-        fmt = _element(self.x)
-        if codes and isinstance(fmt, IntFormat):
-            scale = scale * (fmt.unit * (1.0 if fmt.has_zero else 0.5))
-        return self._split(self._spread(scale))
+        scale = factor.scale(self.x, codes=codes)
+        return None if scale is None else self._split(self._spread(scale))
 
     def _spread(self, part: Array) -> Array:
         """One entry per value on axes that are kept, one per tile or one for all on those that are contracted."""

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo._config import Config
 from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray
-from octavo.calibration import CalibrationLike
+from octavo.calibration import Bounds, CalibrationLike
 from octavo.numerics import FormatLike
 from octavo.qarray.arithmetic import ARITHMETICS
 from octavo.qarray.indexing import unpad
@@ -35,11 +35,11 @@ def quantize(
     """Quantize an array by its own range.
 
     Channelwise axes have a scale per index, tiled axes one per tile (a count of values, or 1/n for n tiles), the
-    others share it. The arguments and, for float32 inputs, the results are Qwix's; `arithmetic="qwix"` or `"aqt"` is
-    theirs bit for bit also in bfloat16.
+    others share it. The arguments are Qwix's and so, for float32 inputs, are the results, but that a value halfway
+    between two codes may fall the other way; `arithmetic="qwix"` or `"aqt"` is theirs bit for bit, in bfloat16 too.
 
-    >>> quantize(jnp.asarray([0.1, -1.0, 0.7]), "int8").qvalue.tolist()
-    [13, -128, 89]
+    >>> quantize(jnp.asarray([0.1, 1.0, -0.7]), "int8").qvalue.tolist()
+    [13, 127, -89]
     """
     how = Quantizer(
         qtype,
@@ -55,8 +55,8 @@ def quantize(
 def dequantize(array: QArray, *, arithmetic: str = "float32") -> Float[Array, "..."]:
     """The values that a QArray stands for, in its `dtype`.
 
-    >>> dequantize(quantize(jnp.asarray([0.0, 3.0]), "float8_e4m3fn")).tolist()
-    [0.0, 3.0]
+    >>> dequantize(quantize(jnp.asarray([0.0, 100.0, 448.0]), "float8_e4m3fn")).tolist()
+    [0.0, 96.0, 448.0]
     """
     if arithmetic == "float32":
         return array.dequantize()
@@ -102,9 +102,10 @@ def _fake_quant_jvp(how: Quantizer, masked: bool, primals: tuple[Any, Array], ta
     return out, dx.astype(out.dtype)
 
 
-def inside(how: Quantizer, x: Float[Array, "..."]) -> Array:
-    """Where values lie within the calibrated range: the mask of a clipped gradient."""
-    tiles, bounds = how.tiles(x.shape), how.measure(x)
+def inside(how: Quantizer, x: Float[Array, "..."], bounds: Bounds | None = None) -> Array:
+    """Where values lie within the calibrated range, or within given bounds: the mask of a clipped gradient."""
+    tiles = how.tiles(x.shape)
+    bounds = how.measure(x) if bounds is None else bounds
     split = tiles.split(x).astype(jnp.float32)
     high = tiles.split_scale(bounds["absmax" if "absmax" in bounds else "max"])
     low = -high if "absmax" in bounds else tiles.split_scale(bounds["min"])

@@ -61,10 +61,7 @@ def reshape(q: "QArray", shape: Sequence[int]) -> "QArray":
         )
     old = q.shape
 
-    def fit(part: Array) -> Array:
-        return part.reshape(_reshape_tiles(old, part.shape, shape))
-
-    return q._map(fit)
+    return q._map(lambda x: x.reshape(shape if x is q.qvalue else _reshape_tiles(old, x.shape, shape)))
 
 
 def _complete(shape: tuple[int, ...], q: "QArray") -> tuple[int, ...]:
@@ -80,8 +77,13 @@ def _reshape_tiles(old: tuple[int, ...], part: tuple[int, ...], new: tuple[int, 
     """The shape of a scale whose values had shape `old` and get shape `new`."""
     factors: list[list[Any]] = []
     for dim, count in zip(old, part, strict=True):
-        factors += [[count, True], [dim // max(1, count), False]]
-    factors = [f for f in factors if f[0] != 1]
+        for size, varies in ((count, True), (dim // max(1, count), False)):
+            if size == 1:
+                continue
+            if factors and factors[-1][1] == varies:
+                factors[-1][0] *= size
+            else:
+                factors.append([size, varies])
     shape = []
     for dim in new:
         varying, constant_seen, rest = 1, False, dim

@@ -27,9 +27,9 @@ class Quantizer(Config):
     n tiles. A block format brings its own tile, on the last axis unless `tiled_axes` names others; the rest of its axes
     are channelwise. Everything is checked here, when the description is made, not when it is used.
 
-    >>> q = Quantizer("int8", channelwise_axes=(0,)).quantize(jnp.asarray([[1.0, -2.0], [0.5, 4.0]]))
+    >>> q = Quantizer("int8", channelwise_axes=(0,)).quantize(jnp.asarray([[1.0, 2.0], [0.5, 4.0]]))
     >>> q.qvalue.tolist(), q.scale.shape
-    ([[64, -128], [16, 127]], (2, 1))
+    ([[64, 127], [16, 127]], (2, 1))
     """
 
     qtype: Format

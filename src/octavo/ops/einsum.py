@@ -1,0 +1,172 @@
+"""Any einsum, its pairwise contractions in low precision."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from octavo._typing import Array, DTypeLike, PRNGKeyArray
+from octavo.ops.api import dot_general
+from octavo.ops.config import DotConfig
+from octavo.ops.multiply import Factor
+from octavo.qarray import QArray
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def einsum(
+    subscripts: Any,
+    /,
+    *operands: Any,
+    optimize: Any = "optimal",
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+    config: DotConfig | None = None,
+    key: PRNGKeyArray | None = None,
+) -> Array:
+    """`jax.numpy.einsum` in low precision: any number of operands, ellipses, repeated and summed-out indices.
+
+    Operands may be QArrays in any mix with arrays; with a `config`, the float operands of every contraction of two are
+    quantized, the one that comes first in the call being its lhs. What contracts nothing (an outer product, a
+    diagonal, a sum over one operand's own index) is no matmul and stays in float.
+
+    >>> import octavo
+    >>> x, w = jnp.ones((2, 3, 4)), jnp.ones((4, 5))
+    >>> octavo.einsum("...d,df->...f", x, w, config=octavo.DotConfig.qt("int8")).shape
+    (2, 3, 5)
+    """
+    terms, out, arrays = _parse(subscripts, operands)
+    if config is not None and any(isinstance(x, QArray) for x in arrays):
+        raise TypeError("a config quantizes float operands; QArrays are quantized already: leave the config out")
+    if preferred_element_type is None and len(arrays) > 1:
+        dtypes = [x.dtype for x in arrays]
+        preferred_element_type = dtypes[0] if len(set(dtypes)) == 1 else jnp.result_type(*dtypes)
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "config": config}
+    pool = [_Term(_drop_ones(x, term, terms, arrays), i) for i, (term, x) in enumerate(zip(terms, arrays, strict=True))]
+    steps = _path([p.indices for p in pool], out, [p.x.shape for p in pool], optimize)
+    for step, pair in enumerate(steps):
+        first, second = sorted((pool[i] for i in pair), key=lambda p: p.place)
+        pool = [p for i, p in enumerate(pool) if i not in pair]
+        keep = set(out).union(*(p.indices for p in pool))
+        own = None if key is None else jax.random.fold_in(key, step)
+        sharding = out_sharding if not pool else None
+        pool.append(_contract(first, second, keep, out if not pool else None, options | {"key": own}, sharding))
+    (last,) = pool
+    return _finish(last, out, preferred_element_type)
+
+
+class _Term:
+    """An operand under way: an array, the index of each of its axes, and its place among the operands."""
+
+    def __init__(self, named: tuple[Factor, str], place: int):
+        self.x, self.indices = named
+        self.place = place
+
+
+def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[str], str, list[Factor]]:
+    if not isinstance(subscripts, str):
+        subscripts, operands = _from_lists((subscripts, *operands))
+    arrays = [x if isinstance(x, QArray) else jnp.asarray(x) for x in operands]
+    text = subscripts.replace(" ", "")
+    left, arrow, out = text.partition("->")
+    terms = left.split(",")
+    if len(terms) != len(arrays):
+        raise ValueError(f"einsum {subscripts!r} names {len(terms)} operands, but {len(arrays)} are given")
+    widths = [x.ndim - (len(t) - 3) if "..." in t else 0 for t, x in zip(terms, arrays, strict=True)]
+    for term, x, width in zip(terms, arrays, widths, strict=True):
+        named = term.replace("...", "")
+        if width < 0 or ("..." not in term and len(named) != x.ndim) or not all(c in _LETTERS for c in named):
+            raise ValueError(f"einsum {subscripts!r}: {term!r} does not fit an operand of shape {x.shape}")
+    free = [c for c in _LETTERS if c not in text]
+    dots = "".join(free[: max(widths, default=0)])
+    terms = [t.replace("...", dots[len(dots) - n :]) for t, n in zip(terms, widths, strict=True)]
+    if arrow:
+        out = out.replace("...", dots)
+    else:
+        once = sorted(c for c in set("".join(terms)) - set(dots) if "".join(terms).count(c) == 1)
+        out = dots + "".join(once)
+    if unknown := set(out) - set("".join(terms)):
+        raise ValueError(f"einsum {subscripts!r}: {sorted(unknown)} of the result are in no operand")
+    return terms, out, arrays
+
+
+def _from_lists(parts: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """The other calling convention: operand, list of axes, operand, list of axes, ..., list of result axes."""
+    *pairs, out = parts if len(parts) % 2 else (*parts, None)
+    name = lambda axes: "".join("..." if a is Ellipsis else _LETTERS[a] for a in axes)  # noqa: E731
+    text = ",".join(name(axes) for axes in pairs[1::2])
+    return text if out is None else f"{text}->{name(out)}", tuple(pairs[::2])
+
+
+def _drop_ones(x: Factor, term: str, terms: list[str], operands: list[Factor]) -> tuple[Factor, str]:
+    """An operand with repeated indices made diagonal, and without axes of size one that others have larger."""
+    if len(set(term)) < len(term):
+        unique = "".join(dict.fromkeys(term))
+        x, term = jnp.einsum(f"{term}->{unique}", _float(x)), unique
+    size = {}
+    for other, array in zip(terms, operands, strict=True):
+        for c, n in zip(other, array.shape, strict=True):
+            size[c] = max(size.get(c, 1), n)
+    for c, n in zip(term, x.shape, strict=True):
+        if n not in (1, size[c]):
+            raise ValueError(f"einsum: index {c!r} has sizes {n} and {size[c]}")
+    kept = [i for i, c in enumerate(term) if x.shape[i] == size[c]]
+    if len(kept) < len(term):
+        x = x[tuple(slice(None) if i in kept else 0 for i in range(len(term)))]
+    return x, "".join(term[i] for i in kept)
+
+
+def _path(terms: list[str], out: str, shapes: list[tuple[int, ...]], optimize: Any) -> list[tuple[int, ...]]:
+    """Pairs of positions to contract; each result goes to the end of the list."""
+    if len(terms) <= 2:
+        return [tuple(range(len(terms)))] if len(terms) == 2 else []
+    kind = {True: "optimal", False: "greedy", "auto": "optimal"}.get(optimize, optimize)
+    dummies = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
+    present = "".join(c for c in out if any(c in t for t in terms))
+    path, _ = np.einsum_path(f"{','.join(terms)}->{present}", *dummies, optimize=(kind, 2**60))
+    steps = [tuple(p) for p in path[1:]]
+    count, pairs = len(terms), []
+    for step in steps:
+        for _ in range(len(step) - 1):
+            pairs.append(step if len(step) == 2 else (count - 2, count - 1))
+            count -= 1
+    return pairs
+
+
+def _contract(a: _Term, b: _Term, keep: set[str], order: str | None, options: dict[str, Any], sharding: Any) -> _Term:
+    a, b = (_sum_out(term, keep | set(other.indices)) for term, other in ((a, b), (b, a)))
+    shared = [c for c in a.indices if c in b.indices]
+    batch = [c for c in shared if c in keep]
+    contract = [c for c in shared if c not in keep]
+    if order is not None:
+        batch.sort(key=order.index)
+    at = lambda term, names: tuple(term.indices.index(c) for c in names)  # noqa: E731
+    numbers = ((at(a, contract), at(b, contract)), (at(a, batch), at(b, batch)))
+    result = "".join([*batch, *(c for c in a.indices if c not in shared), *(c for c in b.indices if c not in shared)])
+    if not contract:
+        options = options | {"config": None, "key": None}
+    out = dot_general(a.x, b.x, numbers, out_sharding=sharding if result == order else None, **options)
+    return _Term((out, result), min(a.place, b.place))
+
+
+def _sum_out(term: _Term, keep: set[str]) -> _Term:
+    gone = tuple(i for i, c in enumerate(term.indices) if c not in keep)
+    if not gone:
+        return term
+    return _Term((jnp.sum(_float(term.x), axis=gone), "".join(c for c in term.indices if c in keep)), term.place)
+
+
+def _finish(term: _Term, out: str, dtype: Any) -> Array:
+    """The result with its axes in order; indices that only had size one everywhere come back as such."""
+    x = _float(_sum_out(term, set(out)).x)
+    indices = "".join(c for c in term.indices if c in out)
+    x = jnp.transpose(x, [indices.index(c) for c in out if c in indices])
+    shape = iter(x.shape)
+    x = x.reshape([next(shape) if c in indices else 1 for c in out])
+    return x if dtype is None else x.astype(dtype)
+
+
+def _float(x: Factor) -> Array:
+    return x.dequantize() if isinstance(x, QArray) else x

@@ -1,0 +1,116 @@
+"""What an operand of a product is made of: codes to multiply, and the scale and zero point that come in afterwards."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from octavo._typing import Array
+from octavo.numerics import BlockFormat, FloatFormat, Format, IntFormat
+from octavo.qarray import QArray
+
+type Factor = Array | QArray
+
+
+def whole(x: Factor) -> Factor:
+    """Unpacked and without padding that a product would trip over."""
+    if not isinstance(x, QArray):
+        return x
+    x = x.unpack()
+    for axis, _ in x.padding:
+        # Slicing to the array's own length spreads the scale of a padded axis to single values.
+        index = [slice(None)] * x.ndim
+        index[axis] = slice(0, x.shape[axis])
+        x = x[tuple(index)]
+    return x
+
+
+def kind(lhs: Factor, rhs: Factor) -> Any:
+    """ "int" for a product of integers, or the dtype in which all values are exact; None where there is none."""
+    if isinstance(lhs, QArray) and isinstance(rhs, QArray):
+        if _is_integer(lhs) and _is_integer(rhs):
+            return "int"
+        if _native_float8(lhs) and _native_float8(rhs):
+            return "native"
+    carriers = [_carrier(x) for x in (lhs, rhs)]
+    return None if carriers[0] is None or carriers[1] is None else wider(carriers[0], carriers[1])
+
+
+def wider(a: np.dtype, b: np.dtype) -> np.dtype:
+    """The float dtype that holds the values of both, whatever the promotion rules that are switched on."""
+    if a == b:
+        return a
+    return np.dtype(np.float64 if np.float64 in (a, b) else np.float32)
+
+
+def dequantized(lhs: Factor, rhs: Factor) -> tuple[Array, Array]:
+    """Both operands as floats of one dtype."""
+    wide = [x.dequantize() if isinstance(x, QArray) else x for x in (lhs, rhs)]
+    common = wider(wide[0].dtype, wide[1].dtype)
+    return wide[0].astype(common), wide[1].astype(common)
+
+
+def integers(q: QArray) -> Array:
+    """Codes as int8, their zero point not yet subtracted."""
+    fmt, codes = _element(q), q.qvalue
+    if not fmt.signed and fmt.bits == 8:
+        codes = (codes ^ jnp.uint8(128)).astype(jnp.int8)  # 128 less, as are the zero points below
+    codes = codes.astype(jnp.int8)
+    return codes if fmt.has_zero else 2 * codes + jnp.int8(1)
+
+
+def zero_point(x: Factor) -> Array | None:
+    """The zero point of `integers`, as int32."""
+    if not isinstance(x, QArray) or x.zero_point is None:
+        return None
+    fmt = _element(x)
+    return x.zero_point.astype(jnp.int32) - (128 if not fmt.signed and fmt.bits == 8 else 0)
+
+
+def values(x: Factor, kind: Any) -> Array:
+    """Codes as the floats that they stand for, exactly."""
+    if not isinstance(x, QArray):
+        return x.astype(kind)
+    if kind == "native":
+        return x.qvalue
+    exact = x.qtype.decode(x.qvalue)
+    if x.zero_point is not None:
+        ones = QArray(x.qvalue, jnp.ones_like(x.scale, jnp.float32), x.zero_point, x.qtype)
+        exact = ones.dequantize(jnp.float32)
+    return exact.astype(kind)
+
+
+def scale(x: Factor, *, codes: bool) -> Array | None:
+    """The scale in float32: that of the codes as integers, or that of the values they stand for."""
+    if not isinstance(x, QArray):
+        return None
+    scale = x.scale.astype(jnp.float32)
+    if x.outer_scale is not None:
+        scale = scale * x.outer_scale.astype(jnp.float32)
+    fmt = _element(x)
+    if codes and isinstance(fmt, IntFormat):
+        scale = scale * (fmt.unit * (1.0 if fmt.has_zero else 0.5))
+    return scale
+
+
+def _is_integer(q: QArray) -> bool:
+    fmt = _element(q)
+    return isinstance(fmt, IntFormat) and fmt.bits <= (8 if fmt.has_zero else 7)
+
+
+def _native_float8(q: QArray) -> bool:
+    fmt = _element(q)
+    return isinstance(fmt, FloatFormat) and fmt.dtype is not None and fmt.bits == 8
+
+
+def _element(q: QArray) -> Format:
+    return q.qtype.element if isinstance(q.qtype, BlockFormat) else q.qtype
+
+
+def _carrier(x: Factor) -> np.dtype | None:
+    if not isinstance(x, QArray):
+        return jnp.dtype(x.dtype) if x.dtype in (jnp.bfloat16, jnp.float16, jnp.float32) else None
+    if x.zero_point is not None:
+        return jnp.dtype(jnp.bfloat16) if x.qtype.bits <= 8 else jnp.dtype(jnp.float32)
+    carrier = x.qtype.carrier
+    return jnp.dtype(jnp.bfloat16) if carrier == np.int8 else carrier
