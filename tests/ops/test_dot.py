@@ -144,10 +144,13 @@ def reference(config, lhs, rhs, g, numbers):
                 residual = jnp.asarray(fake(matmul.rhs or operand, residual, d.rhs_contract, d.rhs_batch), jnp.float32)
             else:
                 grad_in, residual = folded[0], folded[1].dequantize(jnp.float32)
+                grad_in = grad_in.product() if hasattr(grad_in, "product") else grad_in
         elif matmul.residual != "reuse":
             residual = jnp.asarray(fake(matmul.rhs, residual, d.rhs_contract, d.rhs_batch), jnp.float32)
         hat_g = fake(matmul.lhs, grad_in, d.lhs_contract, d.lhs_batch)
-        grad = np.transpose(exact(hat_g, np.asarray(residual, np.float64), d), gradient.order)
+        residual = np.asarray(residual, np.float64)
+        product = exact(residual, hat_g, d.swap()) if gradient.swapped else exact(hat_g, residual, d)
+        grad = np.transpose(product, gradient.order)
         own = sides["lhs" if of_lhs else "rhs"]
         if own[0] is not None and own[0].calibration.may_clip and config.clip_gradient:
             how = own[0].quantizer(own[1].ndim, contracting=own[2], batch=own[3])
@@ -386,6 +389,10 @@ def test_second_derivatives_raise_and_are_never_silent_zeros():
         jax.grad(lambda x: jnp.sum(grad(x)))(x)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         jax.jvp(grad, (x,), (x,))
+    # Here the incoming gradient is a constant, and only the residuals depend on the other operand.
+    mixed = jax.grad(lambda w: jnp.sum(jax.grad(lambda x: jnp.sum(octavo.dot(x, w, config=RECIPES["int8"])))(x)))
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        mixed(w)
 
 
 def test_stochastic_rounding_of_gradients_is_unbiased():

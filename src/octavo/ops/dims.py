@@ -42,6 +42,10 @@ class Dims:
     def out_ndim(self) -> int:
         return len(self.lhs_batch) + len(self.lhs_remaining) + len(self.rhs_remaining)
 
+    def swap(self) -> "Dims":
+        """The same product with its operands exchanged; the kept axes of the result are exchanged with them."""
+        return Dims(self.rhs_ndim, self.lhs_ndim, self.rhs_contract, self.lhs_contract, self.rhs_batch, self.lhs_batch)
+
     def gradient(self, of_lhs: bool) -> "Gradient":
         """The matmul of the output's gradient with the other operand, whose result is an operand's gradient."""
         nb, nl = len(self.lhs_batch), len(self.lhs_remaining)
@@ -49,24 +53,27 @@ class Dims:
         if of_lhs:
             g_contract = tuple(range(nb + nl, self.out_ndim))
             dims = Dims(self.out_ndim, self.rhs_ndim, g_contract, self.rhs_remaining, g_batch, self.rhs_batch)
-            mine, other = self.lhs_contract, self.rhs_contract
-            order = (*self.lhs_batch, *self.lhs_remaining)
+            contracted = [self.lhs_contract[i] for i in np.argsort(np.asarray(self.rhs_contract, int))]
+            axes = [*self.lhs_batch, *self.lhs_remaining, *contracted]
         else:
             g_contract = tuple(range(nb, nb + nl))
             dims = Dims(self.out_ndim, self.lhs_ndim, g_contract, self.lhs_remaining, g_batch, self.lhs_batch)
-            mine, other = self.rhs_contract, self.lhs_contract
-            order = (*self.rhs_batch, *self.rhs_remaining)
-        # The result's last axes are the other operand's contracted axes, in that operand's order.
-        contracted = [mine[i] for i in np.argsort(np.asarray(other, int))]
-        return Gradient(dims, tuple(int(a) for a in np.argsort([*order, *contracted])))
+            contracted = [self.rhs_contract[i] for i in np.argsort(np.asarray(self.lhs_contract, int))]
+            axes = [*self.rhs_batch, *contracted, *self.rhs_remaining]
+        return Gradient(dims, tuple(int(a) for a in np.argsort(axes)), swapped=not of_lhs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """A gradient's matmul and the transposition that brings its result into the operand's layout."""
+    """A gradient's matmul (the incoming gradient is its lhs) and what brings its result into the operand's layout.
+
+    When `swapped`, the product is taken with its operands exchanged: for a plain matmul, `drhs = lhs.T @ g` then comes
+    out as it is wanted, and of the two operands it is the residual that is transposed.
+    """
 
     dims: Dims
     order: tuple[int, ...]
+    swapped: bool
 
     def arrange(self, out: jax.Array) -> jax.Array:
         return out if self.order == tuple(range(len(self.order))) else jax.lax.transpose(out, self.order)

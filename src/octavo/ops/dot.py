@@ -9,7 +9,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from octavo._typing import Array, PRNGKeyArray
-from octavo.calibration import Bounds
+from octavo.calibration import AbsMax, Bounds
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.dims import Dims
 from octavo.ops.hadamard import rotate
@@ -89,7 +89,8 @@ def _dot_fwd(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scali
 
 def _dot_bwd(call: Call, residuals: Any, g: Array):
     lhs, rhs, masks, seen, keys, scaling, (lhs_like, rhs_like) = residuals
-    g = _once_differentiable(g)
+    # The residuals depend on the operands, so they are guarded as well: g may be a constant.
+    g, lhs, rhs = jax.tree.map(lambda x: _once_differentiable(x) if _is_float(x) else x, (g, lhs, rhs))
     dlhs, seen_dlhs = _gradient(call, call.config.dlhs, g, rhs, True, keys[2:4], scaling)
     drhs, seen_drhs = _gradient(call, call.config.drhs, g, lhs, False, keys[4:6], scaling)
     grads = []
@@ -102,7 +103,7 @@ def _dot_bwd(call: Call, residuals: Any, g: Array):
 _dot.defvjp(_dot_fwd, _dot_bwd)
 
 
-def _gradient(call: Call, matmul: Matmul, g: Array, residual: Factor, of_lhs: bool, keys, scaling: Scaling):
+def _gradient(call: Call, matmul: Matmul, g: Any, residual: Factor, of_lhs: bool, keys, scaling: Scaling):
     """One of the two gradients, and what was measured on the way."""
     gradient = call.dims.gradient(of_lhs)
     operand = call.config.fwd.rhs if of_lhs else call.config.fwd.lhs
@@ -120,10 +121,13 @@ def _gradient(call: Call, matmul: Matmul, g: Array, residual: Factor, of_lhs: bo
         matmul = matmul.replace(rhs=None)
     name = "dlhs" if of_lhs else "drhs"
     left, right, seen = _operands(matmul, g, residual, gradient.dims, keys, scaling, (name, None))
+    left, right, dims = _as_input(matmul.lhs, left), _as_input(matmul.rhs, right), gradient.dims
+    if gradient.swapped:
+        left, right, dims = right, left, dims.swap()
     out = multiply(
-        _as_input(matmul.lhs, left),
-        _as_input(matmul.rhs, right),
-        gradient.dims,
+        left,
+        right,
+        dims,
         dtype=jnp.float32,
         precision=call.precision,
         lowering=call.config.lowering,
@@ -132,7 +136,7 @@ def _gradient(call: Call, matmul: Matmul, g: Array, residual: Factor, of_lhs: bo
     return gradient.arrange(out), seen
 
 
-def _operands(matmul: Matmul, lhs: Factor, rhs: Factor, dims: Dims, keys, scaling: Scaling, names):
+def _operands(matmul: Matmul, lhs: Any, rhs: Factor, dims: Dims, keys, scaling: Scaling, names):
     """Both operands of a matmul, rotated and quantized as it says, and the bounds that were measured."""
     seen: dict[str, Bounds] = {}
     if matmul.rotate is not None:
@@ -141,35 +145,52 @@ def _operands(matmul: Matmul, lhs: Factor, rhs: Factor, dims: Dims, keys, scalin
         lhs = rotate(lhs, matmul.rotate, axis=dims.lhs_contract[-1])
         rhs = rotate(rhs, matmul.rotate, axis=dims.rhs_contract[-1])
 
-    def quantized(operand: Operand | None, x: Factor, left: bool) -> Factor:
+    def quantized(operand: Operand | None, x: Any, left: bool) -> Factor:
         if operand is None or isinstance(x, QArray):
-            return x
+            return x.product() if isinstance(x, Scaled) else x
         contract, batch = (dims.lhs_contract, dims.lhs_batch) if left else (dims.rhs_contract, dims.rhs_batch)
-        q, measured = _quantize(
-            operand, x, contract, batch, keys[0 if left else 1], scaling.get(names[0 if left else 1])
-        )
-        if measured is not None and names[0 if left else 1] is not None:
-            seen[names[0 if left else 1]] = measured
+        name, key = (names[0], keys[0]) if left else (names[1], keys[1])
+        q, measured = _quantize(operand, x, contract, batch, key, scaling.get(name))
+        if measured is not None:
+            seen[name] = measured
         return q
 
     if matmul.rhs is not None and matmul.rhs.dequant == "other":
         rhs = quantized(matmul.rhs, rhs, False)
         assert isinstance(rhs, QArray)
         assert not isinstance(lhs, QArray)
-        lhs, rhs = _move_scale(rhs, lhs, dims, from_left=False)
-        return quantized(matmul.lhs, lhs, True), rhs, seen
+        moved, rhs = _move_scale(rhs, lhs, dims, from_left=False)
+        return quantized(matmul.lhs, moved, True), rhs, seen
     lhs = quantized(matmul.lhs, lhs, True)
     if matmul.lhs is not None and matmul.lhs.dequant == "other":
         assert isinstance(lhs, QArray)
         assert not isinstance(rhs, QArray)
-        rhs, lhs = _move_scale(lhs, rhs, dims, from_left=True)
+        moved, lhs = _move_scale(lhs, rhs, dims, from_left=True)
+        return lhs, quantized(matmul.rhs, moved, False), seen
     return lhs, quantized(matmul.rhs, rhs, False), seen
 
 
-def _quantize(operand: Operand, x: Array, contract, batch, key, given: dict[str, Array] | None):
-    how = operand.quantizer(x.ndim, contracting=contract, batch=batch)
-    bounds, measured = _bounds(operand, how, x, given)
-    q = how.quantize(x, key=key, bounds=bounds)
+class Scaled(NamedTuple):
+    """An array times a scale that was moved into it, not multiplied yet."""
+
+    value: Array
+    scale: Array
+
+    def product(self) -> Array:
+        return self.value.astype(jnp.float32) * self.scale
+
+
+def _quantize(operand: Operand, x: Array | Scaled, contract, batch, key, given: dict[str, Array] | None):
+    array = x.product() if isinstance(x, Scaled) else x
+    how = operand.quantizer(array.ndim, contracting=contract, batch=batch)
+    if isinstance(x, Scaled) and isinstance(operand.calibration, AbsMax) and given is None:
+        # -(g s) has the range of g s. Written so, the range is found in the pass that multiplies; were it the same
+        # expression as the one that is rounded, CPUs would write the product to memory in float32 for both uses.
+        bounds, measured = how.measure(x.value.astype(jnp.float32) * -x.scale), None
+        q = how.quantize(array, key=key, bounds=bounds, own=True)
+    else:
+        bounds, measured = _bounds(operand, how, array, given)
+        q = how.quantize(array, key=key, bounds=bounds)
     # Written to memory once, by rows: otherwise CPUs fuse the quantization into whatever transposes the codes later.
     return q._map(lambda part: materialize(part) if part.size > 1 else part), measured
 
@@ -178,7 +199,7 @@ def _as_input(operand: Operand | None, x: Factor) -> Factor:
     return x.dequantize() if operand is not None and operand.dequant == "input" and isinstance(x, QArray) else x
 
 
-def _fold(g: Array, residual: QArray, dims: Dims) -> tuple[Array, QArray] | None:
+def _fold(g: Array, residual: QArray, dims: Dims) -> tuple[Array | Scaled, QArray] | None:
     """The residual's scale moved into the gradient, if it must be and can be; None if only requantizing helps."""
     residual = residual.unpack()
     tiles = residual.tile_shape
@@ -191,11 +212,10 @@ def _fold(g: Array, residual: QArray, dims: Dims) -> tuple[Array, QArray] | None
     single = all(tiles[a] == 1 or residual.scale.shape[a] == 1 for a in dims.rhs_contract)
     if residual.zero_point is not None or residual.padding or not (constant and single):
         return None
-    g, residual = _move_scale(residual, g, dims, from_left=False)
-    return g, residual
+    return _move_scale(residual, g, dims, from_left=False)
 
 
-def _move_scale(q: QArray, other: Array, dims: Dims, *, from_left: bool) -> tuple[Array, QArray]:
+def _move_scale(q: QArray, other: Array, dims: Dims, *, from_left: bool) -> tuple[Scaled, QArray]:
     """A scale that runs along the contraction, multiplied into the other operand instead."""
     mine = (*dims.lhs_batch, *dims.lhs_contract) if from_left else (*dims.rhs_batch, *dims.rhs_contract)
     theirs = (*dims.rhs_batch, *dims.rhs_contract) if from_left else (*dims.lhs_batch, *dims.lhs_contract)
@@ -210,7 +230,7 @@ def _move_scale(q: QArray, other: Array, dims: Dims, *, from_left: bool) -> tupl
     shape = iter(scale.shape)
     scale = scale.reshape([next(shape) if a in theirs else 1 for a in range(other.ndim)])
     ones = jnp.ones((1,) * q.ndim, jnp.float32)
-    return other.astype(jnp.float32) * scale, q._replace(scale=ones, outer_scale=None)
+    return Scaled(other, scale), q._replace(scale=ones, outer_scale=None)
 
 
 def _sides(call: Call, lhs: Array, rhs: Array):
@@ -262,6 +282,10 @@ def _updated(config: DotConfig, scaling: Scaling, seen: dict[str, Bounds]) -> Sc
         name: trackers[name].update(state, seen[name]) if name in trackers else jax.tree.map(jnp.zeros_like, state)
         for name, state in scaling.items()
     }
+
+
+def _is_float(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 @jax.custom_jvp

@@ -36,6 +36,11 @@ def kind(lhs: Factor, rhs: Factor) -> Any:
     return None if carriers[0] is None or carriers[1] is None else wider(carriers[0], carriers[1])
 
 
+def is_weight_only(lhs: Factor, rhs: Factor) -> bool:
+    """Whether a float array meets symmetric integer codes, in the order of an activation and a weight."""
+    return not isinstance(lhs, QArray) and isinstance(rhs, QArray) and _is_integer(rhs) and rhs.zero_point is None
+
+
 def wider(a: np.dtype, b: np.dtype) -> np.dtype:
     """The float dtype that holds the values of both, whatever the promotion rules that are switched on."""
     if a == b:

@@ -76,10 +76,15 @@ def _rows_dot(lhs: Array, rhs: Array, *, dims: Dims) -> Array:
     columns = math.prod(right)
     rhs = rhs.reshape(math.prod(batch), columns, depth) if is_last else rhs.reshape(math.prod(batch), depth, columns)
     rows = lhs.shape[1]
+    swapped = rows < 8 and is_last and math.prod(batch) == 1
     if rows < 8:
         # Few rows fall off the fast path to a tenth of float32's speed; empty ones cost less.
-        lhs = jnp.pad(lhs, ((0, 0), (0, 8 - rows), (0, 0)))
-    if math.prod(batch) == 1:
+        lhs = jnp.pad(lhs, ((0, 0), (0, (4 if swapped and rows <= 4 else 8) - rows), (0, 0)))
+    if swapped:
+        # A matrix that lies by rows need not be packed when it is the left operand.
+        numbers = (((1,), (1,)), ((), ()))
+        out = jax.lax.dot_general(rhs[0], lhs[0], numbers, preferred_element_type=jnp.int32).T[None]
+    elif math.prod(batch) == 1:
         numbers = (((1,), (1 if is_last else 0,)), ((), ()))
         out = jax.lax.dot_general(lhs[0], rhs[0], numbers, preferred_element_type=jnp.int32)[None]
     else:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array
-from octavo.ops import factor
+from octavo.ops import digits, factor
 from octavo.ops.dims import Dims
 from octavo.ops.factor import Factor
 from octavo.ops.lowering import check_lowering, float_dot, integer_dot
@@ -53,12 +53,18 @@ def multiply(
     if kind == "int":
         out = integer_dot(left.integers(), right.integers(), split, lowering=lowering, out_sharding=out_sharding)
         out = _correct(out, left, right, split).astype(jnp.float32)
+    elif (
+        factor.is_weight_only(lhs, rhs) and digits.worthwhile(lhs.shape, dims) and lowering != "plain" and dims == split
+    ):
+        assert not isinstance(lhs, QArray)
+        out = digits.digit_dot(lhs, right.integers(), dims)
+        kind = "int"
     else:
         values = left.values(kind), right.values(kind)
         out = float_dot(*values, split, precision=precision, out_sharding=out_sharding, accumulator=accumulator)
         out = out.astype(jnp.float32)
     for side in (left, right):
-        scale = side.scale(codes=kind == "int")
+        scale = side.scale(codes=isinstance(kind, str))
         if scale is not None:
             out = out * _beside(scale, split, after=side is right)
     counts = range(len(dims.lhs_batch), len(split.lhs_batch))

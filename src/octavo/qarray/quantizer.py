@@ -144,14 +144,23 @@ class Quantizer(Config):
         return *how.scale(bounds, fmt, dtype=dtype, scale_dtype=stored, stochastic=stochastic), stored
 
     def quantize(
-        self, x: Float[Array, "..."], *, key: PRNGKeyArray | None = None, bounds: Bounds | None = None
+        self,
+        x: Float[Array, "..."],
+        *,
+        key: PRNGKeyArray | None = None,
+        bounds: Bounds | None = None,
+        own: bool = False,
     ) -> QArray:
-        """Quantize an array, with its own range or with given bounds (one per tile, or one for all along an axis)."""
+        """Quantize an array, with its own range or with given bounds (one per tile, or one for all along an axis).
+
+        `own` says that given bounds are what `measure` finds for this very array, so that a value that is not finite
+        shows in them already.
+        """
         dtype = _float_dtype(x)
         how, tiles = self._arithmetic, self.tiles(x.shape)
         fmt = how.format(self.qtype)
         split = tiles.split(x).astype(how.compute_dtype(dtype))
-        given = bounds is not None
+        given = bounds is not None and not own
         if bounds is None:
             bounds = self._measure(split, tiles, dtype)
         else:

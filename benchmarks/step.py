@@ -1,0 +1,99 @@
+"""A training step of a small transformer: float32, octavo int8, Qwix int8 and AQT int8, interleaved.
+
+    python benchmarks/step.py [--quick]
+
+Four layers, width 512, MLP 2048, 8 heads, 4 x 512 tokens; forward, backward and AdamW. The linear layers are quantized,
+attention and the rest stay in float32, alike for all. Prints time, peak temporary memory and compile time.
+"""
+
+import argparse
+import sys
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+from matmul import contenders
+from timing import header, side_by_side
+
+LAYERS, WIDTH, HIDDEN, HEADS, BATCH, LENGTH, VOCAB = 4, 512, 2048, 8, 4, 512, 256
+
+
+def init(key: jax.Array) -> dict:
+    """Parameters, the layers stacked by name."""
+    keys = iter(jax.random.split(key, 2 + 6 * LAYERS))
+
+    def matrix(rows: int, columns: int) -> jax.Array:
+        return jax.random.normal(next(keys), (rows, columns)) * rows**-0.5
+
+    layer = lambda: {  # noqa: E731
+        **{name: matrix(WIDTH, WIDTH) for name in "qkvo"},
+        "up": matrix(WIDTH, HIDDEN),
+        "down": matrix(HIDDEN, WIDTH),
+        "norm1": jnp.ones(WIDTH),
+        "norm2": jnp.ones(WIDTH),
+    }
+    return {"embed": matrix(VOCAB, WIDTH), "layers": [layer() for _ in range(LAYERS)], "head": matrix(WIDTH, VOCAB)}
+
+
+def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * weight
+
+
+def loss(params: dict, tokens: jax.Array, dot) -> jax.Array:
+    """Next-token cross-entropy; `dot` multiplies the linear layers."""
+    x = params["embed"][tokens[:, :-1]].reshape(-1, WIDTH)
+    mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    for p in params["layers"]:
+        y = norm(x, p["norm1"])
+        q, k, v = (dot(y, p[n]).reshape(BATCH, LENGTH, HEADS, -1) for n in "qkv")
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        weights = jax.nn.softmax(jnp.where(mask, scores, -1e9), axis=-1)
+        x = x + dot(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(-1, WIDTH), p["o"])
+        x = x + dot(jax.nn.gelu(dot(norm(x, p["norm2"]), p["up"])), p["down"])
+    logits = x @ params["head"]
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:].reshape(-1)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    repeats = 3 if parser.parse_args().quick else 9
+    warnings.simplefilter("ignore", DeprecationWarning)  # aqtp 0.9 converts arrays to dtypes implicitly
+    print(header("qwix", "aqtp", "optax"), f"best of {repeats} interleaved rounds", sep="\n")
+    params = init(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (BATCH, LENGTH + 1), 0, VOCAB)
+    adam = optax.adamw(1e-3)
+    state = adam.init(params)
+    calls, memory, compiling = {}, {}, {}
+    for name, dot in contenders().items():
+
+        def step(params, state, tokens, dot=dot):
+            value, grads = jax.value_and_grad(loss)(params, tokens, dot)
+            updates, state = adam.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        start = time.perf_counter()
+        compiled = jax.jit(step).lower(params, state, tokens).compile()
+        compiling[name] = time.perf_counter() - start
+        memory[name] = compiled.memory_analysis().temp_size_in_bytes
+        calls[name] = (compiled, (params, state, tokens))
+    t = side_by_side(calls, repeats=repeats)
+    print(
+        f"{'':>8} {'ms':>8} {'f32/it':>7} {'temporary MB':>13} {'of f32':>7} "
+        f"{'trace+compile s':>16} {'of f32':>7} {'spread':>7}"
+    )
+    for name, timing in t.items():
+        print(
+            f"{name:>8} {1e3 * timing.seconds:8.0f} {t['f32'].seconds / timing.seconds:7.2f} "
+            f"{memory[name] / 1e6:13.0f} {memory[name] / memory['f32']:7.3f} "
+            f"{compiling[name]:16.1f} {compiling[name] / compiling['f32']:7.2f} "
+            f"{100 * timing.spread:6.0f}%"
+        )
+    print(f"octavo is {t['qwix'].seconds / t['octavo'].seconds:.2f}x as fast as Qwix, "
+          f"{t['aqt'].seconds / t['octavo'].seconds:.2f}x as AQT")  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""A float row times an integer matrix, as integer products: how a CPU decodes a token with low-bit weights.
+
+Widening an int8 matrix to float32 costs a CPU more than the product itself. Instead the row is written in three digits
+of base 254, each an int8, which together are as exact as float32 is relative to the row's largest value:
+
+    x = a / 127 * (d0 + d1 / 254 + d2 / 254**2),   |error| <= a * 2**-24,
+
+and the three products with the matrix are one integer product of three rows, summed without error.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from octavo._typing import Array, Float
+from octavo.ops.dims import Dims
+from octavo.ops.lowering import float_dot, integer_dot
+
+MOST_ROWS = 2
+
+
+def worthwhile(shape: tuple[int, ...], dims: Dims) -> bool:
+    """Whether a left operand has so few rows that its digits fit the eight rows of the fast path."""
+    rows = math.prod(shape[a] for a in dims.lhs_remaining)
+    return not dims.lhs_batch and 0 < rows <= MOST_ROWS and math.prod(shape) > 0
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def digit_dot(x: Float[Array, "..."], codes: Array, dims: Dims) -> Float[Array, "..."]:
+    """The float32 product of a float operand with few rows and int8 codes; by digits on CPUs."""
+    return jax.lax.platform_dependent(
+        x, codes, cpu=functools.partial(_by_digits, dims=dims), default=functools.partial(_widened, dims=dims)
+    )
+
+
+@digit_dot.defjvp
+def _digit_dot_jvp(dims: Dims, primals, tangents):
+    # The digits are a way of computing, not a rounding: the product is linear in x, and codes have no tangent.
+    (x, codes), (dx, _) = primals, tangents
+    return digit_dot(x, codes, dims), _widened(dx, codes, dims=dims)
+
+
+def _widened(x: Array, codes: Array, *, dims: Dims) -> Array:
+    return float_dot(x, codes.astype(x.dtype), dims)
+
+
+def _by_digits(x: Array, codes: Array, *, dims: Dims) -> Array:
+    kept = [x.shape[a] for a in dims.lhs_remaining]
+    depth = [x.shape[a] for a in dims.lhs_contract]
+    x = jnp.transpose(x.astype(jnp.float32), (*dims.lhs_remaining, *dims.lhs_contract))
+    x = x.reshape(math.prod(kept), math.prod(depth))
+    absmax = jnp.max(jnp.abs(x), axis=1, keepdims=True)
+    rest = x * (127 / jnp.where(absmax == 0, 1, absmax))
+    digits = []
+    for _ in range(3):
+        digits.append(jnp.round(rest))
+        rest = (rest - digits[-1]) * 254
+    stacked = jnp.concatenate(digits).astype(jnp.int8).reshape(3 * math.prod(kept), *depth)
+    axes = tuple(range(1, 1 + len(depth)))
+    flat = Dims(stacked.ndim, dims.rhs_ndim, axes, dims.rhs_contract)
+    sums = integer_dot(stacked, codes, flat, lowering="rows").astype(jnp.float32)
+    sums = sums.reshape(3, math.prod(kept), *sums.shape[1:])
+    scale = (absmax * (1 / 127)).reshape(-1, *(1 for _ in sums.shape[2:]))
+    return ((sums[0] + (sums[1] + sums[2] * (1 / 254)) * (1 / 254)) * scale).reshape(*kept, *sums.shape[2:])

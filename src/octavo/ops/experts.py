@@ -1,0 +1,245 @@
+"""A ragged dot whose three products are quantized as a DotConfig says, with the gradient that goes with it.
+
+`out = lhs[rows of i] @ rhs[i]` has the gradients `dlhs = g[rows of i] @ rhs[i].T` and `drhs[i] = lhs[rows of i].T @
+g[rows of i]`. Where codes are reused, the scale that would run along the contraction goes into `g` first: for `dlhs`
+that of the row's expert, for `drhs` that of the row.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from octavo._typing import Array, PRNGKeyArray
+from octavo.calibration import AbsMax
+from octavo.ops.config import DotConfig, Matmul, Operand
+from octavo.ops.dims import Dims
+from octavo.ops.dot import (
+    RESIDUAL,
+    Scaling,
+    _as_input,
+    _check,
+    _inside,
+    _keys,
+    _masked,
+    _once_differentiable,
+    _operands,
+    _trackers,
+    _updated,
+)
+from octavo.ops.factor import Factor
+from octavo.ops.grouped import Rows, group_absmax
+from octavo.ops.grouped_multiply import multiply_groups, multiply_rows
+from octavo.ops.lowering import materialize
+from octavo.ops.sparsity import nm_mask
+from octavo.qarray import QArray
+
+# The three products, for quantizing their operands: the axis of the groups counts as one that is kept. In a gradient
+# the first operand is the incoming gradient.
+_FWD = Dims(2, 3, (1,), (1,))
+_DLHS = Dims(2, 3, (1,), (2,))
+_DRHS = Dims(2, 2, (0,), (0,))
+
+
+class Call(NamedTuple):
+    """What is static about one ragged dot."""
+
+    config: DotConfig
+    dtype: np.dtype
+    precision: Any
+
+    @property
+    def how(self) -> dict[str, Any]:
+        return {"precision": self.precision, "lowering": self.config.lowering}
+
+
+def quantized_ragged_dot(
+    lhs: Array,
+    rhs: Array,
+    rows: Rows,
+    key: PRNGKeyArray | None,
+    scaling: Scaling,
+    config: DotConfig,
+    *,
+    dtype: Any,
+    precision: Any = None,
+) -> Array:
+    """[m, k] x [g, k, n] -> [m, n] of float arrays, each quantized on the way, with quantized gradients."""
+    _check(config, scaling)
+    if config.drhs.rotate is not None:
+        raise ValueError("drhs of a ragged dot contracts rows of changing groups, which cannot be rotated: rotate=None")
+    if any(matmul.accumulator not in (None, "float32") for matmul in (config.fwd, config.dlhs, config.drhs)):
+        raise ValueError("a ragged dot sums floats in float32: leave the accumulator out of its config")
+    if config.sparsity is not None:
+        n, m = config.sparsity
+        rhs = _masked(rhs, nm_mask(rhs, n, m, axis=1))
+    # Rows of no group are cut off here, on the way in and on the way out, and thereby in the gradients as well.
+    call = Call(config, jnp.dtype(dtype), precision)
+    return _masked(_dot(call, _masked(lhs, rows.owned), rhs, rows.sizes, key, scaling), rows.owned)
+
+
+def init_ragged_scaling(config: DotConfig, lhs: Any, rhs: Any) -> Scaling:
+    """The first state of every tracker in a config, for a ragged dot of operands of these shapes."""
+    out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[2]), jnp.float32)
+    sides = {
+        "lhs": (config.fwd.lhs, lhs, _FWD.lhs_contract),
+        "rhs": (config.fwd.rhs, rhs, _FWD.rhs_contract),
+        "dlhs": (config.dlhs.lhs, out, _DLHS.lhs_contract),
+        "drhs": (config.drhs.lhs, out, _DRHS.lhs_contract),
+    }
+    state = {}
+    for name, tracker in _trackers(config).items():
+        operand, x, contract = sides[name]
+        assert operand is not None
+        how = operand.quantizer(len(x.shape), contracting=contract)
+        bounds = jax.eval_shape(lambda x=x, how=how: how.measure(jnp.zeros(x.shape)))
+        state[name] = tracker.init({k: jnp.zeros(v.shape, v.dtype) for k, v in bounds.items()})
+    return state
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(call: Call, lhs: Array, rhs: Array, sizes: Array, key: PRNGKeyArray | None, scaling: Scaling) -> Array:
+    return _forward(call, lhs, rhs, sizes, key, scaling)[0]
+
+
+def _forward(call: Call, lhs: Array, rhs: Array, sizes: Array, key: PRNGKeyArray | None, scaling: Scaling):
+    keys, fwd = _keys(key), call.config.fwd
+    left, right, seen = _operands(fwd, lhs, rhs, _FWD, keys[:2], scaling, ("lhs", "rhs"))
+    out = multiply_groups(
+        _as_input(fwd.lhs, left), _as_input(fwd.rhs, right), Rows(lhs.shape[0], sizes), dtype=call.dtype, **call.how
+    )
+    return out, (left, right, seen, keys)
+
+
+def _dot_fwd(call: Call, lhs: Array, rhs: Array, sizes: Array, key: PRNGKeyArray | None, scaling: Scaling):
+    out, (left, right, seen, keys) = _forward(call, lhs, rhs, sizes, key, scaling)
+    config = call.config
+    rhs_saved = rhs if config.dlhs.residual == "original" else right
+    lhs_saved = lhs if config.drhs.residual == "original" else left
+    masks = [
+        _inside(config, config.fwd.lhs, lhs, (_FWD.lhs_contract, ()), scaling.get("lhs")),
+        _inside(config, config.fwd.rhs, rhs, (_FWD.rhs_contract, ()), scaling.get("rhs")),
+    ]
+    like = (lhs[:0], rhs[:0])  # nothing, but it has their dtypes, and a tangent where they have one
+    saved = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), (lhs_saved, rhs_saved, masks))
+    return out, (*saved, sizes, seen, keys, scaling, like)
+
+
+def _dot_bwd(call: Call, residuals: Any, g: Array):
+    lhs, rhs, masks, sizes, seen, keys, scaling, (lhs_like, rhs_like) = residuals
+    g = _without_second_derivative(g, lhs_like, rhs_like)
+    rows = Rows(g.shape[0], sizes)
+    dlhs, seen_dlhs = _dlhs(call, g, rhs, rows, keys[2:4], scaling)
+    drhs, seen_drhs = _drhs(call, g, lhs, rows, keys[4:6], scaling)
+    grads = []
+    for grad, like, mask in ((dlhs, lhs_like, masks[0]), (drhs, rhs_like, masks[1])):
+        grad = grad.astype(like.dtype)
+        grads.append(grad if mask is None else jnp.where(mask, grad, jnp.zeros_like(grad)))
+    return *grads, None, None, _updated(call.config, scaling, seen | seen_dlhs | seen_drhs)
+
+
+_dot.defvjp(_dot_fwd, _dot_bwd)
+
+
+@jax.custom_jvp
+def _without_second_derivative(g: Array, lhs_like: Array, rhs_like: Array) -> Array:
+    """The gradient. It is not all that a gradient depends on: the residuals are codes, whose tangents are lost."""
+    del lhs_like, rhs_like
+    return g
+
+
+@_without_second_derivative.defjvp
+def _refuse(primals, tangents):
+    return jax.jvp(_once_differentiable, primals[:1], primals[:1])
+
+
+def _dlhs(call: Call, g: Array, residual: Factor, rows: Rows, keys, scaling: Scaling):
+    fold = functools.partial(_fold_experts, rows=rows)
+    g, residual, matmul = _residual(call.config.dlhs, g, residual, call.config.fwd.rhs, fold)
+    left, right, seen = _operands(matmul, g, residual, _DLHS, keys, scaling, ("dlhs", None))
+    left, right = _as_input(matmul.lhs, left), _as_input(matmul.rhs, right)
+    return multiply_groups(left, right, rows, contract=2, dtype=jnp.float32, **call.how), seen
+
+
+def _drhs(call: Call, g: Array, residual: Factor, rows: Rows, keys, scaling: Scaling):
+    g, residual, matmul = _residual(call.config.drhs, g, residual, call.config.fwd.lhs, _fold_rows)
+    matmul = matmul.replace(lhs=_without_tiles(matmul.lhs), rhs=_without_tiles(matmul.rhs))
+    scales: tuple[Array, ...] = ()
+    if matmul.lhs is not None and "drhs" not in scaling and _by_group(matmul.lhs):
+        q, scale = _quantize_by_group(matmul.lhs, g, rows, keys[0])
+        scales = (scale[:, None, :],)
+    else:
+        q = g
+    if matmul.rhs is not None and not isinstance(residual, QArray) and _by_group(matmul.rhs):
+        residual, scale = _quantize_by_group(matmul.rhs, residual, rows, keys[1])
+        scales = (*scales, scale[:, :, None])
+    left, right, seen = _operands(matmul, q, residual, _DRHS, keys, scaling, ("drhs", None))
+    left, right = _as_input(matmul.lhs, left), _as_input(matmul.rhs, right)
+    return multiply_rows(right, left, rows, dtype=jnp.float32, scales=scales, **call.how), seen
+
+
+def _residual(
+    matmul: Matmul, g: Array, residual: Factor, operand: Operand | None, fold: Any
+) -> tuple[Array, Factor, Matmul]:
+    """The gradient, the residual as the matmul wants it, and the matmul with what is left to quantize."""
+    if not isinstance(residual, QArray):
+        return g, residual, matmul.replace(rhs=None) if matmul.residual == "reuse" else matmul
+    if matmul.residual != "reuse":
+        return g, residual.dequantize(jnp.float32), matmul
+    folded = (g, residual) if matmul.lhs is None else fold(g, residual)
+    if folded is None:
+        return g, residual.dequantize(jnp.float32), matmul.replace(rhs=matmul.rhs or operand)
+    g, residual = folded
+    return g, residual, matmul.replace(rhs=None)
+
+
+def _fold_experts(g: Array, residual: QArray, *, rows: Rows) -> tuple[Array, QArray] | None:
+    """The scale [g, 1, n] of the experts' codes moved into the gradient, row by row."""
+    q = residual.unpack()
+    if q.zero_point is not None or q.padding or q.scale.shape[1] != 1 or q.scale.shape[2] not in (1, q.shape[2]):
+        return None
+    if q.scale.shape[2] == 1:
+        return g, q
+    scale = _full_scale(q)[:, 0]
+    return _move(g, q, scale[rows.group] if len(scale) > 1 else scale)
+
+
+def _fold_rows(g: Array, residual: QArray) -> tuple[Array, QArray] | None:
+    """The scale [m, 1] of the rows' codes moved into the gradient."""
+    q = residual.unpack()
+    if q.zero_point is not None or q.padding or q.scale.shape[1] != 1 or q.scale.shape[0] not in (1, q.shape[0]):
+        return None
+    return (g, q) if q.scale.shape[0] == 1 else _move(g, q, _full_scale(q))
+
+
+def _full_scale(q: QArray) -> Array:
+    scale = q.scale.astype(jnp.float32)
+    return scale if q.outer_scale is None else scale * q.outer_scale.astype(jnp.float32)
+
+
+def _move(g: Array, q: QArray, scale: Array) -> tuple[Array, QArray]:
+    return g.astype(jnp.float32) * scale, q._replace(scale=jnp.ones((1,) * q.ndim, jnp.float32), outer_scale=None)
+
+
+def _without_tiles(operand: Operand | None) -> Operand | None:
+    """Groups cut the contracted rows already; only formats that are made of tiles keep theirs."""
+    return operand if operand is None or operand.qtype.tile is not None else operand.replace(tile=None, square=False)
+
+
+def _by_group(operand: Operand) -> bool:
+    """Whether to have one scale per group and column: where measuring that takes one pass."""
+    own = operand.tile is None and operand.tracker is None and not operand.per_tensor
+    return own and operand.dequant == "output" and isinstance(operand.calibration, AbsMax)
+
+
+def _quantize_by_group(operand: Operand, x: Array, rows: Rows, key: PRNGKeyArray | None) -> tuple[QArray, Array]:
+    """Codes whose scale is one, and the scale [g, n] of each group and column that belongs to them."""
+    how = operand.quantizer(2, contracting=(0,)).replace(channelwise_axes=(0, 1))
+    bounds = operand.calibration.measure(group_absmax(x.astype(jnp.float32), rows), axes=())
+    scale = how.quantize(jnp.zeros_like(bounds["absmax"], x.dtype), key=key, bounds=bounds).scale
+    q = how.quantize(x, key=key, bounds={k: v[rows.group] for k, v in bounds.items()})
+    ones = jnp.ones((1, 1), jnp.float32)
+    return q._replace(qvalue=materialize(q.qvalue), scale=ones), scale.astype(jnp.float32)

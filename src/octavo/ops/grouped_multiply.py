@@ -1,0 +1,114 @@
+"""The two products of grouped rows, of operands that are arrays or QArrays: codes multiply, then the scales come in.
+
+A scale per row and one per expert and column are known for each value of [m, n], so the codes are multiplied in their
+own precision, and zero points of integers become correction terms as in `octavo.ops.multiply`. Operands whose scale
+changes along the contraction are dequantized first.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from octavo._typing import Array
+from octavo.ops import factor
+from octavo.ops.factor import Factor
+from octavo.ops.grouped import Rows, rows_by_groups, rows_by_rows
+from octavo.qarray import QArray
+
+
+def multiply_groups(
+    lhs: Factor,
+    rhs: Factor,
+    rows: Rows,
+    *,
+    contract: int = 1,
+    dtype: Any,
+    precision: Any = None,
+    lowering: str = "auto",
+) -> Array:
+    """[m, k] x [g, k, n] -> [m, n], or with `contract` 2 of [g, n, k]; rows of no group are zero."""
+    how = {"contract": contract, "precision": precision, "lowering": lowering}
+    lhs, rhs = factor.whole(lhs), factor.whole(rhs)
+    kind = _kind(lhs, rhs, 1, contract)
+    if kind is None:
+        out = rows_by_groups(*factor.dequantized(lhs, rhs), rows, **how)
+        return rows.keep(out.astype(dtype))
+    group = rows.group
+
+    def by_row(part: Array) -> Array:
+        part = jnp.squeeze(part, contract)
+        return part[group] if part.shape[0] > 1 else part
+
+    if kind == "int":
+        assert isinstance(lhs, QArray)
+        assert isinstance(rhs, QArray)
+        left, right = factor.integers(lhs), factor.integers(rhs)
+        out = rows_by_groups(left, right, rows, **how)
+        zl, zr = (_spread(factor.zero_point(x), x) for x in (lhs, rhs))
+        if zl is not None:
+            out = out - zl * by_row(jnp.sum(right.astype(jnp.int32), axis=contract, keepdims=True))
+        if zr is not None:
+            out = out - by_row(zr) * jnp.sum(left.astype(jnp.int32), axis=1, keepdims=True)
+        if zl is not None and zr is not None:
+            out = out + lhs.shape[1] * zl * by_row(zr)
+        out = out.astype(jnp.float32)
+    else:
+        out = rows_by_groups(factor.values(lhs, kind), factor.values(rhs, kind), rows, **how)
+    scale = _spread(factor.scale(lhs, codes=kind == "int"), lhs)
+    out = out if scale is None else out * scale
+    scale = _spread(factor.scale(rhs, codes=kind == "int"), rhs)
+    out = out if scale is None else out * by_row(scale)
+    return rows.keep(out.astype(dtype))
+
+
+def multiply_rows(
+    lhs: Factor,
+    rhs: Factor,
+    rows: Rows,
+    *,
+    dtype: Any,
+    precision: Any = None,
+    lowering: str = "auto",
+    scales: tuple[Array, ...] = (),
+) -> Array:
+    """[m, k] x [m, n] -> [g, k, n], times `scales` of that rank."""
+    how = {"precision": precision, "lowering": lowering}
+    lhs, rhs = factor.whole(lhs), factor.whole(rhs)
+    kind = None if _is_asymmetric(lhs) or _is_asymmetric(rhs) else _kind(lhs, rhs, 0, 0)
+    if kind is None:
+        out = rows_by_rows(*factor.dequantized(lhs, rhs), rows, **how)
+    else:
+        if kind == "int":
+            assert isinstance(lhs, QArray)
+            assert isinstance(rhs, QArray)
+            out = rows_by_rows(factor.integers(lhs), factor.integers(rhs), rows, **how).astype(jnp.float32)
+        else:
+            out = rows_by_rows(factor.values(lhs, kind), factor.values(rhs, kind), rows, **how)
+        scale = _spread(factor.scale(rhs, codes=kind == "int"), rhs)
+        out = out if scale is None else out * scale[None]
+        scale = _spread(factor.scale(lhs, codes=kind == "int"), lhs)
+        out = out if scale is None else out * scale.T[None]
+    for scale in scales:
+        out = out * scale
+    return out.astype(dtype)
+
+
+def _kind(lhs: Factor, rhs: Factor, lhs_contract: int, rhs_contract: int) -> Any:
+    """How codes multiply, as `factor.kind` says; None where they cannot, or a scale runs along the contraction."""
+    quantized = [(x, axis) for x, axis in ((lhs, lhs_contract), (rhs, rhs_contract)) if isinstance(x, QArray)]
+    parts = [(part, axis) for x, axis in quantized for part in (x.scale, x.zero_point, x.outer_scale)]
+    constant = all(part is None or part.shape[axis] == 1 for part, axis in parts)
+    return factor.kind(lhs, rhs) if quantized and constant else None
+
+
+def _is_asymmetric(x: Factor) -> bool:
+    return isinstance(x, QArray) and x.zero_point is not None
+
+
+def _spread(part: Array | None, x: Factor) -> Array | None:
+    """A scale or zero point with one entry for all along an axis, or one per value: tiles are repeated."""
+    if part is None:
+        return None
+    for axis, (count, size) in enumerate(zip(part.shape, x.shape, strict=True)):
+        part = jnp.repeat(part, size // count, axis=axis) if 1 < count < size else part
+    return part

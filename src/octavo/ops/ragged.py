@@ -1,0 +1,238 @@
+"""Matmuls of experts: `lax.ragged_dot` and its kin in low precision, with a scale of its own for every expert."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from octavo._typing import Array, DTypeLike, PRNGKeyArray
+from octavo.ops.api import _result_dtype
+from octavo.ops.config import DotConfig
+from octavo.ops.dims import Dims
+from octavo.ops.dot import Scaling
+from octavo.ops.experts import quantized_ragged_dot
+from octavo.ops.factor import Factor, dequantized
+from octavo.ops.grouped import Rows
+from octavo.ops.grouped_multiply import multiply_groups, multiply_rows
+from octavo.ops.multiply import multiply
+from octavo.qarray import QArray
+
+
+def ragged_dot(
+    lhs: Factor,
+    rhs: Factor,
+    group_sizes: Array,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: Array | None = None,
+    out_sharding: Any = None,
+    *,
+    config: DotConfig | None = None,
+    key: PRNGKeyArray | None = None,
+    scaling: Scaling | None = None,
+) -> Array:
+    """`jax.lax.ragged_dot` in low precision: every row of `lhs` [m, k] with its group's matrix in `rhs` [g, k, n].
+
+    Rows are sorted by group; those beyond the last group give zero, have no gradient and influence nothing. Operands
+    that are QArrays are multiplied as they are, with scales per row and per expert and column. With a `config`, float
+    operands are quantized here, and so are the two gradients. With `group_offset`, `rhs` holds only the groups from
+    that one on, and the rows of all others count as rows of none.
+
+    >>> import octavo
+    >>> x, w = jnp.ones((3, 4)), jnp.stack([jnp.eye(4), 2 * jnp.eye(4)])
+    >>> ragged_dot(x, w, jnp.asarray([1, 1]), config=octavo.DotConfig.qt("int8")).round(1)[:, 0].tolist()
+    [1.0, 2.0, 0.0]
+    """
+    return _ragged_dot(
+        lhs,
+        rhs,
+        group_sizes,
+        precision,
+        preferred_element_type,
+        group_offset,
+        out_sharding,
+        contract=1,
+        config=config,
+        key=key,
+        scaling=scaling,
+    )
+
+
+def gmm(
+    lhs: Factor,
+    rhs: Factor,
+    group_sizes: Array,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    group_offset: Array | None = None,
+    transpose_rhs: bool = False,
+    precision: Any = None,
+    config: DotConfig | None = None,
+    key: PRNGKeyArray | None = None,
+    scaling: Scaling | None = None,
+) -> Array:
+    """`ragged_dot` under the name and with the options that Megablox gives it; `transpose_rhs`: `rhs` is [g, n, k]."""
+    if config is not None and transpose_rhs:
+        rhs, transpose_rhs = rhs.swapaxes(1, 2), False
+    return _ragged_dot(
+        lhs,
+        rhs,
+        group_sizes,
+        precision,
+        preferred_element_type,
+        group_offset,
+        None,
+        contract=2 if transpose_rhs else 1,
+        config=config,
+        key=key,
+        scaling=scaling,
+    )
+
+
+def tgmm(
+    lhs: Factor,
+    rhs: Factor,
+    group_sizes: Array,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    rows_first: bool = False,
+    precision: Any = None,
+) -> Array:
+    """For every group the product of its columns of `lhs` [k, m] with its rows of `rhs` [m, n]: [g, k, n].
+
+    `lhs` lies as in Megablox; with `rows_first` it is [m, k]. Empty groups give zero, and rows beyond the last group
+    are ignored, whatever they hold.
+
+    >>> tgmm(jnp.ones((1, 3)), jnp.arange(3.0)[:, None], jnp.asarray([2, 0])).tolist()
+    [[[1.0]], [[0.0]]]
+    """
+    lhs = lhs if rows_first else lhs.T
+    if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[0] != rhs.shape[0] or group_sizes.ndim != 1:
+        raise ValueError(
+            f"tgmm takes lhs [k, m] ([m, k] with rows_first=True), rhs [m, n] and group_sizes [g]; got an lhs that is "
+            f"{lhs.shape} by rows, {rhs.shape} and {group_sizes.shape}"
+        )
+    dtype = _result_dtype(lhs, rhs, preferred_element_type)
+    return multiply_rows(lhs, rhs, Rows(lhs.shape[0], group_sizes), dtype=dtype, precision=precision)
+
+
+def ragged_dot_general(
+    lhs: Factor,
+    rhs: Factor,
+    group_sizes: Array,
+    ragged_dot_dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: Array | None = None,
+    out_sharding: Any = None,
+    *,
+    config: DotConfig | None = None,
+    key: PRNGKeyArray | None = None,
+    scaling: Scaling | None = None,
+) -> Array:
+    """`jax.lax.ragged_dot_general` in low precision, in its three modes: a ragged row, contracted or batch axis.
+
+    Where the axes can be brought into the order of `ragged_dot` or `tgmm`, QArrays are multiplied as they are;
+    otherwise, with batch axes or several of a kind, they are dequantized first. A `config` goes with a ragged row axis.
+    """
+    numbers = ragged_dot_dimension_numbers
+    (lc, rc), (lb, _) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    dtype = _result_dtype(lhs, rhs, preferred_element_type)
+    simple = not lb and len(lc) == 1 and group_sizes.ndim == 1 and out_sharding is None
+    if simple and ragged not in lc and (lhs.ndim, rhs.ndim) == (2, 3):
+        (group,) = numbers.rhs_group_dimensions
+        lhs = _transpose(lhs, (ragged, lc[0]))
+        rhs = _transpose(rhs, (group, rc[0], 3 - group - rc[0]))
+        return ragged_dot(
+            lhs,
+            rhs,
+            group_sizes,
+            precision,
+            dtype,
+            group_offset,
+            config=config,
+            key=key,
+            scaling=scaling,
+        )
+    if config is not None:
+        raise NotImplementedError(
+            "a config quantizes ragged_dot_general where the rows of a matrix are ragged, with no batch axes and one "
+            f"contracted axis, got {numbers}: quantize the operands and leave the config out"
+        )
+    if not isinstance(lhs, QArray) and not isinstance(rhs, QArray):
+        return lax.ragged_dot_general(
+            lhs, rhs, group_sizes, numbers, precision, preferred_element_type, group_offset, out_sharding
+        )
+    if ragged in lb:
+        # The groups partition an axis that no product crosses.
+        dims = Dims.of(numbers.dot_dimension_numbers, lhs.ndim, rhs.ndim)
+        return multiply(lhs, rhs, dims, dtype=dtype, precision=precision, out_sharding=out_sharding)
+    if simple and group_offset is None and (lhs.ndim, rhs.ndim) == (2, 2):
+        lhs, rhs = _transpose(lhs, (ragged, 1 - ragged)), _transpose(rhs, (rc[0], 1 - rc[0]))
+        return tgmm(lhs, rhs, group_sizes, dtype, rows_first=True, precision=precision)
+    return lax.ragged_dot_general(
+        *dequantized(lhs, rhs), group_sizes, numbers, precision, dtype, group_offset, out_sharding
+    )
+
+
+def _ragged_dot(
+    lhs,
+    rhs,
+    group_sizes,
+    precision,
+    preferred_element_type,
+    group_offset,
+    out_sharding,
+    *,
+    contract,
+    config,
+    key,
+    scaling,
+) -> Array:
+    _check_shapes(lhs, rhs, group_sizes, contract, group_offset)
+    dtype = _result_dtype(lhs, rhs, preferred_element_type)
+    quantized = isinstance(lhs, QArray) or isinstance(rhs, QArray)
+    if config is not None and quantized:
+        raise TypeError("a config quantizes float operands; QArrays are quantized already: leave the config out")
+    if out_sharding is not None and (quantized or config is not None):
+        raise NotImplementedError("a quantized ragged_dot takes no out_sharding: use jax.shard_map over the experts")
+    first = None
+    if group_offset is not None:
+        offset = jnp.asarray(group_offset, jnp.int32).reshape(())
+        before = jnp.arange(group_sizes.shape[0], dtype=jnp.int32) < offset
+        first = jnp.sum(jnp.where(before, group_sizes, jnp.zeros_like(group_sizes))).astype(jnp.int32)
+        group_sizes = lax.dynamic_slice_in_dim(group_sizes, offset, rhs.shape[0])
+        lhs = _roll(lhs, -first)
+    rows = Rows(lhs.shape[0], group_sizes)
+    if config is not None:
+        out = quantized_ragged_dot(lhs, rhs, rows, key, scaling or {}, config, dtype=dtype, precision=precision)
+    elif quantized:
+        out = multiply_groups(lhs, rhs, rows, contract=contract, dtype=dtype, precision=precision)
+    else:
+        numbers = lax.RaggedDotDimensionNumbers((((1,), (contract,)), ((), ())), (0,), (0,))
+        out = lax.ragged_dot_general(
+            lhs, rhs, group_sizes, numbers, precision, preferred_element_type, out_sharding=out_sharding
+        )
+        out = rows.keep(out)
+    return out if first is None else jnp.roll(out, first, axis=0)
+
+
+def _check_shapes(lhs: Factor, rhs: Factor, sizes: Array, contract: int, offset: Any) -> None:
+    fits = lhs.ndim == 2 and rhs.ndim == 3 and sizes.ndim == 1 and lhs.shape[1] == rhs.shape[contract]
+    if not fits or (rhs.shape[0] > sizes.shape[0] if offset is not None else rhs.shape[0] != sizes.shape[0]):
+        matrices = "[g, k, n]" if contract == 1 else "[g, n, k]"
+        raise ValueError(
+            f"a ragged dot takes lhs [m, k], rhs {matrices} and group_sizes [g] (at least g with a group_offset); "
+            f"got {lhs.shape}, {rhs.shape} and {sizes.shape}"
+        )
+
+
+def _roll(x: Factor, shift: Array) -> Factor:
+    if not isinstance(x, QArray):
+        return jnp.roll(x, shift, axis=0)
+    return x[(jnp.arange(x.shape[0], dtype=jnp.int32) - shift) % x.shape[0]]
+
+
+def _transpose(x: Factor, order: tuple[int, ...]) -> Factor:
+    return x if order == tuple(range(x.ndim)) else x.transpose(order)
