@@ -2,7 +2,19 @@
 
 from octavo.calibration import register_calibration
 from octavo.numerics import formats, get_format, register_format
-from octavo.ops import DotConfig, Matmul, Operand, dot, dot_general, einsum
+from octavo.ops import (
+    DotConfig,
+    Matmul,
+    Operand,
+    conv_general_dilated,
+    dot,
+    dot_general,
+    einsum,
+    gmm,
+    ragged_dot,
+    ragged_dot_general,
+    tgmm,
+)
 from octavo.qarray import QArray, Quantizer, dequantize, fake_quant, quantize
 
 __version__ = "0.1.0"
@@ -13,6 +25,7 @@ __all__ = [
     "Operand",
     "QArray",
     "Quantizer",
+    "conv_general_dilated",
     "dequantize",
     "dot",
     "dot_general",
@@ -20,7 +33,11 @@ __all__ = [
     "fake_quant",
     "formats",
     "get_format",
+    "gmm",
     "quantize",
+    "ragged_dot",
+    "ragged_dot_general",
     "register_calibration",
     "register_format",
+    "tgmm",
 ]

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -123,7 +124,7 @@ def round_unit(x: Float[Array, "*s"], noise: Float[Array, "*n"] | None) -> Float
     The fraction `x - floor(x)` is exact in float32, so the stochastic form has no bias beyond the resolution of u.
     """
     if noise is None:
-        return jnp.round(x)
+        return jax.lax.round(x, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
     low = jnp.floor(x)
     return low + (noise < x - low).astype(x.dtype)
 

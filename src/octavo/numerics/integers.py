@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -100,7 +101,7 @@ class IntFormat(Format):
             codes = round_unit(x, noise)
         else:
             codes = jnp.floor(x) if noise is None else round_unit(x - 0.5, noise)
-        return jnp.clip(codes, self.qmin, self.qmax).astype(self.storage)
+        return jax.lax.clamp(jnp.float32(self.qmin), codes, jnp.float32(self.qmax)).astype(self.storage)
 
     def decode(self, codes: Shaped[Array, "*s"]) -> Float[Array, "*s"]:
         x = codes.astype(jnp.float32)

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.config import DotConfig
 from octavo.ops.dims import Dims
-from octavo.ops.dot import Call, Scaling, _trackers, quantized_dot
-from octavo.ops.multiply import Factor, multiply
+from octavo.ops.dot import Call, quantized_dot
+from octavo.ops.factor import Factor
+from octavo.ops.multiply import multiply
+from octavo.ops.training import Scaling, trackers_of
 from octavo.qarray import QArray
 
 
@@ -37,7 +39,7 @@ def dot_general(
     (2, 4)
     """
     dims = Dims.of(dimension_numbers, lhs.ndim, rhs.ndim)
-    dtype = _result_dtype(lhs, rhs, preferred_element_type)
+    dtype = result_dtype(lhs, rhs, preferred_element_type)
     if config is None:
         return multiply(lhs, rhs, dims, dtype=dtype, precision=precision, out_sharding=out_sharding)
     if isinstance(lhs, QArray) or isinstance(rhs, QArray):
@@ -91,7 +93,7 @@ def init_scaling(config: DotConfig, lhs: Any, rhs: Any, dimension_numbers: Any) 
         "drhs": (config.drhs.lhs, out, drhs.lhs_contract, drhs.lhs_batch),
     }
     state = {}
-    for name, tracker in _trackers(config).items():
+    for name, tracker in trackers_of(config).items():
         operand, x, contract, batch = sides[name]
         assert operand is not None
         how = operand.quantizer(len(x.shape), contracting=contract, batch=batch)
@@ -105,5 +107,6 @@ def _out_shape(lhs: tuple[int, ...], rhs: tuple[int, ...], dims: Dims) -> tuple[
     return tuple(kept)
 
 
-def _result_dtype(lhs: Factor, rhs: Factor, preferred: DTypeLike | None) -> Any:
+def result_dtype(lhs: Factor, rhs: Factor, preferred: DTypeLike | None) -> Any:
+    """The dtype of a product: the preferred one, or what the operands' values promote to."""
     return jnp.dtype(preferred) if preferred is not None else jnp.promote_types(lhs.dtype, rhs.dtype)

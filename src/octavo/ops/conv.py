@@ -7,27 +7,28 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
-from octavo.ops.api import _result_dtype
+from octavo.ops.api import result_dtype
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.conv_dims import ConvDims
 from octavo.ops.convolve import convolve, per_example, per_feature
-from octavo.ops.dot import (
-    RESIDUAL,
-    Scaling,
-    _as_input,
-    _check,
-    _inside,
-    _keys,
-    _once_differentiable,
-    _quantize,
-    _trackers,
-    _updated,
-)
 from octavo.ops.factor import Factor
-from octavo.ops.lowering import _is_explicit
+from octavo.ops.lowering import is_explicit
+from octavo.ops.training import (
+    Scaling,
+    as_input,
+    check_scaling,
+    finish,
+    gradient_mask,
+    once_differentiable,
+    quantize_operand,
+    save,
+    six_keys,
+    trace_of,
+    trackers_of,
+    updated_scaling,
+)
 from octavo.qarray import QArray
 
 
@@ -69,13 +70,13 @@ def conv_general_dilated(
         kinds = {"precision": precision, "preferred_element_type": preferred_element_type}
         return jax.lax.conv_general_dilated(lhs, rhs, *geometry, **kinds, out_sharding=out_sharding)  # pyrefly: ignore
     dims = ConvDims.of(lhs.shape, rhs.shape, *geometry)
-    dtype = _result_dtype(lhs, rhs, preferred_element_type)
+    dtype = result_dtype(lhs, rhs, preferred_element_type)
     if config is None:
         return convolve(lhs, rhs, dims, dtype=dtype, precision=precision, out_sharding=out_sharding)
     if quantized:
         raise TypeError("a config quantizes float operands; QArrays are quantized already: leave the config out")
     _refuse(config)
-    _check(config, scaling or {})
+    check_scaling(config, scaling or {})
     shardings = _explicit_sharding(lhs), _explicit_sharding(rhs)
     return _conv(_Call(dims, config, dtype, precision, out_sharding, *shardings), lhs, rhs, key, scaling or {})
 
@@ -98,7 +99,7 @@ def init_conv_scaling(
         "drhs": (config.drhs.lhs, out, dims.drhs().rhs[0]),
     }
     state = {}
-    for name, tracker in _trackers(config).items():
+    for name, tracker in trackers_of(config).items():
         operand, x, axis = sides[name]
         assert operand is not None
         how = operand.quantizer(len(x.shape), contracting=_but(axis, len(x.shape)))
@@ -125,12 +126,12 @@ def _conv(call: _Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling
 
 
 def _forward(call: _Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Scaling):
-    keys, fwd, dims = _keys(key), call.config.fwd, call.dims
+    keys, fwd, dims = six_keys(key), call.config.fwd, call.dims
     left, seen_lhs = _operand(fwd.lhs, lhs, dims.lhs[0], keys[0], scaling.get("lhs"))
     right, seen_rhs = _operand(fwd.rhs, rhs, dims.rhs[0], keys[1], scaling.get("rhs"))
     out = convolve(
-        _as_input(fwd.lhs, left),
-        _as_input(fwd.rhs, right),
+        as_input(fwd.lhs, left),
+        as_input(fwd.rhs, right),
         dims,
         dtype=call.dtype,
         precision=call.precision,
@@ -147,32 +148,24 @@ def _conv_fwd(call: _Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, sca
     lhs_saved = lhs if config.drhs.residual == "original" else left
     rhs_saved = rhs if config.dlhs.residual == "original" else right
     masks = [
-        _inside(config, operand, x, (_but(axis, x.ndim), ()), scaling.get(name))
+        gradient_mask(config, operand, x, (_but(axis, x.ndim), ()), scaling.get(name))
         for operand, x, axis, name in (
             (config.fwd.lhs, lhs, dims.lhs[0], "lhs"),
             (config.fwd.rhs, rhs, dims.rhs[0], "rhs"),
         )
     ]
-    like = (jnp.zeros((0,), lhs.dtype), jnp.zeros((0,), rhs.dtype))
-    saved = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), (lhs_saved, rhs_saved, masks))
-    return out, (*saved, seen, keys, scaling, like)
+    return out, (save((lhs_saved, rhs_saved, masks)), seen, keys, scaling, (trace_of(lhs), trace_of(rhs)))
 
 
 def _conv_bwd(call: _Call, residuals: Any, g: Array):
-    lhs, rhs, masks, seen, keys, scaling, like = residuals
-    # The residuals too: where g does not depend on the operands, their codes would drop out of a second derivative.
-    g, lhs, rhs = jax.tree.map(
-        lambda x: _once_differentiable(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, (g, lhs, rhs)
-    )
+    (lhs, rhs, masks), seen, keys, scaling, like = residuals
+    g = once_differentiable(g, *like)
     dlhs, seen_dlhs = _dlhs(call, g, rhs, keys[2:4], scaling.get("dlhs"))
     drhs, seen_drhs = _drhs(call, g, lhs, keys[4:6], scaling.get("drhs"))
-    grads = []
-    for grad, x, mask in zip((dlhs, drhs), like, masks, strict=True):
-        grad = grad.astype(x.dtype)
-        grads.append(grad if mask is None else jnp.where(mask, grad, jnp.zeros_like(grad)))
+    grads = [finish(grad, x, mask) for grad, x, mask in zip((dlhs, drhs), like, masks, strict=True)]
     seen = seen | {"dlhs": seen_dlhs, "drhs": seen_drhs}
     tracked = {name: bounds for name, bounds in seen.items() if bounds is not None}
-    return *grads, None, _updated(call.config, scaling, tracked)
+    return *grads, None, updated_scaling(call.config, scaling, tracked)
 
 
 _conv.defvjp(_conv_fwd, _conv_bwd)
@@ -207,8 +200,8 @@ def _drhs(call: _Call, g: Array, lhs: Factor, keys, given):
 
 def _product(call: _Call, matmul: Matmul, left, right, grad: ConvDims, out_sharding: Any) -> Array:
     return convolve(
-        _as_input(*left),
-        _as_input(*right),
+        as_input(*left),
+        as_input(*right),
         grad,
         dtype=jnp.float64 if call.dtype == jnp.float64 else jnp.float32,
         precision=call.precision,
@@ -240,12 +233,12 @@ def _operand(operand: Operand | None, x: Factor, axis: int, key, given) -> tuple
     """An operand with a scale for each index of an axis, and the bounds that a tracker measured."""
     if operand is None or isinstance(x, QArray):
         return x, None
-    return _quantize(operand, x, _but(axis, x.ndim), (), key, given)
+    return quantize_operand(operand, x, _but(axis, x.ndim), (), key, given)
 
 
 def _explicit_sharding(x: Array) -> Any:
     """The sharding that is part of an array's type: its gradient has the same, and must be told."""
-    return jax.typeof(x).sharding if _is_explicit(x) else None
+    return jax.typeof(x).sharding if is_explicit(x) else None
 
 
 def _but(axis: int, ndim: int) -> tuple[int, ...]:

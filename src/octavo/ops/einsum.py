@@ -9,7 +9,7 @@ import numpy as np
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.api import dot_general
 from octavo.ops.config import DotConfig
-from octavo.ops.multiply import Factor
+from octavo.ops.factor import Factor
 from octavo.qarray import QArray
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -11,30 +11,31 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import AbsMax
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.dims import Dims
-from octavo.ops.dot import (
-    RESIDUAL,
-    Scaling,
-    _as_input,
-    _check,
-    _inside,
-    _keys,
-    _masked,
-    _once_differentiable,
-    _operands,
-    _trackers,
-    _updated,
-)
+from octavo.ops.dot import quantize_operands
 from octavo.ops.factor import Factor
 from octavo.ops.grouped import Rows, group_absmax
 from octavo.ops.grouped_multiply import multiply_groups, multiply_rows
 from octavo.ops.lowering import materialize
 from octavo.ops.sparsity import nm_mask
+from octavo.ops.training import (
+    Scaling,
+    as_input,
+    check_scaling,
+    finish,
+    gradient_mask,
+    masked,
+    once_differentiable,
+    save,
+    six_keys,
+    trace_of,
+    trackers_of,
+    updated_scaling,
+)
 from octavo.qarray import QArray
 
 # The three products, for quantizing their operands: the axis of the groups counts as one that is kept. In a gradient
@@ -68,17 +69,17 @@ def quantized_ragged_dot(
     precision: Any = None,
 ) -> Array:
     """[m, k] x [g, k, n] -> [m, n] of float arrays, each quantized on the way, with quantized gradients."""
-    _check(config, scaling)
+    check_scaling(config, scaling)
     if config.drhs.rotate is not None:
         raise ValueError("drhs of a ragged dot contracts rows of changing groups, which cannot be rotated: rotate=None")
     if any(matmul.accumulator not in (None, "float32") for matmul in (config.fwd, config.dlhs, config.drhs)):
         raise ValueError("a ragged dot sums floats in float32: leave the accumulator out of its config")
     if config.sparsity is not None:
         n, m = config.sparsity
-        rhs = _masked(rhs, nm_mask(rhs, n, m, axis=1))
+        rhs = masked(rhs, nm_mask(rhs, n, m, axis=1))
     # Rows of no group are cut off here, on the way in and on the way out, and thereby in the gradients as well.
     call = Call(config, jnp.dtype(dtype), precision)
-    return _masked(_dot(call, _masked(lhs, rows.owned), rhs, rows.sizes, key, scaling), rows.owned)
+    return masked(_dot(call, masked(lhs, rows.owned), rhs, rows.sizes, key, scaling), rows.owned)
 
 
 def init_ragged_scaling(config: DotConfig, lhs: Any, rhs: Any) -> Scaling:
@@ -91,7 +92,7 @@ def init_ragged_scaling(config: DotConfig, lhs: Any, rhs: Any) -> Scaling:
         "drhs": (config.drhs.lhs, out, _DRHS.lhs_contract),
     }
     state = {}
-    for name, tracker in _trackers(config).items():
+    for name, tracker in trackers_of(config).items():
         operand, x, contract = sides[name]
         assert operand is not None
         how = operand.quantizer(len(x.shape), contracting=contract)
@@ -106,10 +107,10 @@ def _dot(call: Call, lhs: Array, rhs: Array, sizes: Array, key: PRNGKeyArray | N
 
 
 def _forward(call: Call, lhs: Array, rhs: Array, sizes: Array, key: PRNGKeyArray | None, scaling: Scaling):
-    keys, fwd = _keys(key), call.config.fwd
-    left, right, seen = _operands(fwd, lhs, rhs, _FWD, keys[:2], scaling, ("lhs", "rhs"))
+    keys, fwd = six_keys(key), call.config.fwd
+    left, right, seen = quantize_operands(fwd, lhs, rhs, _FWD, keys[:2], scaling, ("lhs", "rhs"))
     out = multiply_groups(
-        _as_input(fwd.lhs, left), _as_input(fwd.rhs, right), Rows(lhs.shape[0], sizes), dtype=call.dtype, **call.how
+        as_input(fwd.lhs, left), as_input(fwd.rhs, right), Rows(lhs.shape[0], sizes), dtype=call.dtype, **call.how
     )
     return out, (left, right, seen, keys)
 
@@ -120,47 +121,30 @@ def _dot_fwd(call: Call, lhs: Array, rhs: Array, sizes: Array, key: PRNGKeyArray
     rhs_saved = rhs if config.dlhs.residual == "original" else right
     lhs_saved = lhs if config.drhs.residual == "original" else left
     masks = [
-        _inside(config, config.fwd.lhs, lhs, (_FWD.lhs_contract, ()), scaling.get("lhs")),
-        _inside(config, config.fwd.rhs, rhs, (_FWD.rhs_contract, ()), scaling.get("rhs")),
+        gradient_mask(config, config.fwd.lhs, lhs, (_FWD.lhs_contract, ()), scaling.get("lhs")),
+        gradient_mask(config, config.fwd.rhs, rhs, (_FWD.rhs_contract, ()), scaling.get("rhs")),
     ]
-    like = (lhs[:0], rhs[:0])  # nothing, but it has their dtypes, and a tangent where they have one
-    saved = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), (lhs_saved, rhs_saved, masks))
-    return out, (*saved, sizes, seen, keys, scaling, like)
+    return out, (save((lhs_saved, rhs_saved, masks)), sizes, seen, keys, scaling, (trace_of(lhs), trace_of(rhs)))
 
 
 def _dot_bwd(call: Call, residuals: Any, g: Array):
-    lhs, rhs, masks, sizes, seen, keys, scaling, (lhs_like, rhs_like) = residuals
-    g = _without_second_derivative(g, lhs_like, rhs_like)
+    (lhs, rhs, masks), sizes, seen, keys, scaling, like = residuals
+    g = once_differentiable(g, *like)
     rows = Rows(g.shape[0], sizes)
     dlhs, seen_dlhs = _dlhs(call, g, rhs, rows, keys[2:4], scaling)
     drhs, seen_drhs = _drhs(call, g, lhs, rows, keys[4:6], scaling)
-    grads = []
-    for grad, like, mask in ((dlhs, lhs_like, masks[0]), (drhs, rhs_like, masks[1])):
-        grad = grad.astype(like.dtype)
-        grads.append(grad if mask is None else jnp.where(mask, grad, jnp.zeros_like(grad)))
-    return *grads, None, None, _updated(call.config, scaling, seen | seen_dlhs | seen_drhs)
+    grads = [finish(grad, x, mask) for grad, x, mask in zip((dlhs, drhs), like, masks, strict=True)]
+    return *grads, None, None, updated_scaling(call.config, scaling, seen | seen_dlhs | seen_drhs)
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
 
 
-@jax.custom_jvp
-def _without_second_derivative(g: Array, lhs_like: Array, rhs_like: Array) -> Array:
-    """The gradient. It is not all that a gradient depends on: the residuals are codes, whose tangents are lost."""
-    del lhs_like, rhs_like
-    return g
-
-
-@_without_second_derivative.defjvp
-def _refuse(primals, tangents):
-    return jax.jvp(_once_differentiable, primals[:1], primals[:1])
-
-
 def _dlhs(call: Call, g: Array, residual: Factor, rows: Rows, keys, scaling: Scaling):
     fold = functools.partial(_fold_experts, rows=rows)
     g, residual, matmul = _residual(call.config.dlhs, g, residual, call.config.fwd.rhs, fold)
-    left, right, seen = _operands(matmul, g, residual, _DLHS, keys, scaling, ("dlhs", None))
-    left, right = _as_input(matmul.lhs, left), _as_input(matmul.rhs, right)
+    left, right, seen = quantize_operands(matmul, g, residual, _DLHS, keys, scaling, ("dlhs", None))
+    left, right = as_input(matmul.lhs, left), as_input(matmul.rhs, right)
     return multiply_groups(left, right, rows, contract=2, dtype=jnp.float32, **call.how), seen
 
 
@@ -176,8 +160,8 @@ def _drhs(call: Call, g: Array, residual: Factor, rows: Rows, keys, scaling: Sca
     if matmul.rhs is not None and not isinstance(residual, QArray) and _by_group(matmul.rhs):
         residual, scale = _quantize_by_group(matmul.rhs, residual, rows, keys[1])
         scales = (*scales, scale[:, :, None])
-    left, right, seen = _operands(matmul, q, residual, _DRHS, keys, scaling, ("drhs", None))
-    left, right = _as_input(matmul.lhs, left), _as_input(matmul.rhs, right)
+    left, right, seen = quantize_operands(matmul, q, residual, _DRHS, keys, scaling, ("drhs", None))
+    left, right = as_input(matmul.lhs, left), as_input(matmul.rhs, right)
     return multiply_rows(right, left, rows, dtype=jnp.float32, scales=scales, **call.how), seen
 
 

@@ -81,6 +81,8 @@ def _bucket(count: int, ends: Array) -> Array:
 
 def group_absmax(x: Array, rows: Rows) -> Array:
     """The largest magnitude in each column of each group: [m, n] -> [g, n]."""
+    if not rows.count:
+        return jnp.zeros((rows.sizes.shape[0], x.shape[1]), x.dtype)
     blocks = rows.blocks(64)
     index = blocks.start[:, None] + jnp.arange(blocks.size, dtype=jnp.int32)[None, :]
     real = (jnp.arange(len(blocks.group), dtype=jnp.int32) < blocks.count)[:, None] & (index < blocks.end[:, None])

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from octavo._typing import Array, Shaped
+from octavo._typing import Array
 from octavo.ops.dims import Dims
 
 LOWERINGS = ("auto", "plain", "rows")
@@ -34,11 +34,17 @@ def check_lowering(name: str) -> None:
         raise ValueError(f"lowering is one of {LOWERINGS}, got {name!r}")
 
 
-def materialize(x: Shaped[Array, "*s"]) -> Shaped[Array, "*s"]:
-    """The array, written to memory in its own order where the backend is a CPU: nothing is fused across this point."""
-    if _is_explicit(x):
-        return x
-    return jax.lax.platform_dependent(x, cpu=_by_rows, default=lambda x: x)
+def materialize[T](tree: T) -> T:
+    """The arrays, written to memory in their own order where the backend is a CPU: nothing is fused across this."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(leaves) if x.size > 1 and not is_explicit(x)]
+    if places:
+        written = jax.lax.platform_dependent(
+            *(leaves[i] for i in places), cpu=lambda *xs: tuple(map(_by_rows, xs)), default=lambda *xs: xs
+        )
+        for i, x in zip(places, written, strict=True):
+            leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _by_rows(x: Array) -> Array:
@@ -53,7 +59,7 @@ def integer_dot(lhs: Array, rhs: Array, dims: Dims, *, lowering: str = "auto", o
         preferred_element_type=jnp.int32,
         out_sharding=out_sharding,
     )
-    if lowering == "plain" or out_sharding is not None or _is_explicit(lhs) or _is_explicit(rhs):
+    if lowering == "plain" or out_sharding is not None or is_explicit(lhs) or is_explicit(rhs):
         return plain(lhs, rhs)
     rows = functools.partial(_rows_dot, dims=dims)
     if lowering == "rows":
@@ -121,7 +127,7 @@ def float_dot(
     return jax.lax.platform_dependent(lhs, rhs, cpu=widened, default=dot)
 
 
-def _is_explicit(x: Array) -> bool:
+def is_explicit(x: Array) -> bool:
     """Whether the array's sharding is part of its type, in which case reshapes are not ours to choose."""
     mesh = getattr(jax.typeof(x).sharding, "mesh", None)
     return mesh is not None and any(t == jax.sharding.AxisType.Explicit for t in getattr(mesh, "axis_types", ()))

@@ -6,15 +6,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
-from octavo.ops.api import _result_dtype
+from octavo.ops.api import result_dtype
 from octavo.ops.config import DotConfig
 from octavo.ops.dims import Dims
-from octavo.ops.dot import Scaling
 from octavo.ops.experts import quantized_ragged_dot
 from octavo.ops.factor import Factor, dequantized
 from octavo.ops.grouped import Rows
 from octavo.ops.grouped_multiply import multiply_groups, multiply_rows
 from octavo.ops.multiply import multiply
+from octavo.ops.training import Scaling
 from octavo.qarray import QArray
 
 
@@ -112,7 +112,7 @@ def tgmm(
             f"tgmm takes lhs [k, m] ([m, k] with rows_first=True), rhs [m, n] and group_sizes [g]; got an lhs that is "
             f"{lhs.shape} by rows, {rhs.shape} and {group_sizes.shape}"
         )
-    dtype = _result_dtype(lhs, rhs, preferred_element_type)
+    dtype = result_dtype(lhs, rhs, preferred_element_type)
     return multiply_rows(lhs, rhs, Rows(lhs.shape[0], group_sizes), dtype=dtype, precision=precision)
 
 
@@ -138,7 +138,7 @@ def ragged_dot_general(
     numbers = ragged_dot_dimension_numbers
     (lc, rc), (lb, _) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
-    dtype = _result_dtype(lhs, rhs, preferred_element_type)
+    dtype = result_dtype(lhs, rhs, preferred_element_type)
     simple = not lb and len(lc) == 1 and group_sizes.ndim == 1 and out_sharding is None
     if simple and ragged not in lc and (lhs.ndim, rhs.ndim) == (2, 3):
         (group,) = numbers.rhs_group_dimensions
@@ -191,7 +191,7 @@ def _ragged_dot(
     scaling,
 ) -> Array:
     _check_shapes(lhs, rhs, group_sizes, contract, group_offset)
-    dtype = _result_dtype(lhs, rhs, preferred_element_type)
+    dtype = result_dtype(lhs, rhs, preferred_element_type)
     quantized = isinstance(lhs, QArray) or isinstance(rhs, QArray)
     if config is not None and quantized:
         raise TypeError("a config quantizes float operands; QArrays are quantized already: leave the config out")

@@ -6,6 +6,7 @@ costs a tenth more error; their arithmetic is here so that results can be compar
 
 import abc
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -82,14 +83,16 @@ class Float32(Arithmetic):
                 absmax = absmax * (1 / outer)
             scale = absmax * (1 / bound)
             if outer is None:
-                scale = jnp.maximum(scale, _smallest_scale(scale_dtype))
+                scale = jax.lax.max(scale, jnp.asarray(_smallest_scale(scale_dtype), scale.dtype))
             if scale.dtype != scale_dtype:
                 up = stochastic or (isinstance(fmt, BlockFormat) and fmt.scale_rounding == "up")
                 scale = round_scale(scale.astype(jnp.float32), scale_dtype, up=up).astype(absmax.dtype)
         return _guard(scale, absmax, nonzero=1.0 if fmt.has_zero else 0.0), None, outer
 
     def encode(self, x, fmt, scale, zero_point, noise):
-        divisor = jnp.where(scale == 0, 1, scale)
+        # A scale is zero only for a format that has no zero, or for a block scale that underflowed.
+        may_vanish = not fmt.has_zero or isinstance(fmt, BlockFormat)
+        divisor = jnp.where(scale == 0, 1, scale) if may_vanish else scale
         # Only a small bound makes scales so large that the plain product is not safe.
         x = (_divide(x, divisor) if fmt.bound < 4 else x * (1 / divisor)).astype(jnp.float32)
         if zero_point is not None:
@@ -157,7 +160,7 @@ def _smallest_scale(dtype: np.dtype) -> float:
 
 
 def _guard(scale: Float[Array, "*s"], absmax: Float[Array, "*s"], *, nonzero: float) -> Float[Array, "*s"]:
-    return jnp.where(absmax == 0, jnp.asarray(nonzero, scale.dtype), scale)
+    return jax.lax.select(absmax == 0, jax.lax.full_like(scale, nonzero), scale)
 
 
 def _asymmetric(low: Array, high: Array, fmt: IntFormat, scale_dtype: np.dtype, *, slack: int) -> tuple[Array, Array]:
@@ -168,7 +171,7 @@ def _asymmetric(low: Array, high: Array, fmt: IntFormat, scale_dtype: np.dtype, 
     steps = fmt.qmax - fmt.qmin - slack
     # Halved, because the difference of two float32 numbers may be beyond float32.
     scale = (high * 0.5 - low * 0.5) * (2 / steps)
-    scale = jnp.maximum(scale, _smallest_scale(scale_dtype))
+    scale = jax.lax.max(scale, jnp.asarray(_smallest_scale(scale_dtype), scale.dtype))
     if scale.dtype != scale_dtype:
         scale = round_scale(scale.astype(jnp.float32), scale_dtype, up=bool(slack)).astype(low.dtype)
     scale = jnp.where(high == low, 1, scale)

@@ -1,0 +1,139 @@
+"""What every op with quantized gradients shares: operands, ranges from outside, masks, and the backward pass."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from octavo._typing import Array, PRNGKeyArray
+from octavo.calibration import AbsMax, Bounds
+from octavo.ops.config import DotConfig, Operand
+from octavo.ops.factor import Factor
+from octavo.ops.lowering import materialize
+from octavo.qarray import QArray, Quantizer, inside
+
+RESIDUAL = "octavo_residual"
+"""The name under which a rematerialization policy finds what the forward pass saves for the gradient."""
+
+type Scaling = dict[str, dict[str, Array]]
+"""Ranges from outside: per operand ("lhs", "rhs", "dlhs", "drhs") bounds, or the state of its tracker."""
+
+
+@jax.custom_vjp
+def masked(x: Array, mask: Array) -> Array:
+    """Zero where the mask is False, in the gradient too; saves the mask and nothing else."""
+    return jnp.where(mask, x, jnp.zeros_like(x))
+
+
+masked.defvjp(lambda x, mask: (masked(x, mask), mask), lambda mask, g: (jnp.where(mask, g, jnp.zeros_like(g)), None))
+
+
+class Scaled(NamedTuple):
+    """An array times a scale that was moved into it, not multiplied yet."""
+
+    value: Array
+    scale: Array
+
+    def product(self) -> Array:
+        return self.value.astype(jnp.float32) * self.scale
+
+
+def quantize_operand(operand: Operand, x: Array | Scaled, contract, batch, key, given: dict[str, Array] | None):
+    array = x.product() if isinstance(x, Scaled) else x
+    how = operand.quantizer(array.ndim, contracting=contract, batch=batch)
+    if isinstance(x, Scaled) and isinstance(operand.calibration, AbsMax) and given is None:
+        # -(g s) has the range of g s. Written so, the range is found in the pass that multiplies; were it the same
+        # expression as the one that is rounded, CPUs would write the product to memory in float32 for both uses.
+        bounds, measured = how.measure(x.value.astype(jnp.float32) * -x.scale), None
+        q = how.quantize(array, key=key, bounds=bounds, own=True)
+    else:
+        bounds, measured = _bounds(operand, how, array, given)
+        q = how.quantize(array, key=key, bounds=bounds)
+    # Written to memory once, by rows: otherwise CPUs fuse the quantization into whatever transposes the codes later.
+    return materialize(q), measured
+
+
+def as_input(operand: Operand | None, x: Factor) -> Factor:
+    return x.dequantize() if operand is not None and operand.dequant == "input" and isinstance(x, QArray) else x
+
+
+def gradient_mask(
+    config: DotConfig, operand: Operand | None, x: Array, axes, given: dict[str, Array] | None
+) -> Array | None:
+    """Where the gradient passes: within the calibrated range. None when nothing can be outside."""
+    if not config.clip_gradient or operand is None or config.fwd.rotate:
+        return None
+    if given is None and not operand.calibration.may_clip:
+        return None
+    how = operand.quantizer(x.ndim, contracting=axes[0], batch=axes[1])
+    return inside(how, x, _bounds(operand, how, x, given)[0])
+
+
+def _bounds(operand: Operand, how: Quantizer, x: Array, given: dict[str, Array] | None):
+    """The range to quantize by, if it comes from outside, and what a tracker is to remember."""
+    if operand.tracker is None:
+        return given, None
+    measured = how.measure(x)
+    return operand.tracker.read(given or operand.tracker.init(measured), measured), measured
+
+
+def six_keys(key: PRNGKeyArray | None):
+    return (None,) * 6 if key is None else tuple(jax.random.split(key, 6))
+
+
+def trackers_of(config: DotConfig):
+    operands = {"lhs": config.fwd.lhs, "rhs": config.fwd.rhs, "dlhs": config.dlhs.lhs, "drhs": config.drhs.lhs}
+    return {name: o.tracker for name, o in operands.items() if o is not None and o.tracker is not None}
+
+
+def check_scaling(config: DotConfig, scaling: Scaling) -> None:
+    if unknown := set(scaling) - {"lhs", "rhs", "dlhs", "drhs"}:
+        raise ValueError(f"scaling has ranges for lhs, rhs, dlhs and drhs; got {sorted(unknown)}")
+    if missing := set(trackers_of(config)) - set(scaling):
+        raise ValueError(
+            f"the trackers of {sorted(missing)} need their state: pass scaling=octavo.ops.init_scaling(...)"
+        )
+
+
+def updated_scaling(config: DotConfig, scaling: Scaling, seen: dict[str, Bounds]) -> Scaling:
+    """The cotangent of the scaling: the new state of each tracker, zeros for what is fixed."""
+    trackers = trackers_of(config)
+    return {
+        name: trackers[name].update(state, seen[name]) if name in trackers else jax.tree.map(jnp.zeros_like, state)
+        for name, state in scaling.items()
+    }
+
+
+def save(tree: Any) -> Any:
+    """Arrays that the backward pass reads, under the name by which a policy may keep them."""
+    return jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), tree)
+
+
+def trace_of(x: Array) -> Array:
+    """Nothing of an operand, but its dtype, and a tangent where it has one."""
+    return x.reshape(-1)[:0]
+
+
+def finish(grad: Array, like: Array, mask: Array | None) -> Array:
+    """A gradient in its operand's dtype, zero where the operand was clipped."""
+    grad = grad.astype(like.dtype)
+    return grad if mask is None else jnp.where(mask, grad, jnp.zeros_like(grad))
+
+
+@jax.custom_jvp
+def once_differentiable(g: Array, lhs: Array, rhs: Array) -> Array:
+    """The incoming gradient, in a backward pass that must not be differentiated again.
+
+    It takes traces of the operands as well, because the residuals are codes, which have lost their tangents.
+    """
+    del lhs, rhs
+    return g
+
+
+@once_differentiable.defjvp
+def _refuse(primals, tangents):
+    raise NotImplementedError(
+        "a quantized matmul has no second derivative: rounding has none, and zero would be wrong. Use config=None for "
+        "the part that is differentiated twice, or octavo.fake_quant around a float matmul"
+    )
