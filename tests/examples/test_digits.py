@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 
 from octavo.examples import digits
-
-
-def equations(jaxpr):
-    """All equations of a jaxpr, those of inner ones too."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values())):
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
+from tests.ops.walk import dot_types
 
 
 def test_int8_learns_as_well_as_float(capsys):
@@ -34,11 +26,10 @@ def test_int8_learns_as_well_as_float(capsys):
 def test_the_gradient_has_three_int8_products_per_layer():
     batch = (jnp.ones((digits.BATCH, digits.SIZES[0])), jnp.zeros(digits.BATCH, jnp.int32))
     params = digits.init(jax.random.key(0))
-    jaxpr = jax.make_jaxpr(jax.grad(digits.loss), static_argnums=2)(params, batch, digits.int8_matmul)
-    dots = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]
-    assert len(dots) == 3 * len(params)
-    for eqn in dots:
-        assert [v.aval.dtype for v in (*eqn.invars, *eqn.outvars)] == [jnp.int8, jnp.int8, jnp.int32]
+    types = dot_types(jax.grad(digits.loss), params, batch, digits.int8_matmul, static_argnums=2)
+    # Each product is there twice: as CPUs run it, and as other platforms do.
+    assert len(types) == 2 * 3 * len(params)
+    assert set(types) == {("int8", "int8", "int32")}
 
 
 def test_product_and_gradients_are_near_the_float_ones():

@@ -70,6 +70,14 @@ RECIPES = {
     "sparse": DotConfig.qt("int8").replace(sparsity=(2, 4)),
     "bf16_sum": DotConfig(Matmul(Operand("fp8"), Operand("fp8"), accumulator="bfloat16")),
 }
+CORE = ("int8", "int8_tiled", "int8_requantized", "int8_minmax_qt", "fp8", "w4_tiled")
+
+
+def _marked(recipe, *rest, core=True):
+    """Recipes beyond the core run with the slow tests where a test multiplies them with something else."""
+    return pytest.param(recipe, *rest, marks=() if core or recipe in CORE else pytest.mark.slow)
+
+
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 PLAIN = (((1,), (0,)), ((), ()))
 SHAPES = {
@@ -170,8 +178,7 @@ def out_shape(lhs, rhs, numbers):
     return jax.eval_shape(lambda a, b: jax.lax.dot_general(a, b, numbers), lhs, rhs).shape
 
 
-@recipes
-@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize(("recipe", "shapes"), [_marked(r, s, core=s == "plain") for s in SHAPES for r in RECIPES])
 def test_values_and_gradients_equal_explicit_fake_quantization(recipe, shapes):
     config = RECIPES[recipe]
     a, b, numbers = SHAPES[shapes]
@@ -188,8 +195,9 @@ def test_values_and_gradients_equal_explicit_fake_quantization(recipe, shapes):
         assert np.linalg.norm(np.asarray(x, np.float64) - y) <= tight * np.linalg.norm(y)
 
 
-@recipes
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [_marked(r, d, core=False) for d in (jnp.bfloat16, jnp.float16) for r in RECIPES]
+)
 def test_low_precision_inputs(recipe, dtype):
     config = RECIPES[recipe]
     lhs, rhs = data(SHAPES["plain"][:2], dtype)

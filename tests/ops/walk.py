@@ -15,10 +15,7 @@ def equations(jaxpr, names=("dot_general", "conv_general_dilated", "ragged_dot_g
                     yield from equations(sub, names)
 
 
-def dot_types(fn, *args, **kwargs):
-    """The operand dtypes of every matmul in a function's jaxpr, without repetition, in order."""
-    found = [
-        tuple(str(v.aval.dtype) for v in (*eqn.invars[:2], eqn.outvars[0]))
-        for eqn in equations(jax.make_jaxpr(fn)(*args, **kwargs))
-    ]
-    return found
+def dot_types(fn, *args, static_argnums=()):
+    """The dtypes of both operands and the result, of every matmul in a function's jaxpr."""
+    jaxpr = jax.make_jaxpr(fn, static_argnums=static_argnums)(*args)
+    return [tuple(str(v.aval.dtype) for v in (*e.invars[:2], e.outvars[0])) for e in equations(jaxpr)]

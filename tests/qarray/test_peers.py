@@ -52,8 +52,10 @@ def equal_to_qwix(ours, theirs):
         np.testing.assert_array_equal(np.asarray(ours.zero_point, int), np.asarray(theirs.zero_point, int))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("grain", GRAINS)
+@pytest.mark.parametrize(
+    ("grain", "dtype"),
+    [(g, d) for g in GRAINS for d in (jnp.float32, jnp.bfloat16) if d == jnp.float32 or g in ("tensor", "tile")],
+)
 @pytest.mark.parametrize("qtype", QWIX_TYPES)
 def test_qwix_arithmetic_is_qwix_bit_for_bit(qtype, grain, dtype):
     for seed, method in enumerate(["absmax", "absmax,0.8", "rms,3", "fixed,2"]):
@@ -88,7 +90,7 @@ def test_qwix_block_formats_bit_for_bit(qtype, tile, dtype):
 
 @pytest.mark.parametrize("grain", ["row", "tile"])
 @pytest.mark.parametrize("qtype", QWIX_TYPES)
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 999))
 def test_our_own_arithmetic_equals_qwix_in_float32(qtype, grain, seed):
     x = data(seed, jnp.float32, "steps" if seed % 3 == 0 else "normal")

@@ -1,0 +1,94 @@
+"""Any equation: against numpy.einsum, with QArrays, with a config, and its errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import octavo
+from octavo import DotConfig
+from tests.ops.walk import dot_types
+
+CASES = [
+    ("ij,jk->ik", (3, 4), (4, 5)),
+    ("ij,jk", (3, 4), (4, 5)),
+    ("bij,bjk->bik", (2, 3, 4), (2, 4, 5)),
+    ("...d,df->...f", (2, 3, 4), (4, 5)),
+    ("...ij,...jk", (7, 3, 4), (1, 4, 5)),
+    ("...ij,...jk->...ik", (2, 7, 3, 4), (7, 4, 5)),
+    ("ij,jkl->ik", (3, 4), (4, 5, 6)),
+    ("ii,ij->j", (4, 4), (4, 5)),
+    ("iij,jk->ik", (4, 4, 3), (3, 5)),
+    ("ij,ij->", (3, 4), (3, 4)),
+    ("i,j->ij", (3,), (4,)),
+    ("bqhd,bkhd->bhqk", (2, 3, 4, 5), (2, 6, 4, 5)),
+    ("bhqk,bkhd->bqhd", (2, 4, 3, 6), (2, 6, 4, 5)),
+    ("ijk->kj", (2, 3, 4)),
+    ("ii->i", (4, 4)),
+    ("ab,cb->ca", (2, 3), (4, 3)),
+    ("abc,cd,de->abe", (2, 3, 4), (4, 5), (5, 6)),
+    ("abcd,bdef,ce->fa", (2, 3, 4, 5), (3, 5, 6, 7), (4, 6)),
+    ("bi,bi,bj->ij", (4, 3), (4, 3), (4, 5)),
+    ("a b , b c -> a c", (2, 3), (3, 4)),
+]
+
+
+def data(shapes):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes]
+
+
+@pytest.mark.parametrize(("equation", "shapes"), [(e, s) for e, *s in CASES], ids=[c[0] for c in CASES])
+def test_every_equation(equation, shapes):
+    xs = data(shapes)
+    want = np.einsum(equation.replace(" ", ""), *(np.asarray(x, np.float64) for x in xs))
+    np.testing.assert_allclose(octavo.einsum(equation, *xs), want, atol=1e-5)
+    low = jax.jit(lambda *xs: octavo.einsum(equation, *xs, config=DotConfig.qt("int8")))(*xs)
+    assert low.shape == want.shape
+    assert np.linalg.norm(low - want) <= 0.02 * np.linalg.norm(want)
+    grads = jax.grad(lambda xs: jnp.sum(octavo.einsum(equation, *xs, config=DotConfig.qt("int8")) ** 2))(xs)
+    exact = jax.grad(lambda xs: jnp.sum(jnp.einsum(equation.replace(" ", ""), *xs) ** 2))(xs)
+    for a, b in zip(grads, exact, strict=True):
+        assert np.linalg.norm(a - b) <= 0.06 * np.linalg.norm(b)
+
+
+def test_operands_may_be_qarrays():
+    x, w = data([(2, 3, 32), (32, 8)])
+    for q in (octavo.quantize(w, "int8", channelwise_axes=(1,)), octavo.quantize(w, "nf4", tiled_axes={0: 16}).pack()):
+        got = octavo.einsum("bsd,df->bsf", x, q)
+        np.testing.assert_allclose(got, jnp.einsum("bsd,df->bsf", x, q.dequantize()), atol=1e-4)
+    with pytest.raises(TypeError, match="leave the config out"):
+        octavo.einsum("bsd,df->bsf", x, q, config=DotConfig.qt("int8"))
+
+
+def test_a_config_quantizes_in_the_order_of_the_call():
+    x, w = data([(4, 8), (8, 4)])
+    types = dot_types(lambda x, w: octavo.einsum("ab,bc->ca", x, w, config=DotConfig.qt("int8")), x, w)
+    assert set(types) == {("int8", "int8", "int32")}
+    out = octavo.einsum("ab,bc->ca", x, w, config=DotConfig.weight_only("int2"))
+    right = octavo.quantize(w, "int2", channelwise_axes=(1,)).dequantize()
+    np.testing.assert_allclose(out, (x @ right).T, atol=1e-5)
+
+
+def test_lists_of_axes_and_dtypes():
+    x, w = data([(3, 4), (4, 5)])
+    np.testing.assert_allclose(octavo.einsum(x, [0, 1], w, [1, 2], [0, 2]), x @ w, atol=1e-5)
+    np.testing.assert_allclose(octavo.einsum(x, [0, 1], w, [1, 2]), x @ w, atol=1e-5)
+    bf16 = [a.astype(jnp.bfloat16) for a in (x, w)]
+    assert octavo.einsum("ij,jk->ik", *bf16, config=DotConfig.qt("int8")).dtype == jnp.bfloat16
+    assert octavo.einsum("ij,jk->ik", *bf16, preferred_element_type=jnp.float32).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "message"),
+    [
+        ("ij,jk->ik", [(3, 4)], "names 2 operands"),
+        ("ij,jk->ik", [(3, 4), (4, 5, 6)], "does not fit"),
+        ("ij,jk->iz", [(3, 4), (4, 5)], "in no operand"),
+        ("ij,jk->ik", [(3, 4), (3, 5)], "has sizes"),
+        ("i1,1k->ik", [(3, 4), (4, 5)], "does not fit"),
+    ],
+)
+def test_bad_equations_are_refused(equation, shapes, message):
+    with pytest.raises(ValueError, match=message):
+        octavo.einsum(equation, *data(shapes))
