@@ -2,11 +2,14 @@
 
     python benchmarks/step.py [--quick]
 
-Four layers, width 512, MLP 2048, 8 heads, 4 x 512 tokens; forward, backward and AdamW. The linear layers are quantized,
-attention and the rest stay in float32, alike for all. Prints time, peak temporary memory and compile time.
+Four layers, width 512, MLP 2048, 8 heads, 2048 tokens as 16 x 128 and as 4 x 512; forward, backward and AdamW. The
+linear layers are quantized, the rest stays in float32; in the row "+ attention" the two products of attention are int8
+too. The row "no linears" replaces every linear layer by next to nothing: what a step costs besides them, and so the
+limit of what quantizing them can give. Prints time, peak temporary memory and compile time.
 """
 
 import argparse
+import functools
 import sys
 import time
 import warnings
@@ -17,7 +20,9 @@ import optax
 from matmul import contenders
 from timing import header, side_by_side
 
-LAYERS, WIDTH, HIDDEN, HEADS, BATCH, LENGTH, VOCAB = 4, 512, 2048, 8, 4, 512, 256
+import octavo
+
+LAYERS, WIDTH, HIDDEN, HEADS, VOCAB = 4, 512, 2048, 8, 256
 
 
 def init(key: jax.Array) -> dict:
@@ -41,16 +46,17 @@ def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * weight
 
 
-def loss(params: dict, tokens: jax.Array, dot) -> jax.Array:
-    """Next-token cross-entropy; `dot` multiplies the linear layers."""
+def loss(params: dict, tokens: jax.Array, dot, einsum) -> jax.Array:
+    """Next-token cross-entropy; `dot` multiplies the linear layers, `einsum` the rest of attention."""
+    batch, length = tokens.shape[0], tokens.shape[1] - 1
     x = params["embed"][tokens[:, :-1]].reshape(-1, WIDTH)
-    mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    mask = jnp.tril(jnp.ones((length, length), bool))
     for p in params["layers"]:
         y = norm(x, p["norm1"])
-        q, k, v = (dot(y, p[n]).reshape(BATCH, LENGTH, HEADS, -1) for n in "qkv")
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        q, k, v = (dot(y, p[n]).reshape(batch, length, HEADS, -1) for n in "qkv")
+        scores = einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
         weights = jax.nn.softmax(jnp.where(mask, scores, -1e9), axis=-1)
-        x = x + dot(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(-1, WIDTH), p["o"])
+        x = x + dot(einsum("bhqk,bkhd->bqhd", weights, v).reshape(-1, WIDTH), p["o"])
         x = x + dot(jax.nn.gelu(dot(norm(x, p["norm2"]), p["up"])), p["down"])
     logits = x @ params["head"]
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:].reshape(-1)))
@@ -62,15 +68,25 @@ def main() -> None:
     repeats = 3 if parser.parse_args().quick else 9
     warnings.simplefilter("ignore", DeprecationWarning)  # aqtp 0.9 converts arrays to dtypes implicitly
     print(header("qwix", "aqtp", "optax"), f"best of {repeats} interleaved rounds", sep="\n")
+    for batch, length in ((16, 128), (4, 512)):
+        compare(batch, length, repeats)
+
+
+def compare(batch: int, length: int, repeats: int) -> None:
+    """One table: every contender on the same tokens."""
     params = init(jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (BATCH, LENGTH + 1), 0, VOCAB)
+    tokens = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, VOCAB)
     adam = optax.adamw(1e-3)
     state = adam.init(params)
+    int8 = functools.partial(octavo.einsum, config=octavo.DotConfig.qt("int8"))
+    ways = {name: (dot, jnp.einsum) for name, dot in contenders().items()}
+    ways["octavo + attention"] = (ways["octavo"][0], int8)
+    ways["no linears"] = (lambda x, w: x[:, :1] * w[:1], jnp.einsum)
     calls, memory, compiling = {}, {}, {}
-    for name, dot in contenders().items():
+    for name, (dot, einsum) in ways.items():
 
-        def step(params, state, tokens, dot=dot):
-            value, grads = jax.value_and_grad(loss)(params, tokens, dot)
+        def step(params, state, tokens, dot=dot, einsum=einsum):
+            value, grads = jax.value_and_grad(loss)(params, tokens, dot, einsum)
             updates, state = adam.update(grads, state, params)
             return optax.apply_updates(params, updates), state, value
 
@@ -81,18 +97,20 @@ def main() -> None:
         calls[name] = (compiled, (params, state, tokens))
     t = side_by_side(calls, repeats=repeats)
     print(
-        f"{'':>8} {'ms':>8} {'f32/it':>7} {'temporary MB':>13} {'of f32':>7} "
+        f"\n{f'{batch} x {length} tokens':>18} {'ms':>8} {'f32/it':>7} {'temporary MB':>13} {'of f32':>7} "
         f"{'trace+compile s':>16} {'of f32':>7} {'spread':>7}"
     )
     for name, timing in t.items():
         print(
-            f"{name:>8} {1e3 * timing.seconds:8.0f} {t['f32'].seconds / timing.seconds:7.2f} "
+            f"{name:>18} {1e3 * timing.seconds:8.0f} {t['f32'].seconds / timing.seconds:7.2f} "
             f"{memory[name] / 1e6:13.0f} {memory[name] / memory['f32']:7.3f} "
             f"{compiling[name]:16.1f} {compiling[name] / compiling['f32']:7.2f} "
             f"{100 * timing.spread:6.0f}%"
         )
-    print(f"octavo is {t['qwix'].seconds / t['octavo'].seconds:.2f}x as fast as Qwix, "
-          f"{t['aqt'].seconds / t['octavo'].seconds:.2f}x as AQT")  # fmt: skip
+    ours = t["octavo"].seconds
+    print(
+        f"octavo is {t['qwix'].seconds / ours:.2f}x as fast as Qwix, {t['aqt'].seconds / ours:.2f}x as AQT", flush=True
+    )
 
 
 if __name__ == "__main__":
