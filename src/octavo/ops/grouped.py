@@ -7,8 +7,7 @@ none. Two products are enough, as each is the gradient of the other:
 * rows x rows: [m, k] x [m, n] -> [g, k, n], for every group the product of its rows; empty groups give zero.
 
 * "plain" hands `lax.ragged_dot_general` to XLA as it is, which on CPUs makes it a dense product with every group.
-* "rows" goes over blocks of rows in a loop and multiplies each with the matrix of its own group only. Measured on two
-  CPU cores with jax 0.12, 2048 rows, 8 groups, 512 x 512: float32 in 8 ms for 54, int8 in 3 ms for 12.
+* "rows" goes over blocks of rows in a loop and multiplies each with the matrix of its own group only.
 * "auto" is "rows" on CPUs and "plain" elsewhere.
 
 All give the same bits for integers.

@@ -1,9 +1,10 @@
 """How a low-precision dot runs on a backend.
 
 * "plain" hands `lax.dot_general` to XLA as it is.
-* "rows" brings an integer dot into the one form that XLA's CPU backend runs fast (measured with jax 0.12): the left
-  operand contracts its last axis, both lie in memory row by row, and there are at least eight rows. Other forms run 4
-  to 14 times slower. A layout constraint keeps XLA from folding the transposition back into the dot.
+* "rows" brings an integer dot into the one form that XLA's CPU backend runs fast (jax 0.12): the left operand contracts
+  its last axis, both lie in memory row by row, and there are at least eight rows. Other forms are several times slower:
+  `benchmarks/matmul.py` shows it in the `drhs` of libraries that do not do this. A layout constraint keeps XLA from
+  folding the transposition back into the dot.
 * "auto" is "rows" on CPUs and "plain" elsewhere, decided when the program is lowered for a platform.
 
 All give the same bits for integers.
