@@ -93,11 +93,10 @@ def test_values_and_gradients_are_those_of_qwix(name):
     # Under jit, where Qwix divides by the same reciprocal per tensor as it does per channel.
     want = jax.jit(lambda *a: three(lambda x, w: qwix_qt.dot_general_qt(x, w, PLAIN, config), *a))(x, w, g)
     got = jax.jit(lambda *a: three(lambda x, w: octavo.dot_general(x, w, PLAIN, config=ours), *a))(x, w, g)
-    # XLA's CPU backend sums a float8 product of Qwix's with less than float32's precision.
-    assert off(got[0], want[0]) < (5e-4 if name == "fp8" else 1e-6)
+    assert off(got[0], want[0]) < 1e-6
     # The gradient's scale is folded in another order of products, so that a code may differ by one at a tie.
     for a, b in zip(got[1:], want[1:], strict=True):
-        assert off(a, b) < (2e-3 if name == "fp8" else 2e-4)
+        assert off(a, b) < 2e-4
 
 
 def test_values_and_gradients_are_those_of_aqt():
@@ -216,10 +215,3 @@ def test_aqt_13_a_config_is_never_changed_by_its_use():
     assert config.to_json() == before
     with pytest.raises(AttributeError):
         config.lowering = "plain"  # pyrefly: ignore
-
-
-def test_aqt_17_the_jaxpr_stays_small():
-    """AQT's gradient of one matmul has 157 to 222 lines."""
-    x, w, g = data((16, 32), (32, 16), (16, 16))
-    fn, args = grads(DotConfig.qt("int8"), x, w, g)
-    assert len(jax.make_jaxpr(fn)(*args).eqns) < 120

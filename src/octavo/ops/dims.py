@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,3 +78,10 @@ class Gradient:
 
     def arrange(self, out: jax.Array) -> jax.Array:
         return out if self.order == tuple(range(len(self.order))) else jax.lax.transpose(out, self.order)
+
+    def sharding(self, wanted: NamedSharding | None) -> NamedSharding | None:
+        """The sharding of the product before it is arranged, so that the gradient has the one that is wanted."""
+        if wanted is None:
+            return None
+        spec = [*wanted.spec, *(None for _ in self.order)][: len(self.order)]
+        return NamedSharding(wanted.mesh, PartitionSpec(*(spec[self.order.index(a)] for a in range(len(self.order)))))

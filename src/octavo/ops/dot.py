@@ -13,6 +13,7 @@ from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.dims import Dims
 from octavo.ops.factor import Factor
 from octavo.ops.hadamard import rotate
+from octavo.ops.lowering import is_explicit
 from octavo.ops.multiply import SMALLEST_TILE, multiply
 from octavo.ops.sparsity import nm_mask
 from octavo.ops.training import (
@@ -41,6 +42,8 @@ class Call(NamedTuple):
     dtype: np.dtype
     precision: Any
     out_sharding: Any
+    operand_shardings: tuple[Any, Any] = (None, None)
+    """Where sharding is part of the types: what the gradients are to have."""
 
 
 def quantized_dot(lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Scaling, call: Call) -> Array:
@@ -50,6 +53,8 @@ def quantized_dot(lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Sca
         n, m = call.config.sparsity
         mask = nm_mask(rhs, n, m, axis=call.dims.rhs_contract[-1])
         rhs = masked(rhs, mask)
+    if is_explicit(lhs) or is_explicit(rhs):
+        call = call._replace(operand_shardings=(jax.typeof(lhs).sharding, jax.typeof(rhs).sharding))
     return _dot(call, lhs, rhs, key, scaling)
 
 
@@ -125,6 +130,7 @@ def _gradient(call: Call, matmul: Matmul, g: Any, residual: Factor, of_lhs: bool
         dims,
         dtype=jnp.float32,
         precision=call.precision,
+        out_sharding=gradient.sharding(call.operand_shardings[0 if of_lhs else 1]),
         lowering=call.config.lowering,
         accumulator=matmul.accumulator,
     )

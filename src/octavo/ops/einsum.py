@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.api import dot_general
@@ -147,8 +148,18 @@ def _contract(a: _Term, b: _Term, keep: set[str], order: str | None, options: di
     result = "".join([*batch, *(c for c in a.indices if c not in shared), *(c for c in b.indices if c not in shared)])
     if not contract:
         options = options | {"config": None, "key": None}
-    out = dot_general(a.x, b.x, numbers, out_sharding=sharding if result == order else None, **options)
+    out = dot_general(a.x, b.x, numbers, out_sharding=_in_order(sharding, order, result), **options)
     return _Term((out, result), min(a.place, b.place))
+
+
+def _in_order(sharding: Any, order: str | None, result: str) -> Any:
+    """A sharding of the einsum's result, for a product whose axes come in another order."""
+    if sharding is None or order is None:
+        return None
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    axes = dict(zip(order, [*spec, *(None for _ in order)], strict=False))
+    own = PartitionSpec(*(axes[c] for c in result))
+    return NamedSharding(sharding.mesh, own) if isinstance(sharding, NamedSharding) else own
 
 
 def _sum_out(term: _Term, keep: set[str]) -> _Term:
