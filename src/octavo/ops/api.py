@@ -10,7 +10,7 @@ from octavo.ops.config import DotConfig
 from octavo.ops.dims import Dims
 from octavo.ops.dot import Call, quantized_dot
 from octavo.ops.factor import Factor
-from octavo.ops.multiply import multiply
+from octavo.ops.multiply import describe, multiply
 from octavo.ops.training import Scaling, trackers_of
 from octavo.qarray import QArray
 
@@ -100,6 +100,20 @@ def init_scaling(config: DotConfig, lhs: Any, rhs: Any, dimension_numbers: Any) 
         bounds = jax.eval_shape(lambda shape=x.shape, how=how: how.measure(jnp.zeros(shape)))
         state[name] = tracker.init({k: jnp.zeros(v.shape, v.dtype) for k, v in bounds.items()})
     return state
+
+
+def lowering_of(config: DotConfig, lhs: Any, rhs: Any, dimension_numbers: Any) -> str:
+    """How the forward product of a config runs, for operands of these shapes: quantized ones, or arrays left alone."""
+    dims = Dims.of(dimension_numbers, len(lhs.shape), len(rhs.shape))
+    inputs = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype) if o is not None and o.dequant == "input" else x
+        for o, x in ((config.fwd.lhs, lhs), (config.fwd.rhs, rhs))
+    ]
+    if not any(isinstance(x, QArray) for x in inputs):
+        return "dequantized"
+    said = []
+    jax.eval_shape(lambda a, b: said.append(describe(a, b, dims)), *inputs)
+    return said[0]
 
 
 def _out_shape(lhs: tuple[int, ...], rhs: tuple[int, ...], dims: Dims) -> tuple[int, ...]:

@@ -71,6 +71,18 @@ def multiply(
     return (jnp.sum(out, axis=tuple(counts)) if counts else out).astype(dtype)
 
 
+def describe(lhs: Factor, rhs: Factor, dims: Dims) -> str:
+    """In a few words, how `multiply` runs this product."""
+    lhs, rhs = factor.whole(lhs), factor.whole(rhs)
+    tiles = _contraction_tiles(lhs, rhs, dims)
+    kind = None if tiles is None else factor.kind(lhs, rhs)
+    if kind is None:
+        return "dequantized"
+    if kind == "int":
+        return "int8 -> int32"
+    return "float8" if kind == "native" else f"exact in {kind}"
+
+
 def _contraction_tiles(lhs: Factor, rhs: Factor, dims: Dims) -> tuple[int, ...] | None:
     """The tile of each contracted axis in which both scales are constant; None if that is too short to be worth it."""
     tiles = []

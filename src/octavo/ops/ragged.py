@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -16,6 +17,9 @@ from octavo.ops.grouped_multiply import multiply_groups, multiply_rows
 from octavo.ops.multiply import multiply
 from octavo.ops.training import Scaling
 from octavo.qarray import QArray
+
+GMM = "octavo.gmm"
+"""The scope by which rules tell a `gmm` from any other ragged dot."""
 
 
 def ragged_dot(
@@ -74,19 +78,20 @@ def gmm(
     """`ragged_dot` under the name and with the options that Megablox gives it; `transpose_rhs`: `rhs` is [g, n, k]."""
     if config is not None and transpose_rhs:
         rhs, transpose_rhs = rhs.swapaxes(1, 2), False
-    return _ragged_dot(
-        lhs,
-        rhs,
-        group_sizes,
-        precision,
-        preferred_element_type,
-        group_offset,
-        None,
-        contract=2 if transpose_rhs else 1,
-        config=config,
-        key=key,
-        scaling=scaling,
-    )
+    with jax.named_scope(GMM):
+        return _ragged_dot(
+            lhs,
+            rhs,
+            group_sizes,
+            precision,
+            preferred_element_type,
+            group_offset,
+            None,
+            contract=2 if transpose_rhs else 1,
+            config=config,
+            key=key,
+            scaling=scaling,
+        )
 
 
 def tgmm(

@@ -1,0 +1,34 @@
+"""Who is quantized, and how? Rules, the products they compile to, and recipes by name."""
+
+from octavo.rules import named as named  # registers the recipes
+from octavo.rules.compile import dot_config
+from octavo.rules.exclusion import SENSITIVE
+from octavo.rules.matching import Site, find, nearest, shadowed, unused
+from octavo.rules.mixed import mixed_precision
+from octavo.rules.recipes import Recipe, get_recipe, recipe, recipes, register_recipe
+from octavo.rules.rule import QtRule, QuantizationRule
+from octavo.rules.text import RulesLike, as_rules, rules_from_json, rules_from_yaml, rules_to_json, rules_to_yaml
+
+__all__ = [
+    "SENSITIVE",
+    "QtRule",
+    "QuantizationRule",
+    "Recipe",
+    "RulesLike",
+    "Site",
+    "as_rules",
+    "dot_config",
+    "find",
+    "get_recipe",
+    "mixed_precision",
+    "nearest",
+    "recipe",
+    "recipes",
+    "register_recipe",
+    "rules_from_json",
+    "rules_from_yaml",
+    "rules_to_json",
+    "rules_to_yaml",
+    "shadowed",
+    "unused",
+]

@@ -1,0 +1,172 @@
+"""From a rule to the six operands: the DotConfig of a product, given which side of it is a weight."""
+
+from typing import Any
+
+from octavo.numerics import Rounding, Stochastic, get_format
+from octavo.ops import DotConfig, Matmul, Operand
+from octavo.rules.checks import contraction_or_square
+from octavo.rules.overrides import swap_sides
+from octavo.rules.rule import QtRule, QuantizationRule
+
+_FLOAT = Matmul(residual="original")
+
+
+def dot_config(rule: QuantizationRule, *, lhs_weight: bool, rhs_weight: bool) -> DotConfig | None:
+    """How a product runs under a rule, or None where the rule leaves it alone.
+
+    Static ranges (`act_static_scale`) are no part of it: they come with the call, as bounds in its `scaling`. Of two weights, the right one counts as the weight. For a weight on the left everything changes sides, the two
+    gradients too.
+
+    >>> config = dot_config(QtRule(weight_qtype="int4", act_qtype="int8"), lhs_weight=True, rhs_weight=False)
+    >>> config.fwd.lhs.qtype.name, config.fwd.rhs.qtype.name, config.dlhs
+    ('int4', 'int8', Matmul(residual='original'))
+    """
+    weights = lhs_weight or rhs_weight
+    if rule.leaves_alone or (rule.scope != "all" and (rule.scope == "weights") != weights):
+        return None
+    left = lhs_weight and not rhs_weight
+    raw = dict(rule.additional_qt_config or ()) if isinstance(rule, QtRule) else {}
+    raw = swap_sides(raw) if left else raw
+
+    # From here on, lhs is the activation and rhs the weight.
+    replaced: tuple[Matmul | None, ...] = (None, None, None)
+    if isinstance(rule, QtRule) and (weights or rule.scope == "activations"):
+        replaced = (rule.fwd, rule.dlhs, rule.drhs)
+    fwd = replaced[0] or _forward(rule, weights, raw)
+    if fwd.lhs is fwd.rhs is replaced[1] is replaced[2] is None:
+        return None
+    tile = rule.bwd_weight_grad_tile_size if isinstance(rule, QtRule) and weights else None
+    dlhs = replaced[1] or _gradient(rule, "dlhs", fwd, fwd.rhs, None, raw)
+    drhs = replaced[2] or _gradient(rule, "drhs", fwd, fwd.lhs, tile, raw)
+    sparsity = raw.get("sparsity_rule") or rule.sparsity if weights else None
+    if left:
+        if sparsity is not None:
+            raise ValueError(
+                f"sparsity={sparsity} prunes the right operand of a product, and here the weight is the left one: "
+                "swap the operands, or exempt this product by an earlier rule"
+            )
+        fwd, dlhs, drhs = fwd.replace(lhs=fwd.rhs, rhs=fwd.lhs), drhs, dlhs
+    clip = not raw.get("disable_gradient_clipping", False)
+    return DotConfig(fwd, dlhs, drhs, clip_gradient=clip, sparsity=sparsity, lowering=rule.lowering)
+
+
+def check_compiles(rule: QuantizationRule) -> None:
+    """Refuse a rule that no product could be compiled from."""
+    for weights in (True, False):
+        try:
+            dot_config(rule, lhs_weight=False, rhs_weight=weights)
+        except ValueError as error:
+            kind = "a product with a weight" if weights else "a product of two activations"
+            raise ValueError(f"this {type(rule).__name__} does not describe {kind}: {error}") from None
+
+
+def _forward(rule: QuantizationRule, weights: bool, raw: dict[str, Any]) -> Matmul:
+    second = rule.weight_qtype if weights else rule.kv_qtype or rule.act_qtype
+    # A product with a weight that has no type is left alone, whatever the activation's type.
+    first = rule.act_qtype if not weights or second is not None else None
+    lhs_qtype, rhs_qtype = raw.get("lhs_qtype", first), raw.get("rhs_qtype", second)
+    lhs = _operand(rule, "lhs", lhs_qtype, raw, weight=False)
+    rhs = _operand(rule, "rhs", rhs_qtype, raw, weight=weights)
+    return Matmul(lhs, rhs, rotate=rule.rotate)
+
+
+def _operand(rule: QuantizationRule, side: str, qtype: Any, raw: dict[str, Any], *, weight: bool) -> Operand | None:
+    """An operand of the forward product."""
+    if qtype is None:
+        return None
+    tile, square = contraction_or_square("tile_size", raw.get("tile_size", rule.tile_size))
+    per_tensor = raw.get(f"{side}_disable_channelwise_axes", _per_tensor(rule))
+    method = rule.weight_calibration_method if weight else rule.act_calibration_method or "absmax"
+    _check_block(qtype, tile, per_tensor)
+    return Operand(
+        qtype,
+        tile=tile,
+        square=weight and (square or rule.square_tiles),
+        per_tensor=per_tensor,
+        calibration=raw.get(f"{side}_calibration_method", method),
+        rounding=rule.rounding,
+        arithmetic=rule.arithmetic,
+    )
+
+
+def _gradient(
+    rule: QuantizationRule, name: str, fwd: Matmul, saved: Operand | None, tile: Any, raw: dict[str, Any]
+) -> Matmul:
+    """One of the two gradients; `saved` is how the forward product took the operand that comes back as residual."""
+    if not isinstance(rule, QtRule):
+        return _FLOAT
+    # Where the residual has no type, quantizing the gradient alone would add noise to a product that runs in float.
+    qtype = raw.get(f"{name}_grad_qtype", None if saved is None else rule.bwd_qtype)
+    if qtype is None:
+        reuse = rule.residual == "reuse" or raw.get("use_original_residuals") is False
+        return Matmul(residual="reuse" if reuse and saved is not None else "original")
+    tile = raw.get(f"{name}_tile_size", tile)
+    per_tensor = raw.get(f"{name}_grad_disable_channelwise_axes", _per_tensor(rule))
+    _check_block(qtype, tile, per_tensor)
+    gradient = Operand(
+        qtype,
+        tile=tile,
+        per_tensor=per_tensor,
+        calibration=raw.get(f"{name}_grad_calibration_method", rule.bwd_calibration_method),
+        rounding=_noise(rule),
+        arithmetic=rule.arithmetic,
+    )
+    residual = _residual_operand(saved, name, tile, raw)
+    how = rule.residual or _residual(rule, name, fwd, saved, raw)
+    if residual is None:
+        return Matmul(gradient, residual="original")
+    return Matmul(gradient, None if how == "reuse" else residual, residual=how, rotate=rule.bwd_rotate)
+
+
+def _residual(rule: QtRule, name: str, fwd: Matmul, saved: Operand | None, raw: dict[str, Any]) -> str:
+    """How a gradient takes its residual, unless the rule says it: never as a float that was meant to be low precision.
+
+    Tiles along the forward's contraction do not fit the gradient's. Plain tiles are quantized again from the saved
+    codes. Block formats are quantized along both contractions from the same float, as Transformer Engine does: four
+    bits rounded twice lose too much. Codes of square tiles fit both ways.
+    """
+    asked = raw.get("use_original_residuals") or any(key.startswith(f"{name}_residual_") for key in raw)
+    moved = any(o is not None and o.dequant == "other" for o in (fwd.lhs, fwd.rhs))
+    if saved is None or asked or moved or fwd.rotate or rule.bwd_rotate or saved.qtype.tile is not None:
+        return "original"
+    return "reuse" if saved.tile is None or saved.square else "requantize"
+
+
+def _residual_operand(saved: Operand | None, name: str, tile: Any, raw: dict[str, Any]) -> Operand | None:
+    qtype = raw.get(f"{name}_residual_qtype", None if saved is None else saved.qtype)
+    if qtype is None:
+        return None
+    like = saved or Operand(qtype)
+    own = like.tile if like.qtype.tile is None else None
+    return Operand(
+        qtype,
+        # Tiles of both operands have to fit each other.
+        tile=own if like.square or tile is None or get_format(qtype).tile is not None else tile,
+        square=like.square,
+        per_tensor=raw.get(f"{name}_residual_disable_channelwise_axes", like.per_tensor),
+        calibration=raw.get(f"{name}_residual_calibration_method", like.calibration),
+        rounding=like.rounding,
+        arithmetic=like.arithmetic,
+    )
+
+
+def _check_block(qtype: Any, tile: Any, per_tensor: bool) -> None:
+    fmt = get_format(qtype)
+    if fmt.tile is not None and tile not in (None, fmt.tile):
+        raise ValueError(
+            f"tiles of {tile} with {fmt.name}, which has tiles of {fmt.tile} of its own: leave the size out"
+        )
+    if fmt.tile is not None and per_tensor:
+        raise ValueError(f"one scale per tensor with {fmt.name}, which has one for each {fmt.tile} values: choose one")
+
+
+def _per_tensor(rule: QuantizationRule) -> bool:
+    return rule.per_tensor or (isinstance(rule, QtRule) and rule.disable_channelwise_axes)
+
+
+def _noise(rule: QtRule) -> Rounding | str:
+    # One random number for each value. Qwix draws one for a whole row (channelwise_noise_axes), which rounds a row's
+    # values up or down together; independent noise is as cheap to use and its errors cancel in the product.
+    if rule.bwd_stochastic_rounding is None:
+        return "nearest"
+    return Stochastic(bits=8) if rule.bwd_stochastic_rounding == "low_bit_uniform" else Stochastic()

@@ -1,0 +1,100 @@
+"""Fields of a rule that contradict each other, or that nothing would read: an error when the rule is made."""
+
+import dataclasses
+from typing import Any
+
+from octavo.numerics import get_format
+from octavo.rules.checks import contraction_or_square
+
+_READ_BY_FORWARD = (
+    "tile_size", "act_static_scale", "weight_calibration_method", "act_calibration_method", "rounding", "rotate",
+    "square_tiles",
+)  # fmt: skip
+_READ_BY_ALL = ("per_tensor", "disable_channelwise_axes", "arithmetic", "additional_qt_config")
+_READ_BY_BACKWARD = (
+    "bwd_calibration_method", "bwd_weight_grad_tile_size", "bwd_stochastic_rounding", "bwd_rotate", "residual",
+)  # fmt: skip
+
+
+def check_forward(rule: Any) -> None:
+    """Refuse types that would have no effect, or that say two things at once."""
+    named = [
+        f for f in ("weight_qtype", "act_qtype", "kv_qtype", "bwd_qtype", "fwd", "dlhs", "drhs") if _given(rule, f)
+    ]
+    if rule.skip and named:
+        raise ValueError(
+            f"skip=True leaves everything in float, but {named[0]}={getattr(rule, named[0])!r} asks for more: "
+            "drop one of the two"
+        )
+    if rule.act_static_scale and rule.act_qtype is None and not _given(rule, "fwd"):
+        raise ValueError("act_static_scale=True without act_qtype: there is no activation to scale; set act_qtype")
+    if rule.scope == "activations" and rule.weight_qtype is not None:
+        raise ValueError(
+            f"weight_qtype={rule.weight_qtype!r} with scope='activations': products of two activations have no weight; "
+            "set act_qtype (and kv_qtype), or another scope"
+        )
+    alone = rule.act_qtype is not None and rule.weight_qtype is None and not _given(rule, "fwd")
+    if alone and rule.scope != "activations":
+        raise ValueError(
+            f"act_qtype={rule.act_qtype!r} without weight_qtype would leave products with a weight alone, as Qwix does "
+            "without a word: set weight_qtype too, or scope='activations' for products of two activations"
+        )
+    if rule.square_tiles and rule.tile_size is None:
+        raise ValueError("square_tiles=True needs tile_size, as in tile_size=128")
+    if contraction_or_square("tile_size", rule.tile_size)[1] and rule.weight_qtype is None:
+        raise ValueError(f"tile_size={dict(rule.tile_size)}: square tiles are those of a weight; set weight_qtype")
+
+
+def check_backward(rule: Any) -> None:
+    """Refuse settings of gradients that stay in float, and those that a replaced matmul makes meaningless."""
+    if rule.bwd_qtype is not None and rule.weight_qtype is None and rule.fwd is None and rule.scope != "activations":
+        raise ValueError(
+            f"bwd_qtype={rule.bwd_qtype!r} without weight_qtype: gradients are quantized where the forward product is; "
+            "set weight_qtype"
+        )
+    overridden = any(key.endswith("_grad_qtype") for key, _ in rule.additional_qt_config or ())
+    if rule.bwd_qtype is None and not overridden:
+        unread = [f for f in _READ_BY_BACKWARD if _changed(rule, f) and getattr(rule, f) not in ("reuse", "original")]
+        if unread and (rule.dlhs is None or rule.drhs is None):
+            raise ValueError(f"{_shown(rule, unread[0])} without bwd_qtype: the gradients stay in float; set bwd_qtype")
+    if rule.scope != "all":  # else the products of two activations still read the fields
+        _check_replaced(rule)
+    _check_same(rule, "weight_qtype", "fwd", "rhs")
+    _check_same(rule, "act_qtype", "fwd", "lhs")
+    _check_same(rule, "bwd_qtype", "dlhs", "lhs")
+    _check_same(rule, "bwd_qtype", "drhs", "lhs")
+
+
+def _check_replaced(rule: Any) -> None:
+    fwd, bwd = rule.fwd is not None, rule.dlhs is not None and rule.drhs is not None
+    unread = [
+        *((f, "fwd") for f in _READ_BY_FORWARD if fwd and _changed(rule, f)),
+        *((f, "dlhs and drhs") for f in _READ_BY_BACKWARD if bwd and _changed(rule, f)),
+        *((f, "fwd, dlhs and drhs") for f in _READ_BY_ALL if fwd and bwd and _changed(rule, f)),
+    ]
+    if unread:
+        field, instead = unread[0]
+        raise ValueError(f"{_shown(rule, field)} would not be read: {instead} say it all; set it there")
+
+
+def _check_same(rule: Any, field: str, matmul: str, side: str) -> None:
+    whole, qtype = getattr(rule, matmul), getattr(rule, field)
+    operand = None if whole is None else getattr(whole, side)
+    if operand is not None and qtype is not None and get_format(qtype) != operand.qtype:
+        raise ValueError(
+            f"{field}={qtype!r} but {matmul}.{side} is {operand.qtype.name}: {matmul} replaces what {field} says; "
+            "change it there, or leave one of the two out"
+        )
+
+
+def _given(rule: Any, field: str) -> bool:
+    return getattr(rule, field, None) is not None
+
+
+def _changed(rule: Any, field: str) -> bool:
+    default = {f.name: f.default for f in dataclasses.fields(rule)}[field]
+    return getattr(rule, field) != default
+
+
+def _shown(rule: Any, field: str) -> str:
+    return f"{field}={getattr(rule, field)!r}"

@@ -1,0 +1,81 @@
+"""MaxText's "intmp": bits of weights and activations by layer, from one small table."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.rules.checks import check_regex, nearest_name
+from octavo.rules.exclusion import SENSITIVE, excluding
+from octavo.rules.rule import QuantizationRule
+
+MIXED = "intmp"
+_DEFAULT = "__default__"
+_KEYS = ("w_bits", "a_bits", "w_scale", "a_scale", "tile_size")
+
+
+def mixed_precision(
+    config: Mapping[str, Any] | str | Path | None,
+    module_path: str = ".*",
+    *,
+    exclude: str | None = SENSITIVE,
+    **overrides: Any,
+) -> tuple[QuantizationRule, ...]:
+    """Rules from a table {regular expression: {w_bits, a_bits, w_scale, a_scale, tile_size}}, or from its JSON file.
+
+    `__default__` fills in what a layer does not say, and is the rule for the rest of `module_path`. Bits of None stay
+    in float; a scale below 1 clips that share of the largest magnitude; a tile of -1 is none. As in MaxText the *last*
+    entry that matches counts, so the rules come in reverse.
+
+    >>> for rule in mixed_precision({"__default__": {"w_bits": 8}, ".*/key": {"w_bits": 4}}, exclude=None):
+    ...     print(rule)
+    QuantizationRule(module_path='.*/key', weight_qtype='int4', scope='weights')
+    QuantizationRule(weight_qtype='int8', scope='weights', optional=True)
+    """
+    if config is None:
+        raise ValueError(
+            f"the recipe {MIXED!r} is a table of bits by layer: pass config={{'__default__': {{'w_bits': 8}}, "
+            "'.*/query': {'w_bits': 4}}, or the path of a JSON file with it"
+        )
+    table = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())
+    default = _checked(_DEFAULT, table.pop(_DEFAULT, {}))
+    layers = [_rule(path, {**default, **_checked(path, entry)}, overrides) for path, entry in table.items()]
+    # The table's own entries come before the exclusion: who names a layer means it.
+    rest = _rule(module_path, default, overrides).replace(optional=True)
+    return (*reversed(layers), *excluding(exclude), rest)
+
+
+def _checked(path: str, entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{MIXED}: {path!r} has {entry!r}; a mapping such as {{'w_bits': 4}}")
+    for key in entry:
+        if key not in _KEYS:
+            hint = nearest_name(key, _KEYS)
+            raise ValueError(f"{MIXED}: {path!r} has an unknown key {key!r}; {hint}Known: {', '.join(_KEYS)}")
+    return dict(entry)
+
+
+def _rule(path: str, entry: dict[str, Any], overrides: dict[str, Any]) -> QuantizationRule:
+    check_regex(f"{MIXED} path", path)
+    weight, act = entry.get("w_bits"), entry.get("a_bits")
+    if weight is None:
+        if act is not None:
+            raise ValueError(f"{MIXED}: {path!r} has a_bits={act} but no w_bits; set w_bits too")
+        return QuantizationRule(module_path=path, skip=True)
+    tile = entry.get("tile_size")
+    fields: dict[str, Any] = {
+        "weight_qtype": f"int{weight}",
+        "act_qtype": None if act is None else f"int{act}",
+        "tile_size": None if tile in (None, -1) else tile,
+        "weight_calibration_method": _method(entry.get("w_scale")),
+        "act_calibration_method": None if act is None or entry.get("a_scale") is None else _method(entry["a_scale"]),
+        "scope": "weights",
+    }
+    try:
+        return QuantizationRule(module_path=path, **{**fields, **overrides})
+    except ValueError as error:
+        raise ValueError(f"{MIXED}: {path!r}: {error}") from None
+
+
+def _method(scale: float | None) -> str:
+    return "absmax" if scale in (None, 1, 1.0) else f"absmax,{scale}"

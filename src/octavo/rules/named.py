@@ -1,0 +1,129 @@
+"""Every recipe that comes with Octavo."""
+
+from octavo.calibration import AmaxHistory
+from octavo.ops import Matmul, Operand
+from octavo.rules.mixed import MIXED
+from octavo.rules.recipes import Recipe, register_recipe
+from octavo.rules.rule import QtRule, QuantizationRule
+
+_MAXTEXT = "https://maxtext.readthedocs.io/en/latest/reference/core_concepts/quantization.html"
+_QWIX = "https://qwix.readthedocs.io"
+_TE = "https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/common.html"
+_MICIKEVICIUS = "Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433"
+_OCP = "OCP Microscaling Formats (MX) Specification v1.0"
+_NVFP4 = "NVIDIA, Pretraining Large Language Models with NVFP4, arXiv:2509.25149"
+
+_E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+
+def _training(forward: str, backward: str, **fields) -> QtRule:
+    return QtRule(weight_qtype=forward, act_qtype=forward, bwd_qtype=backward, scope="weights", **fields)
+
+
+def _forward_only(weight: str, act: str | None = None) -> QuantizationRule:
+    return QuantizationRule(weight_qtype=weight, act_qtype=act, scope="weights")
+
+
+def _delayed(forward: str, backward: str) -> QtRule:
+    """One scale per tensor, from the largest magnitudes of the last 1024 steps."""
+    operand = Operand(forward, per_tensor=True, tracker=AmaxHistory(length=1024))
+    gradient = Matmul(Operand(backward, per_tensor=True, tracker=AmaxHistory(length=1024)))
+    return _training(forward, backward, fwd=Matmul(operand, operand), dlhs=gradient, drhs=gradient)
+
+
+def _deepseek() -> QtRule:
+    # Codes of 128 x 128 tiles serve the transposed weight as well. The activation's 1 x 128 tiles become 128 x 1 in
+    # the weight's gradient: quantized again from the saved codes (section 3.2 of the report).
+    act, weight = Operand(_E4M3, tile=128), Operand(_E4M3, tile=128, square=True)
+    return _training(
+        _E4M3,
+        _E4M3,
+        fwd=Matmul(act, weight),
+        dlhs=Matmul(act),
+        drhs=Matmul(act, act, residual="requantize"),
+    )
+
+
+def _switchback() -> QtRule:
+    rows, whole = Operand("int8"), Operand("int8", per_tensor=True)
+    return _training("int8", "int8", fwd=Matmul(rows, whole), dlhs=Matmul(rows), drhs=Matmul(residual="original"))
+
+
+def _nvfp4(rotate: int | None) -> QtRule:
+    """Square blocks of weights, so that both passes see the same weight; gradients rounded stochastically."""
+    block, square = Operand("nvfp4"), Operand("nvfp4", square=True)
+    gradient = Operand("nvfp4", rounding="stochastic")
+    return _training(
+        "nvfp4",
+        "nvfp4",
+        fwd=Matmul(block, square),
+        dlhs=Matmul(gradient, square, residual="original"),
+        drhs=Matmul(gradient, block, residual="original", rotate=rotate),
+    )
+
+
+def _add(name: str, rule: QuantizationRule | None, summary: str, source: str) -> None:
+    register_recipe(Recipe(name=name, summary=summary, source=source, rules=() if rule is None else (rule,)))
+
+
+_add("int8", _training("int8", "int8"), "Int8 in all three matmuls, a scale for each channel.", _QWIX)
+_add("int4", _training("int4", "int4"), "Int4 in all three matmuls, a scale for each channel.", _QWIX)
+_add("fp4", _training("float4_e2m1fn", "float4_e2m1fn"), "E2M1 in all three matmuls, a scale for each channel.", _QWIX)
+_add("fp8", _training(_E4M3, _E4M3), "E4M3 in all three matmuls, a scale for each channel.", _MAXTEXT)
+_add("fp8_e4m3", _training(_E4M3, _E4M3), "E4M3 in all three matmuls, a scale for each channel.", _MAXTEXT)
+_add("fp8_e5m2", _training(_E5M2, _E5M2), "E5M2 in all three matmuls, a scale for each channel.", _MAXTEXT)
+_add("fp8_full", _training(_E4M3, _E5M2), "E4M3 forward and E5M2 gradients, a scale for each channel.", _MAXTEXT)
+_add("fp8_gpu", _delayed(_E4M3, _E5M2), "E4M3 forward, E5M2 gradients, delayed scaling per tensor.", _MICIKEVICIUS)
+for _name in ("fp8_nanoo", "nanoo_fp8"):
+    _rule = _delayed("float8_e4m3fnuz", "float8_e5m2fnuz")
+    _source = "Noune et al., 8-bit Numerical Formats for Deep Neural Networks, arXiv:2206.02915"
+    _add(_name, _rule, "Delayed scaling per tensor in the fnuz formats of AMD's MI300.", _source)
+_add("int8w", _forward_only("int8"), "Int8 weights, activations and gradients in float.", _MAXTEXT)
+_add("int4w", _forward_only("int4"), "Int4 weights, activations and gradients in float.", _MAXTEXT)
+_add(MIXED, None, "Bits of weights and activations by layer, from the table passed as config=.", _MAXTEXT)
+_add("aqt_fp8", _forward_only(_E4M3, _E4M3), "E4M3 forward, gradients in float.", "https://github.com/google/aqt")
+_add(
+    "aqt_fp8_full",
+    _training(_E4M3, _E5M2, per_tensor=True, residual="original"),
+    "E4M3 forward and E5M2 gradients, one scale per tensor, residuals quantized again from float.",
+    "https://github.com/google/aqt",
+)
+_add(
+    "te_fp8_delayedscaling", _delayed(_E4M3, _E5M2), "Transformer Engine's DelayedScaling with a history of 1024.", _TE
+)
+_add(
+    "te_fp8_currentscaling",
+    _training(_E4M3, _E5M2, per_tensor=True),
+    "Transformer Engine's Float8CurrentScaling: E4M3 forward, E5M2 gradients, the tensor's own range.",
+    _TE,
+)
+_add("te_mxfp8", _training("mxfp8", "mxfp8"), "Transformer Engine's MXFP8BlockScaling: E4M3 in blocks of 32.", _TE)
+_add("te_nvfp4", _nvfp4(16), "NVFP4 with square weight blocks, stochastic and rotated weight gradients.", _NVFP4)
+_add("te_nvfp4_no_rht", _nvfp4(None), "The recipe te_nvfp4 without its Hadamard rotation.", _NVFP4)
+_add("qat_int8", _forward_only("int8", "int8"), "Int8 forward, gradients in float.", "Jacob et al., arXiv:1712.05877")
+_add(
+    "qat_int4",
+    _forward_only("int4", "int8"),
+    "Int4 weights and int8 activations forward, gradients in float.",
+    "https://pytorch.org/blog/quantization-aware-training/",
+)
+_add(
+    "mxfp8",
+    _training("mxfp8", "mxfp8"),
+    "E4M3 in blocks of 32 in all three matmuls, block scales rounded up.",
+    "Mishra et al., Recipes for Pre-training LLMs with MXFP8, arXiv:2506.08027",
+)
+_add("mxfp4", _training("mxfp4", "mxfp4"), "E2M1 in blocks of 32 in all three matmuls, rounded to nearest.", _OCP)
+_add("nvfp4", _training("nvfp4", "nvfp4"), "NVFP4 in all three matmuls, rounded to nearest, nothing rotated.", _NVFP4)
+_add(
+    "deepseek_fp8",
+    _deepseek(),
+    "E4M3 throughout: activations and gradients in tiles of 1 x 128, weights of 128 x 128.",
+    "DeepSeek-V3 Technical Report, arXiv:2412.19437",
+)
+_add(
+    "switchback",
+    _switchback(),
+    "Int8 forward and activation gradient, weights with one scale, weight gradient in float.",
+    "Wortsman et al., Stable and low-precision training for large-scale vision-language models, arXiv:2304.13013",
+)

@@ -1,0 +1,106 @@
+"""Recipes: rules that have a name, a sentence and a source."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo._config import Config
+from octavo.numerics import nearest_names
+from octavo.rules.checks import check_regex, nearest_name
+from octavo.rules.exclusion import SENSITIVE, excluding
+from octavo.rules.mixed import MIXED, mixed_precision
+from octavo.rules.rule import QuantizationRule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Recipe(Config):
+    """Rules under a name, with what they do, where they come from, and which paths they leave out."""
+
+    name: str
+    summary: str
+    source: str
+    rules: tuple[QuantizationRule, ...] = ()
+    exclude: str | None = SENSITIVE
+
+    def __post_init__(self):
+        object.__setattr__(self, "rules", tuple(self.rules))
+        if self.exclude is not None:
+            check_regex("exclude", self.exclude)
+
+
+_recipes: dict[str, Recipe] = {}
+
+
+def register_recipe(new: Recipe, *, replace: bool = False) -> Recipe:
+    """Make a recipe known by its name.
+
+    >>> from octavo.rules import QtRule
+    >>> mine = Recipe(name="mine", summary="Int8 weights.", source="-", rules=(QtRule(weight_qtype="int8"),))
+    >>> register_recipe(mine, replace=True).name, recipe("mine", exclude=None)
+    ('mine', (QtRule(weight_qtype='int8'),))
+    """
+    if new.name in _recipes and not replace:
+        raise ValueError(f"a recipe named {new.name!r} exists; choose another name or pass replace=True")
+    _recipes[new.name] = new
+    return new
+
+
+def recipes() -> tuple[str, ...]:
+    """The names of all recipes, sorted.
+
+    >>> "deepseek_fp8" in recipes()
+    True
+    """
+    return tuple(sorted(_recipes))
+
+
+def get_recipe(name: str) -> Recipe:
+    """A recipe with its sentence and its source.
+
+    >>> get_recipe("int8").summary
+    'Int8 in all three matmuls, a scale for each channel.'
+    """
+    if name not in _recipes:
+        raise ValueError(f"unknown recipe {name!r}: {nearest_names(name, recipes())}")
+    return _recipes[name]
+
+
+def recipe(
+    name: str,
+    module_path: str = ".*",
+    *,
+    exclude: str | None = "default",
+    config: Mapping[str, Any] | str | Path | None = None,
+    **overrides: Any,
+) -> tuple[QuantizationRule, ...]:
+    """The rules of a recipe for the modules at a path, with some fields changed.
+
+    The first rule leaves routers, embeddings and logits alone; `exclude` is a regular expression of one's own for that,
+    or None to leave nothing out. `config` is the per-layer configuration of "intmp".
+
+    >>> recipe("int8w", ".*/mlp/.*", exclude=None, tile_size=128)
+    (QuantizationRule(module_path='.*/mlp/.*', weight_qtype='int8', tile_size=128, scope='weights'),)
+    """
+    found = get_recipe(name)
+    exclude = found.exclude if exclude == "default" else exclude
+    if name == MIXED:
+        return mixed_precision(config, module_path, exclude=exclude, **overrides)
+    if config is not None:
+        raise ValueError(f"config= is for the recipe {MIXED!r}; {name!r} takes fields of its rules as keywords")
+    rules = tuple(_changed(rule, name, {"module_path": module_path, **overrides}) for rule in found.rules)
+    return (*excluding(exclude), *rules)
+
+
+def _changed(rule: QuantizationRule, name: str, changes: dict[str, Any]) -> QuantizationRule:
+    known = [field.name for field in dataclasses.fields(rule)]
+    if unknown := [field for field in changes if field not in known]:
+        kind = type(rule).__name__
+        raise ValueError(
+            f"recipe({name!r}): {kind} has no field {unknown[0]!r}; {nearest_name(unknown[0], known)}"
+            f"Known: {', '.join(known)}"
+        )
+    try:
+        return rule.replace(**changes)
+    except ValueError as error:
+        raise ValueError(f"recipe({name!r}): {error}") from None

@@ -1,0 +1,172 @@
+"""Rules as text that a person writes: JSON and YAML, with only what differs from the defaults."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo._config import Config, _decode, _encode
+from octavo.calibration import get_calibration
+from octavo.numerics import Stochastic, get_rounding
+from octavo.ops import Matmul, Operand
+from octavo.rules.checks import check_choice, check_qtype, nearest_name
+from octavo.rules.recipes import recipe, recipes
+from octavo.rules.rule import QtRule, QuantizationRule
+
+type RulesLike = str | Path | QuantizationRule | Sequence[QuantizationRule]
+"""What stands for rules: a recipe's name, a file, a rule, or several."""
+
+_SUFFIXES = (".json", ".yml", ".yaml")
+_MATMULS = ("fwd", "dlhs", "drhs")
+
+
+def rules_to_json(rules: Sequence[QuantizationRule]) -> str:
+    """Rules as JSON: a list of mappings; a rule is a QtRule unless `type` says otherwise.
+
+    >>> print(rules_to_json([QtRule(module_path=".*/mlp", weight_qtype="int8")]))
+    [
+      {
+        "module_path": ".*/mlp",
+        "weight_qtype": "int8"
+      }
+    ]
+    """
+    return json.dumps([_plain_rule(rule) for rule in rules], indent=2)
+
+
+def rules_from_json(text: str) -> tuple[QuantizationRule, ...]:
+    """The rules that a JSON text stands for: a list of mappings, or one under `rules`, `qwix` or `quantization`.
+
+    >>> rules_from_json('{"qwix": {"rules": [{"weight_qtype": "int4", "tile_size": 32}]}}')
+    (QtRule(weight_qtype='int4', tile_size=32),)
+    """
+    return _rules(json.loads(text))
+
+
+def rules_to_yaml(rules: Sequence[QuantizationRule]) -> str:
+    """Rules as YAML, the same mappings as in JSON."""
+    return _yaml().safe_dump([_plain_rule(rule) for rule in rules], sort_keys=False)
+
+
+def rules_from_yaml(text: str) -> tuple[QuantizationRule, ...]:
+    """The rules that a YAML text stands for, the same mappings as in JSON."""
+    return _rules(_yaml().safe_load(text))
+
+
+def as_rules(source: RulesLike) -> tuple[QuantizationRule, ...]:
+    """Rules from whatever stands for them: a recipe's name, a .json or .yml file, a rule, or a sequence of rules.
+
+    >>> as_rules(QtRule(weight_qtype="int8"))
+    (QtRule(weight_qtype='int8'),)
+    """
+    if isinstance(source, QuantizationRule):
+        return (source,)
+    if isinstance(source, Path) or (isinstance(source, str) and source.endswith(_SUFFIXES)):
+        path = Path(source)
+        if path.suffix not in _SUFFIXES:
+            raise ValueError(f"{path}: rules are read from {', '.join(_SUFFIXES)} files")
+        return (rules_from_json if path.suffix == ".json" else rules_from_yaml)(path.read_text())
+    if isinstance(source, str):
+        return recipe(source)
+    rules = tuple(source)
+    for i, rule in enumerate(rules, 1):
+        if not isinstance(rule, QuantizationRule):
+            hint = f"; did you mean recipe({rule!r})?" if isinstance(rule, str) and rule in recipes() else ""
+            raise ValueError(f"rule {i} of {len(rules)} is {rule!r}, which is no QuantizationRule{hint}")
+    return rules
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "rules in YAML need PyYAML: pip install pyyaml, or write the same mappings as JSON"
+        ) from None
+    return yaml
+
+
+def _plain_rule(rule: QuantizationRule) -> dict[str, Any]:
+    kind = {} if type(rule) is QtRule else {"type": type(rule).__name__}
+    return {**kind, **_differing(rule)}
+
+
+def _differing(config: Config) -> dict[str, Any]:
+    """The fields that differ from their defaults, as plain values."""
+    plain = {}
+    for field in dataclasses.fields(config):  # pyrefly: ignore
+        value, default = getattr(config, field.name), field.default
+        if isinstance(config, Operand):
+            made = {"calibration": get_calibration, "rounding": get_rounding}
+            default = made[field.name](default) if field.name in made else default
+            default = config.qtype.tile if field.name == "tile" else default
+        if value != default:
+            plain[field.name] = _plain(field.name, value)
+    return plain
+
+
+def _plain(field: str, value: Any) -> Any:
+    if field in ("tile_size", "additional_qt_config") and isinstance(value, tuple):
+        return {key: _plain(str(key), setting) for key, setting in value}
+    if field.endswith("qtype"):
+        value = check_qtype(field, value)
+    if isinstance(value, Matmul | Operand):
+        return _differing(value)
+    if isinstance(value, Stochastic) and not value.shared_axes:
+        return "stochastic" if value.bits == 24 else f"stochastic,{value.bits}"
+    return _lists(_encode(value))
+
+
+def _lists(value: Any) -> Any:
+    return [_lists(v) for v in value] if isinstance(value, tuple | list) else value
+
+
+def _rules(data: Any) -> tuple[QuantizationRule, ...]:
+    for key in ("quantization", "qwix", "rules"):
+        if isinstance(data, Mapping) and key in data:
+            data = data[key]
+    if isinstance(data, Mapping) or not isinstance(data, Sequence) or isinstance(data, str):
+        raise ValueError(f"rules are a list of mappings, or one under 'rules' or 'qwix: rules'; got {data!r}")
+    return tuple(_rule(entry, f"rule {i} of {len(data)}") for i, entry in enumerate(data, 1))
+
+
+def _rule(entry: Any, where: str) -> QuantizationRule:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where} is {entry!r}; a mapping such as {{'weight_qtype': 'int8'}}")
+    fields = dict(entry)
+    kinds = {name: c for name, c in Config._classes.items() if issubclass(c, QuantizationRule)}
+    kind = kinds[check_choice(f"{where}: type", fields.pop("type", "QtRule"), tuple(kinds))]
+    _check_known(kind, fields, where)
+    try:
+        for name in set(_MATMULS) & set(fields):
+            fields[name] = _matmul(fields[name], f"{where}: {name}")
+        return kind(**{name: _made(value) for name, value in fields.items()})
+    except (ValueError, TypeError) as error:
+        raise ValueError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+
+
+def _matmul(entry: Any, where: str) -> Matmul | None:
+    if not isinstance(entry, Mapping):
+        return entry
+    fields = dict(entry)
+    _check_known(Matmul, fields, where)
+    for side in {"lhs", "rhs"} & set(fields):
+        operand = fields[side]
+        if isinstance(operand, Mapping):
+            _check_known(Operand, operand, f"{where}.{side}")
+            fields[side] = Operand(**{name: _made(value) for name, value in operand.items()})
+        elif operand is not None:
+            fields[side] = Operand(operand)
+    return Matmul(**fields)
+
+
+def _made(value: Any) -> Any:
+    return _decode(dict(value)) if isinstance(value, Mapping) and "class" in value else value
+
+
+def _check_known(kind: type, fields: Mapping[str, Any], where: str) -> None:
+    known = [field.name for field in dataclasses.fields(kind)]
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{where}: unknown field {name!r}; {nearest_name(name, known)}Known: {', '.join(known)}")

@@ -1,0 +1,299 @@
+"""Which matmuls a jaxpr does, how many FLOPs each costs, and what their operands are made of.
+
+A product is `native` where both operands enter it in eight bits or fewer, `emulated` where both are wider but were
+computed from such codes, `weight_only` where one of them was, and `float` otherwise. To tell, every value carries
+
+* its span: how many entries it had before broadcasting, constants aside, so that a scale is known as one; and
+* its origin: the codes it was computed from, entry by entry, by arithmetic that decodes or by movement.
+
+Multiplying codes with a scale keeps their origin; mixing two arrays of about the same span loses it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from octavo.transform.frame import BACKWARD, scope_names
+from octavo.transform.jaxprs import PRODUCTS, Equation, Jaxpr, bodies, is_literal, scan_parts, scope, while_parts
+
+SCALE = 8  # codes, at least, for each entry of a scale
+
+_OPAQUE = ("pallas_call", "ffi_call", "triton_call", "scaled_matmul", "scaled_matmul_wrapper")
+# fmt: off
+_DECODES = {
+    "convert_element_type", "bitcast_convert_type", "reduce_precision", "neg", "abs", "sign", "round", "floor", "max",
+    "min", "clamp", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "shift_left", "shift_right_logical",
+    "shift_right_arithmetic", "is_finite",
+}
+_SCALES = {"mul", "div", "add", "sub"}
+_MOVES = {
+    "reshape", "transpose", "broadcast_in_dim", "slice", "dynamic_slice", "squeeze", "expand_dims", "copy", "copy_p",
+    "rev", "split", "name", "optimization_barrier", "layout_constraint", "sharding_constraint", "reshard", "mesh_cast",
+    "device_put", "pvary", "pcast", "ppermute", "all_to_all", "all_gather", "all_gather_invariant",
+}
+# fmt: on
+_JOINS = {"concatenate": None, "pad": 2, "dynamic_update_slice": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One matmul, convolution or ragged matmul: `flops` are those of all `count` times that it runs."""
+
+    path: str
+    op: str
+    lhs: tuple[int, ...]
+    rhs: tuple[int, ...]
+    lhs_dtype: str
+    rhs_dtype: str
+    out_dtype: str
+    flops: int
+    count: int
+    backward: bool
+    kind: str
+
+
+class Tally(NamedTuple):
+    """What a jaxpr does: its products, the kernels that cannot be looked into, the loops of unknown length."""
+
+    products: tuple[Product, ...] = ()
+    opaque: tuple[str, ...] = ()
+    loops: tuple[str, ...] = ()
+
+    @property
+    def flops(self) -> int:
+        return sum(p.flops for p in self.products)
+
+    def plus(self, other: "Tally") -> "Tally":
+        return Tally(self.products + other.products, self.opaque + other.opaque, self.loops + other.loops)
+
+    def times(self, count: int) -> "Tally":
+        scaled = (dataclasses.replace(p, flops=p.flops * count, count=p.count * count) for p in self.products)
+        return self._replace(products=tuple(scaled))
+
+    def under(self, names: str) -> "Tally":
+        """The same, done by an equation with these names around it."""
+        path, backward = "/".join(scope_names(names)), BACKWARD in names
+        join = lambda inner: "/".join(filter(None, (path, inner)))  # noqa: E731
+        moved = (dataclasses.replace(p, path=join(p.path), backward=backward or p.backward) for p in self.products)
+        return Tally(tuple(moved), tuple(map(join, self.opaque)), tuple(map(join, self.loops)))
+
+
+def tally(jaxpr: Jaxpr, *, platform: str) -> Tally:
+    """Everything that a jaxpr does when it runs on a platform."""
+    return _run(jaxpr, [_fresh(v.aval) for v in jaxpr.invars], platform)[0]
+
+
+def dot_flops(lhs: Sequence[int], rhs: Sequence[int], shared: Iterable[int]) -> int:
+    """FLOPs of a matmul whose right operand shares these axes with the left one, or chooses among them by group."""
+    shared = set(shared)
+    return 2 * math.prod(lhs) * math.prod(dim for axis, dim in enumerate(rhs) if axis not in shared)
+
+
+class Window(NamedTuple):
+    """One spatial axis of a convolution: its sizes, and how the kernel moves along it."""
+
+    size: int
+    kernel: int
+    out: int
+    stride: int
+    pad: int
+    dilation: int
+    kernel_dilation: int
+
+    def pairs(self) -> int:
+        """How many pairs of an output and a place in the kernel meet a value, not a hole or the padding."""
+        place = np.arange(self.out)[:, None] * self.stride + np.arange(self.kernel) * self.kernel_dilation - self.pad
+        return int(np.sum((place >= 0) & (place % self.dilation == 0) & (place // self.dilation < self.size)))
+
+
+def conv_flops(features: int, others: int, windows: Iterable[Window]) -> int:
+    """FLOPs of a convolution: input features of a group, outputs of one place, spatial axes; as XLA counts them."""
+    return 2 * features * others * math.prod(w.pairs() for w in windows)
+
+
+def is_low(dtype: Any) -> bool:
+    """Whether a dtype is a number of eight bits or fewer."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits <= 8
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits <= 8
+
+
+class _Value(NamedTuple):
+    span: int
+    origin: Any = None
+
+
+def _size(aval: Any) -> int:
+    return math.prod(getattr(aval, "shape", ()))
+
+
+def _fresh(aval: Any) -> _Value:
+    return _coded(_Value(_size(aval)), aval)
+
+
+def _coded(value: _Value, aval: Any) -> _Value:
+    """The value as new codes, if it has their dtype and comes from no others."""
+    is_new = value.origin is None and is_low(getattr(aval, "dtype", np.bool_))
+    return _Value(_size(aval), object()) if is_new else value
+
+
+def _within(value: _Value, aval: Any) -> _Value:
+    return value._replace(span=min(value.span, _size(aval)))
+
+
+def _run(jaxpr: Jaxpr, inputs: Sequence[_Value], platform: str) -> tuple[Tally, list[_Value]]:
+    env: dict[Any, _Value] = {v: _fresh(v.aval) for v in jaxpr.constvars}
+    env |= zip(jaxpr.invars, (_within(x, v.aval) for x, v in zip(inputs, jaxpr.invars, strict=True)), strict=True)
+    read = lambda atom: _Value(0) if is_literal(atom) else env[atom]  # noqa: E731
+    done = Tally()
+    for eqn in jaxpr.eqns:
+        found, outs = _equation(eqn, [read(v) for v in eqn.invars], platform)
+        done = done.plus(found.under(scope(eqn))) if any(found) else done
+        env |= ((v, _coded(x, v.aval)) for v, x in zip(eqn.outvars, outs, strict=True))
+    return done, [read(v) for v in jaxpr.outvars]
+
+
+def _equation(eqn: Equation, values: list[_Value], platform: str) -> tuple[Tally, list[_Value]]:
+    name = eqn.primitive.name
+    outs = [_fresh(v.aval) for v in eqn.outvars]
+    if name in PRODUCTS:
+        return Tally((_product(eqn, values),)), outs
+    if name in _OPAQUE:
+        return Tally(opaque=(name,)), outs
+    if name in _CONTROL:
+        return _CONTROL[name](eqn, values, platform)
+    found = bodies(eqn)
+    if len(found) == 1 and len(found[0].invars) == len(values) and len(found[0].outvars) == len(outs):
+        return _run(found[0], values, platform)
+    done = Tally()
+    for body in found:
+        done = done.plus(tally(body, platform=platform))
+    return done, outs if found else _flow(eqn, values)
+
+
+def _product(eqn: Any, values: list[_Value]) -> Product:
+    lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    if is_low(lhs.dtype) and is_low(rhs.dtype):
+        kind = "native"
+    else:
+        kind = ("float", "weight_only", "emulated")[sum(v.origin is not None for v in values[:2])]
+    op, dtypes = eqn.primitive.name, [str(x.dtype) for x in (lhs, rhs, out)]
+    flops = _flops(op, eqn.params, lhs.shape, rhs.shape, out.shape)
+    return Product("", PRODUCTS[op], lhs.shape, rhs.shape, *dtypes, flops=flops, count=1, backward=False, kind=kind)
+
+
+def _flops(name: str, params: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> int:
+    if name == "dot_general":
+        (_, contract), (_, batch) = params["dimension_numbers"]
+        return dot_flops(lhs, rhs, (*contract, *batch))
+    if name == "ragged_dot_general":
+        numbers = params["ragged_dot_dimension_numbers"]
+        (_, contract), (_, batch) = numbers.dot_dimension_numbers
+        return dot_flops(lhs, rhs, (*contract, *batch, *numbers.rhs_group_dimensions))
+    at = params["dimension_numbers"]
+    axes = zip(at.lhs_spec[2:], at.rhs_spec[2:], at.out_spec[2:], strict=True)
+    low = [pad for pad, _ in params["padding"]]
+    moves = zip(params["window_strides"], low, params["lhs_dilation"], params["rhs_dilation"], strict=True)
+    windows = [Window(lhs[a], rhs[b], out[c], *move) for (a, b, c), move in zip(axes, moves, strict=True)]
+    return conv_flops(rhs[at.rhs_spec[1]], out[at.out_spec[0]] * out[at.out_spec[1]], windows)
+
+
+def _joined(a: _Value, b: _Value, aval: Any) -> _Value:
+    """What is known of a value that may be either; in a loop this settles, as spans grow but once."""
+    span = a.span if b.span <= a.span else _size(aval)
+    return _Value(span, a.origin if b.origin is not None else None)
+
+
+def _settled(body: Jaxpr, before: list[_Value], carry: list[_Value], after: list[_Value], platform: str):
+    """Run the body of a loop with what holds for its carry in every turn."""
+    while True:
+        done, outs = _run(body, [*before, *carry, *after], platform)
+        places = body.invars[len(before) : len(before) + len(carry)]
+        joined = [_joined(a, b, v.aval) for a, b, v in zip(carry, outs[: len(carry)], places, strict=True)]
+        if joined == carry:
+            return done, [*carry, *outs[len(carry) :]]
+        carry = joined
+
+
+def _scan(eqn: Equation, values: list[_Value], platform: str):
+    scan = scan_parts(eqn)
+    start = scan.consts + scan.carry
+    xs = [_within(x, v.aval) for x, v in zip(values[start:], scan.body.invars[start:], strict=True)]
+    done, outs = _settled(scan.body, values[: scan.consts], values[scan.consts : start], xs, platform)
+    stacked = [y._replace(span=y.span * scan.length) for y in outs[scan.carry :]]
+    return done.times(scan.length), [*outs[: scan.carry], *stacked]
+
+
+def _while(eqn: Equation, values: list[_Value], platform: str):
+    loop = while_parts(eqn)
+    consts = loop.cond_consts + loop.body_consts
+    done, carry = _settled(loop.body, values[loop.cond_consts : consts], values[consts:], [], platform)
+    test, _ = _run(loop.cond, [*values[: loop.cond_consts], *carry], platform)
+    done = done.plus(test)
+    return (done._replace(loops=(*done.loops, "while")) if done.products or done.opaque else done), carry
+
+
+def _cond(eqn: Equation, values: list[_Value], platform: str):
+    branches = eqn.params["branches"]
+    choices = eqn.params.get("branches_platforms") or ()
+    # The branch of no particular platform is last.
+    chosen = next((b for b, on in zip(branches, choices, strict=False) if on is None or platform in on), None)
+    if chosen is not None:
+        return _run(chosen, values[1:], platform)
+    ran = [_run(b, values[1:], platform) for b in branches]
+    outs = ran[0][1]
+    for _, other in ran[1:]:
+        outs = [_joined(a, b, v.aval) for a, b, v in zip(outs, other, eqn.outvars, strict=True)]
+    return max((done for done, _ in ran), key=lambda done: done.flops), outs
+
+
+def _shard_map(eqn: Equation, values: list[_Value], platform: str):
+    body, mesh = eqn.params["jaxpr"], eqn.params["mesh"]
+    done, outs = _run(body, values, platform)
+    grown = [
+        x._replace(span=x.span * _size(v.aval) // max(1, _size(inner.aval)))
+        for x, v, inner in zip(outs, eqn.outvars, body.outvars, strict=True)
+    ]
+    return done.times(math.prod(mesh.shape[axis] for axis in eqn.params["newly_manual_axes"])), grown
+
+
+_CONTROL: dict[str, Callable[..., Any]] = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}
+
+
+def _flow(eqn: Equation, values: list[_Value]) -> list[_Value]:
+    """What an equation that is no product and has no body makes of its inputs."""
+    name, sizes = eqn.primitive.name, [_size(v.aval) for v in eqn.outvars]
+    if name == "iota":
+        return [_Value(0)]
+    if name in _MOVES:
+        sources = values if len(values) == len(sizes) else values[:1] * len(sizes)
+        grown = sizes[0] // max(1, _size(eqn.invars[0].aval)) if name.startswith("all_gather") else 1
+        return [x._replace(span=min(x.span * grown, n)) for x, n in zip(sources, sizes, strict=True)]
+    if name in _JOINS:
+        parts = [v for v in values[: _JOINS[name]] if v.span]
+        span = min(sum(v.span for v in parts), sizes[0])
+        return [_Value(span, object() if parts and all(v.origin is not None for v in parts) else None)]
+    if name == "gather":
+        table, places = values[:2]
+        if table.origin is None and places.origin is not None and table.span <= 256:
+            return [_Value(min(places.span, sizes[0]), places.origin)]
+        return [_Value(min(table.span, sizes[0]), table.origin)]
+    if name == "select_n":
+        cases = values[1:] if any(v.span for v in values[1:]) else values
+        return [_Value(min(sum(v.span for v in values), sizes[0]), _origin(cases))]
+    if name in _DECODES or name in _SCALES:
+        inverse = name == "div" and values[0].span < values[1].span
+        origin = None if inverse else _origin(values, lone=name in _SCALES)
+        return [_Value(min(sum(v.span for v in values), n), origin) for n in sizes]
+    return [_fresh(v.aval) for v in eqn.outvars]
+
+
+def _origin(values: list[_Value], *, lone: bool = False) -> Any:
+    """The codes that all of these come from, scales and constants aside; if `lone`, only one of them may."""
+    most = max(v.span for v in values)
+    large = [v.origin for v in values if v.span * SCALE > most]
+    return large[0] if large and not (lone and len(large) > 1) and all(o is large[0] for o in large) else None

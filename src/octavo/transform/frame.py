@@ -1,0 +1,139 @@
+"""What the rewriting of one function carries along: rules, names, counters, and state that goes in and comes out."""
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from octavo._typing import PRNGKeyArray
+from octavo.transform.origin import Origin
+
+if TYPE_CHECKING:
+    from octavo.transform.provider import QuantizationProvider
+    from octavo.transform.site import Site
+
+
+class Value(NamedTuple):
+    """An array or QArray in the course of evaluation, and where it comes from."""
+
+    data: Any
+    origin: Origin
+
+
+class Key(NamedTuple):
+    """The name of a piece of state: its collection, the module it belongs to, and its name there."""
+
+    collection: str
+    path: str
+    name: str
+
+
+type Host = Callable[["Frame", str, Callable[[], Any]], Any]
+"""Runs an overridden operation in a place where a framework keeps state for it; gets the frame and the module path."""
+
+
+@dataclasses.dataclass
+class Context:
+    """What stays the same while one call is rewritten."""
+
+    provider: "QuantizationProvider"
+    strict_paths: bool = False
+    """Whether `module_path` means the module only; otherwise a weight's own name may be part of it."""
+    root: str | None = None
+    """The first scope name, if it is only the name of the whole model."""
+    init: bool = False
+    """Whether this is the pass that finds out which state there is."""
+    update: bool = True
+    """Whether statistics are collected."""
+    host: Host | None = None
+    sites: dict[Any, "Site"] = dataclasses.field(default_factory=dict)
+    cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def stateful(self) -> bool:
+        return self.provider.stateful
+
+
+@dataclasses.dataclass
+class Frame:
+    """One jaxpr under evaluation."""
+
+    context: Context
+    scope: str = ""
+    counters: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    state: Mapping[Key, Any] = dataclasses.field(default_factory=dict)
+    key: PRNGKeyArray | None = None
+    manual_axes: tuple[str, ...] = ()
+    trips: int = 1
+    new: dict[Key, Any] = dataclasses.field(default_factory=dict)
+
+    def inner(self, scope: str, **changes: Any) -> "Frame":
+        """The frame of a body at this scope."""
+        joined = "/".join(s for s in (self.scope, scope) if s)
+        return dataclasses.replace(self, scope=joined, **{"new": {}, **changes})
+
+    def op_id(self, path: str, op: str) -> str:
+        """The name of the next operation of a kind in a module, counted as they come."""
+        number = self.counters.get((path, op), 0)
+        self.counters[path, op] = number + 1
+        return f"{op}{number}"
+
+    def key_of(self, *names: str) -> PRNGKeyArray | None:
+        """The random key of one operation."""
+        return None if self.key is None else jax.random.fold_in(self.key, zlib.crc32("/".join(names).encode()))
+
+    def read(self, key: Key, init: Callable[[], Any]) -> Any:
+        """A piece of state, as it came in or was last written."""
+        if key in self.new:
+            return self.new[key]
+        if self.context.init:
+            self.new[key] = init()
+            return self.new[key]
+        if key not in self.state:
+            raise ValueError(
+                f"there is no state {key.name!r} for the module {key.path!r} ({key.collection}): it was initialized "
+                "with other rules, inputs or another model. Initialize it again with the rules that are used now"
+            )
+        return self.state[key]
+
+    def write(self, key: Key, value: Any) -> None:
+        """Replace a piece of state."""
+        self.new[key] = value
+
+
+_WRAPPER = re.compile(r"^\w+\((.*)\)$")
+BACKWARD = "transpose("
+
+
+def scope_names(scope: str) -> list[str]:
+    """The names that people gave to scopes, without those that transformations and libraries add."""
+    names = []
+    for name in _outer_split(scope):
+        while match := _WRAPPER.match(name):
+            name = match[1]
+        names += [n for n in name.split("/") if n and "->" not in n and "." not in n and n not in _NOISE]
+    return names
+
+
+_NOISE = ("rematted_computation", "checkpoint", "remat", "while", "body", "cond", "scan")
+
+
+def _outer_split(scope: str) -> list[str]:
+    """Split at the slashes that are not within parentheses."""
+    parts, depth, current = [], 0, ""
+    for char in scope:
+        depth += (char == "(") - (char == ")")
+        if char == "/" and depth == 0:
+            parts.append(current)
+            current = ""
+        else:
+            current += char
+    return [*parts, current]
+
+
+def is_einsum(scope: str) -> bool:
+    """Whether the innermost name is the formula that `jnp.einsum` runs under."""
+    return "->" in _outer_split(scope)[-1]

@@ -1,0 +1,117 @@
+"""Evaluating a jaxpr with its multiplications replaced."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+from octavo._typing import Array
+from octavo.qarray import QArray
+from octavo.transform import control
+from octavo.transform.frame import Frame, Value
+from octavo.transform.jaxprs import CUSTOM, PRODUCTS, Equation, Jaxpr, bind, custom_body, inside, is_literal, products_within
+from octavo.transform.origin import CONSTANT, flow
+from octavo.transform.provider import Operation, operating, subscripts
+from octavo.transform.site import Site, find_site
+from octavo.transform.structure import rearranged
+
+
+def evaluate(jaxpr: Jaxpr, values: list[Value], frame: Frame) -> list[Value]:
+    """The results of a jaxpr for these values, quantized as the frame's rules say."""
+    env: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
+    env.update((var, Value(const, CONSTANT)) for var, const in zip(jaxpr.constvars, jaxpr.consts, strict=True))
+
+    def read(atom: Any) -> Value:
+        return Value(atom.val, CONSTANT) if is_literal(atom) else env[atom]
+
+    dead = _last_uses(jaxpr)
+    for number, eqn in enumerate(jaxpr.eqns):
+        outs = _step(eqn, [read(atom) for atom in eqn.invars], frame)
+        env.update(zip(eqn.outvars, outs, strict=True))
+        for var in dead[number]:
+            del env[var]
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+@functools.lru_cache(maxsize=1024)
+def _last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
+    """For each equation the variables that nothing reads after it, so that their memory is free."""
+    kept = {v for v in jaxpr.outvars if not is_literal(v)}
+    dead: list[list[Any]] = [[] for _ in jaxpr.eqns]
+    for number in reversed(range(len(jaxpr.eqns))):
+        eqn = jaxpr.eqns[number]
+        for atom in (*eqn.invars, *eqn.outvars):
+            if not is_literal(atom) and atom not in kept:
+                kept.add(atom)
+                dead[number].append(atom)
+    return dead
+
+
+def _step(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
+    name = eqn.primitive.name
+    if name in PRODUCTS:
+        with inside(eqn):
+            return [_product(eqn, values, frame)]
+    if name in CUSTOM:
+        opened = any(rule.inside_custom for rule in frame.context.provider.rules)
+        if opened and products_within(custom_body(eqn), True):
+            return evaluate(custom_body(eqn), values, frame.inner(control.scope(eqn), new=frame.new))
+    elif (rewrite := control.REWRITES.get(name)) is not None and control.concerns(eqn, values, frame):
+        with inside(eqn):
+            return rewrite(eqn, values, frame)
+    quantized = isinstance(values[0].data, QArray) if values else False
+    with inside(eqn):
+        if quantized:
+            outs = rearranged(eqn, values[0].data, [as_array(v.data) for v in values[1:]])
+            if outs is not None:
+                return [Value(*pair) for pair in zip(outs, flow(eqn, [v.origin for v in values]), strict=True)]
+        outs = bind(eqn, [as_array(v.data) for v in values])
+    return [Value(*pair) for pair in zip(outs, flow(eqn, [v.origin for v in values]), strict=True)]
+
+
+def as_array(data: Any) -> Any:
+    """A value as an array, dequantized if need be."""
+    return data.dequantize() if isinstance(data, QArray) else data
+
+
+def _product(eqn: Equation, values: list[Value], frame: Frame) -> Value:
+    site = find_site(eqn, values, frame)
+    data = [v.data for v in values]
+    origin = flow(eqn, [v.origin for v in values[:2]])[0]
+    if not origin.is_weight and not origin.constant:
+        origin = type(origin)(module=site.path)
+    if site.config is None and not any(isinstance(x, QArray) for x in data[:2]):
+        return Value(bind(eqn, data)[0], origin)
+    frame.context.provider._seen.update(() if site.rule is None else (site.rule,))
+    with operating(Operation(site, frame)):
+        out = _call(eqn, data, site, frame)
+    wanted = eqn.outvars[0].aval
+    if tuple(out.shape) != tuple(wanted.shape):
+        raise ValueError(f"{site.op_id} at {site.path!r} must give the shape {wanted.shape}, but gave {out.shape}")
+    return Value(jnp.asarray(out, wanted.dtype), origin)
+
+
+def _call(eqn: Equation, data: list[Any], site: Site, frame: Frame) -> Array:
+    """The provider's operation, with the arguments that its JAX namesake has."""
+    provider, p = frame.context.provider, eqn.params
+    kinds = {k: p[k] for k in ("precision", "preferred_element_type", "out_sharding") if p.get(k) is not None}
+    lhs, rhs, *rest = data
+    if site.op == "einsum":
+        text = subscripts(p["dimension_numbers"], len(lhs.shape), len(rhs.shape))
+        call = functools.partial(provider.einsum, text, lhs, rhs, **kinds)
+    elif site.op == "dot_general":
+        call = functools.partial(provider.dot_general, lhs, rhs, p["dimension_numbers"], **kinds)
+    elif site.op == "conv_general_dilated":
+        names = ("lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count", "batch_group_count")
+        geometry = {k: p[k] for k in names}
+        call = functools.partial(
+            provider.conv_general_dilated, lhs, rhs, p["window_strides"], p["padding"], **geometry, **kinds
+        )
+    else:
+        if len(rest) > 1 or p.get("group_offset") is not None:
+            kinds["group_offset"] = rest[1] if len(rest) > 1 else jnp.asarray(p["group_offset"])
+        numbers = p["ragged_dot_dimension_numbers"]
+        call = functools.partial(getattr(provider, site.op), lhs, rhs, rest[0], dimension_numbers=numbers, **kinds)
+    if frame.context.host is not None and site.op in provider.overrides:
+        return frame.context.host(frame, site.path, call)
+    return call()

@@ -1,0 +1,150 @@
+"""Reading jaxprs: the one module that knows how JAX lays them out.
+
+Everything that is particular to a release of JAX (names of primitives and of their parameters, how an equation is bound
+again) is here; the rest of the transformation speaks in the terms of this file.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+Jaxpr = core.Jaxpr
+Equation = core.JaxprEqn
+
+PRODUCTS = {
+    "dot_general": "dot_general",
+    "conv_general_dilated": "conv_general_dilated",
+    "ragged_dot_general": "ragged_dot",
+}
+"""Primitives that multiply, and the name that rules call them by."""
+
+CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+OPAQUE = ("pallas_call", *CUSTOM)
+"""Primitives whose bodies have a derivative, or a machine, of their own."""
+
+
+class Traced(NamedTuple):
+    """A function as a jaxpr of its flattened arguments."""
+
+    jaxpr: Jaxpr
+    out_tree: Any
+
+
+def trace(fn: Callable[..., Any], leaves: Sequence[Any], in_tree: Any) -> Traced:
+    """The jaxpr of `fn(*args, **kwargs)`, whose flattened (args, kwargs) these leaves are."""
+    trees = []
+
+    def flat(*leaves):
+        args, kwargs = jax.tree.unflatten(in_tree, leaves)
+        out, tree = jax.tree.flatten(fn(*args, **kwargs))
+        trees.append(tree)
+        return out
+
+    jaxpr = jax.make_jaxpr(flat)(*leaves)
+    return Traced(jaxpr, trees[-1])
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an input of an equation is a number written into it."""
+    return isinstance(atom, core.Literal)
+
+
+def bind(eqn: Equation, values: Sequence[Any]) -> list[Any]:
+    """Do what an equation says with these values, where `inside` has been entered."""
+    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def inside(eqn: Equation) -> Iterator[None]:
+    """The circumstances (names, meshes, modes) under which an equation was traced."""
+    names = scope(eqn)
+    with jax.named_scope(names) if names else contextlib.nullcontext(), eqn.ctx.manager:
+        yield
+
+
+@functools.lru_cache(maxsize=4096)
+def _scope(stack: Any) -> str:
+    return str(stack)
+
+
+def scope(eqn: Equation) -> str:
+    """The `jax.named_scope` names around an equation, joined by slashes."""
+    return _scope(eqn.source_info.name_stack)
+
+
+def bodies(eqn: Equation) -> list[Jaxpr]:
+    """The jaxprs that an equation runs."""
+    found = []
+    for value in eqn.params.values():
+        found += [v for v in (value if isinstance(value, tuple | list) else (value,)) if isinstance(v, Jaxpr)]
+    return found
+
+
+class ScanParts(NamedTuple):
+    body: Jaxpr
+    consts: int
+    carry: int
+    length: int
+    reverse: bool
+    unroll: int
+
+
+def scan_parts(eqn: Equation) -> ScanParts:
+    consts, carry, _ = (len(part) for part in eqn.params["ft_in"].unpack())
+    p = eqn.params
+    return ScanParts(p["jaxpr"], consts, carry, p["length"], p["reverse"], p["unroll"])
+
+
+class WhileParts(NamedTuple):
+    cond: Jaxpr
+    body: Jaxpr
+    cond_consts: int
+    body_consts: int
+
+
+def while_parts(eqn: Equation) -> WhileParts:
+    p = eqn.params
+    return WhileParts(p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"])
+
+
+def jit_options(eqn: Equation) -> dict[str, Any]:
+    """The arguments of `jax.jit` that a nested jit was made with."""
+    p = eqn.params
+
+    def known(shardings):
+        given = tuple(s if isinstance(s, jax.sharding.Sharding) else None for s in shardings)
+        return given if any(s is not None for s in given) else None
+
+    options = {
+        "donate_argnums": tuple(i for i, donated in enumerate(p["donated_invars"]) if donated),
+        "keep_unused": p["keep_unused"],
+        "compiler_options": dict(p["compiler_options_kvs"]) or None,
+    }
+    if (shardings := known(p["in_shardings"])) is not None:
+        options["in_shardings"] = shardings
+    if (shardings := known(p["out_shardings"])) is not None:
+        options["out_shardings"] = shardings
+    return options
+
+
+def custom_body(eqn: Equation) -> Jaxpr:
+    return eqn.params["call_jaxpr"]
+
+
+@functools.lru_cache(maxsize=4096)
+def products_within(jaxpr: Jaxpr, opaque: bool) -> bool:
+    """Whether a jaxpr multiplies anywhere, bodies of loops and calls included (and opaque ones, if asked)."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in PRODUCTS:
+            return True
+        if name == "pallas_call" or (name in CUSTOM and not opaque):
+            continue
+        if any(products_within(body, opaque) for body in bodies(eqn)):
+            return True
+    return False

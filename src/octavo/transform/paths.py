@@ -1,0 +1,99 @@
+"""Names of input leaves: which arguments are parameters, and what each parameter is called."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from octavo.qarray import QArray
+
+PARAMETERS = ("params", "param", "parameters", "variables", "weights", "model", "module", "net", "network", "theta", "self")
+"""Arguments of these names hold weights."""
+
+type Weights = str | int | Sequence[str | int] | Callable[[str, Any], bool] | None
+
+
+def key_name(entry: Any) -> str:
+    """One step of a pytree path, as a plain name."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def is_quantized(x: Any) -> bool:
+    return isinstance(x, QArray)
+
+
+def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+    """The names of positional arguments, as far as the signature tells."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = []
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}{i}" for i in range(count)]
+        elif parameter.kind is not parameter.KEYWORD_ONLY:
+            names.append(parameter.name)
+    return (names + [f"arg{i}" for i in range(len(names), count)])[:count]
+
+
+def leaf_paths(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The path of every leaf of (args, kwargs), beginning with its argument's name."""
+    names = argument_names(fn, len(args))
+    paths = []
+    for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_quantized):
+        parts = [key_name(entry) for entry in path[1:]]
+        if key_name(path[0]) == "0":
+            parts[0] = names[int(parts[0])]
+        paths.append(tuple(parts))
+    return paths
+
+
+def weight_names(paths: Sequence[tuple[str, ...]], leaves: Sequence[Any], weights: Weights, args: Sequence[str]):
+    """For every leaf the name of the parameter that it is, or None.
+
+    Below an argument that holds parameters, a component called "params" marks them: what is beside it (batch
+    statistics, optimizer state) is none, and the name begins after it.
+    """
+    chosen = _chooser(weights, args)
+    collections = {path[0] for path in paths if "params" in path[:3]}
+    names: list[str | None] = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not hasattr(leaf, "shape"):
+            names.append(None)
+            continue
+        inside = path[: _params_at(path) + 1] if path[0] in collections else path[:1]
+        name = "/".join(p for p in path[len(inside) :] if p not in ("value", "raw_value"))
+        if chosen is not None:
+            names.append(name if chosen(path, name or path[0], leaf) else None)
+        elif path[0] in collections:
+            names.append((name or path[0]) if "params" in path[:3] else None)
+        elif path[0] in PARAMETERS or isinstance(leaf, QArray):
+            names.append(name or path[0])
+        else:
+            names.append(None)
+    return names
+
+
+def _params_at(path: tuple[str, ...]) -> int:
+    return path.index("params") if "params" in path[:3] else 0
+
+
+def _chooser(weights: Weights, args: Sequence[str]) -> Callable[[tuple[str, ...], str, Any], bool] | None:
+    if weights is None:
+        return None
+    if callable(weights):
+        return lambda path, name, leaf: bool(weights(name, leaf))
+    told = [weights] if isinstance(weights, str | int) else list(weights)
+    wanted = set()
+    for argument in told:
+        if isinstance(argument, int):
+            if not -len(args) <= argument < len(args):
+                raise ValueError(f"weights={argument} names no argument: there are {len(args)}")
+            argument = args[argument]
+        wanted.add(argument)
+    return lambda path, name, leaf: path[0] in wanted

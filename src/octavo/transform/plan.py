@@ -1,0 +1,267 @@
+"""What a set of rules will do to a function, before anything runs."""
+
+import dataclasses
+import html
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from octavo.ops import DotConfig, Matmul, Operand, lowering_of
+from octavo.qarray import QArray
+from octavo.rules import QuantizationRule, nearest
+from octavo.transform.quantized import Quantized, operand_axes, quantized
+from octavo.transform.site import Site
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRow:
+    """What becomes of one multiplication."""
+
+    path: str
+    op: str
+    weight: str | None
+    shapes: str
+    rule: int | None
+    """The number of the rule in the list, from 0."""
+    fwd: str
+    dlhs: str
+    drhs: str
+    scales: str
+    lowering: str
+    bytes_before: int
+    """Of the weight, as it is in float and as the product reads it; of both operands if there is no weight."""
+    bytes_after: int
+    flops: int
+    times: int
+    reason: str | None
+
+
+class Plan:
+    """Every multiplication of a function with what the rules do to it; printed as a table.
+
+    `rows` are in the order of execution. `to_json` gives the same for programs.
+    """
+
+    def __init__(self, rows: Sequence[PlanRow], rules: Sequence[QuantizationRule], notes: Sequence[str] = ()):
+        self.rows, self.rules, self.notes = tuple(rows), tuple(rules), tuple(notes)
+
+    @property
+    def flops(self) -> int:
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def share(self) -> float:
+        """The share of forward FLOPs that a rule quantizes."""
+        done = sum(row.flops for row in self.rows if row.reason is None)
+        return done / self.flops if self.flops else 0.0
+
+    def to_json(self) -> str:
+        """The plan as a JSON text."""
+        rows = [dataclasses.asdict(row) for row in self.rows]
+        return json.dumps({"share": self.share, "flops": self.flops, "rows": rows, "notes": list(self.notes)})
+
+    def __str__(self) -> str:
+        widths = [max(len(line[i]) for line in self._table()) for i in range(len(_COLUMNS))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in self._table()]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *self.notes, self._summary()])
+
+    __repr__ = __str__
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[str]:
+        """Printed by rich: what is left alone is dim, the summary bold."""
+        *lines, summary = str(self).split("\n")
+        for line, row in zip(lines, [None, None, *self.rows, *self.notes], strict=True):
+            text = line.replace("[", "\\[")
+            yield f"[dim]{text}[/dim]" if isinstance(row, PlanRow) and row.reason else text
+        yield f"[bold]{summary}[/bold]"
+
+    def _repr_html_(self) -> str:
+        head, *body = self._table()
+        row = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"  # noqa: E731
+        rows = "".join(row(cells, "td") for cells in body)
+        return f"<table><thead>{row(head, 'th')}</thead><tbody>{rows}</tbody></table><p>{html.escape(self._summary())}</p>"
+
+    def _table(self) -> list[list[str]]:
+        return [list(_COLUMNS), *(_cells(row, self.flops) for row in self.rows)]
+
+    def _summary(self) -> str:
+        before, after = (sum(getattr(r, f"bytes_{when}") for r in self.rows) for when in ("before", "after"))
+        done = sum(row.reason is None for row in self.rows)
+        saved = f"; operands {_size(before)} -> {_size(after)}" if before else ""
+        return f"{done} of {len(self.rows)} products quantized, {100 * self.share:.1f} % of forward FLOPs{saved}"
+
+
+_COLUMNS = ("path", "op", "shapes", "rule", "fwd", "dlhs", "drhs", "scales", "lowering", "bytes", "FLOPs", "note")
+
+
+def _cells(row: PlanRow, total: int) -> list[str]:
+    share = f"{100 * row.flops / total:.1f} %" if total else ""
+    size = f"{_size(row.bytes_before)} -> {_size(row.bytes_after)}" if row.reason is None else _size(row.bytes_before)
+    shapes = row.shapes if row.times == 1 else f"{row.times} x {row.shapes}"
+    rule = "" if row.rule is None else str(row.rule)
+    name = row.path or row.weight or "(top)"
+    kinds = [row.fwd, row.dlhs, row.drhs, row.scales, row.lowering]
+    return [name, row.op, shapes, rule, *kinds, size, share, row.reason or ""]
+
+
+def plan(
+    fn: Callable[..., Any], rules: Any, *args: Any, weights: Any = None, on_unmatched: str = "error", **kwargs: Any
+) -> Plan:
+    """What the rules do to each multiplication of `fn(*args, **kwargs)`; only the shapes of the arguments are used.
+
+    A rule that matches nothing, or only what earlier rules take, is an error that names the nearest paths;
+    `on_unmatched="warn"` makes it a warning. `fn` may also be what `quantized` returns, with `rules=None`.
+
+    >>> import octavo
+    >>> rule = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
+    >>> x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    >>> w = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    >>> octavo.plan(lambda params, x: x @ params["out"]["w"], rule, {"out": {"w": w}}, x).rows[0].drhs
+    'int8 x int8'
+    """
+    low = fn if isinstance(fn, Quantized) else quantized(fn, rules, weights=weights, on_unmatched=on_unmatched)
+    return plan_of(low.sites(*args, **kwargs), low.provider.rules, on_unmatched, strict=low.strict_paths)
+
+
+def plan_of(
+    sites: Sequence[Site], rules: Sequence[QuantizationRule], on_unmatched: str = "error", *, strict: bool = False
+) -> Plan:
+    """The plan of sites that were found already."""
+    notes = _unmatched(sites, rules, strict)
+    if notes and on_unmatched == "error":
+        raise ValueError("\n".join(notes))
+    if on_unmatched == "warn":
+        for note in notes:
+            warnings.warn(note, stacklevel=3)
+    numbers = {id(rule): number for number, rule in enumerate(rules)}
+    return Plan([_row(site, numbers) for site in sites], rules, notes)
+
+
+def _unmatched(sites: Sequence[Site], rules: Sequence[QuantizationRule], strict: bool) -> list[str]:
+    """A line for every rule that does nothing, and why."""
+    used = {id(site.rule) for site in sites}
+    notes = []
+    for number, rule in enumerate(rules):
+        if id(rule) in used or rule.optional:
+            continue
+        met = [s for s in sites if _matches(rule, s, strict)]
+        names = sorted({name for s in sites for name in (s.candidates[:1] if strict else s.candidates)})
+        if met:
+            first = met[0].rule
+            taken = next(n for n, r in enumerate(rules) if r is first)
+            why = f"is shadowed: rule {taken} comes first and takes all {len(met)} products that it matches"
+        else:
+            near = nearest(rule.module_path, names)
+            hint = f"; the nearest paths are {', '.join(map(repr, near))}" if near else ""
+            elsewhere = sorted({s.op for s in sites})
+            wanted = f" with op_names={rule.op_names} (there are {', '.join(elsewhere)})" if rule.op_names else ""
+            why = f"matches nothing: module_path={rule.module_path!r}{wanted}{hint}"
+        notes.append(f"rule {number} {why}")
+    return notes
+
+
+def _matches(rule: QuantizationRule, site: Site, strict: bool) -> bool:
+    names = site.candidates[:1] if strict else site.candidates
+    return any(rule.matches(name, site.op, weights=any(site.weights)) for name in names)
+
+
+def _row(site: Site, numbers: dict[int, int]) -> PlanRow:
+    config = site.config
+    lhs, rhs = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in (site.lhs, site.rhs))
+    before, after = (size * site.trips for size in _bytes(site))
+    return PlanRow(
+        path=site.path,
+        op=site.op if site.gradient is None else f"{site.op} ({site.gradient})",
+        weight=site.leaf,
+        shapes=f"{_shape(lhs.shape)} x {_shape(rhs.shape)}",
+        rule=None if site.rule is None else numbers.get(id(site.rule)),
+        fwd=_types(config.fwd) if config else f"{site.lhs[1]} x {site.rhs[1]}",
+        dlhs=_gradient(config, config.dlhs, config.fwd.rhs) if config else "",
+        drhs=_gradient(config, config.drhs, config.fwd.lhs) if config else "",
+        scales=_scales(site) if config else "",
+        lowering=_lowering(site, lhs, rhs) if config else "float",
+        bytes_before=before,
+        bytes_after=after,
+        flops=site.flops,
+        times=site.trips,
+        reason=site.reason,
+    )
+
+
+def _name(operand: Operand | None) -> str:
+    return "float" if operand is None else operand.qtype.name
+
+
+def _types(matmul: Matmul) -> str:
+    return f"{_name(matmul.lhs)} x {_name(matmul.rhs)}"
+
+
+def _gradient(config: DotConfig, matmul: Matmul, saved: Operand | None) -> str:
+    """The types of a gradient: the incoming gradient, then the residual as the product takes it."""
+    if matmul.lhs is None and matmul.rhs is None and matmul.residual == "original":
+        return "float"
+    residual = saved if matmul.residual == "reuse" else matmul.rhs
+    return f"{_name(matmul.lhs)} x {_name(residual)}"
+
+
+def _quantized(operand: Operand | None, shape: tuple[int, ...], dtype: str, axes: dict[str, Any]) -> Any:
+    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    if operand is None:
+        return x
+    how = operand.quantizer(len(shape), **axes)
+    return jax.eval_shape(lambda a: how.quantize(a, key=jax.random.key(0)), x)
+
+
+def _sides(site: Site) -> tuple[Any, Any]:
+    assert site.config is not None
+    fwd = site.config.fwd
+    left = _quantized(fwd.lhs, *site.lhs, operand_axes(site, right=False))
+    return left, _quantized(fwd.rhs, *site.rhs, operand_axes(site, right=True))
+
+
+def _scales(site: Site) -> str:
+    shapes = [_shape(x.scale.shape) if isinstance(x, QArray) else "-" for x in _sides(site)]
+    return " ".join(shapes)
+
+
+def _lowering(site: Site, lhs: Any, rhs: Any) -> str:
+    assert site.config is not None
+    if site.op not in ("dot_general", "einsum"):
+        return "int8" if all(isinstance(x, QArray) and x.qvalue.dtype == jnp.int8 for x in _sides(site)) else "see verify"
+    return lowering_of(site.config, *_sides(site), site.numbers)
+
+
+def _bytes(site: Site) -> tuple[int, int]:
+    """The bytes of the weight, or of both operands, before and after."""
+    lhs, rhs = site.weights
+    chosen = [1] if rhs else [0] if lhs else [0, 1]
+    types = (site.lhs, site.rhs)
+    before = sum(math.prod(types[i][0]) * jnp.dtype(types[i][1]).itemsize for i in chosen)
+    if site.config is None:
+        return before, before
+    sides = _sides(site)
+    return before, sum(_nbytes(sides[i]) for i in chosen)
+
+
+def _nbytes(x: Any) -> int:
+    if isinstance(x, QArray):
+        packed = jax.eval_shape(lambda q: q.pack(), x) if x.qtype.bits < 8 else x
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(packed))
+    return math.prod(x.shape) * x.dtype.itemsize
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "(" + ",".join(map(str, shape)) + ")"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError

@@ -1,0 +1,341 @@
+"""What a matched operation does: the default, quantized as the rule says, and the place to override it."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from octavo import ops
+from octavo._typing import Array
+from octavo.calibration import Bounds, RunningMean
+from octavo.ops import DotConfig, Operand
+from octavo.ops.conv_dims import ConvDims
+from octavo.ops.dims import Dims
+from octavo.qarray import QArray, Quantizer
+from octavo.rules import QuantizationRule, as_rules
+from octavo.transform.frame import Frame, Key
+from octavo.transform.site import Site
+
+QUANT_STATS = "quant_stats"
+OVERWRITE = "_overwrite_with_gradient"
+
+
+@dataclasses.dataclass
+class Operation:
+    """The operation that is being replaced."""
+
+    site: Site
+    frame: Frame
+
+
+_current: contextvars.ContextVar[Operation | None] = contextvars.ContextVar("octavo_operation", default=None)
+
+
+@contextlib.contextmanager
+def operating(operation: Operation | None) -> Iterator[None]:
+    """Make an operation the current one."""
+    token = _current.set(operation)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def get_current_rule(op_name: str | None = None) -> QuantizationRule | None:
+    """The rule of the operation that is being replaced, for code that a provider runs; None outside of one.
+
+    >>> get_current_rule() is None
+    True
+    """
+    operation = _current.get()
+    if operation is None or (op_name is not None and operation.site.op != op_name):
+        return None
+    return operation.site.rule
+
+
+class QuantizationProvider:
+    """Rules, and what is done where they match.
+
+    A subclass may override `dot_general`, `einsum`, `conv_general_dilated`, `ragged_dot` or `gmm`. Each gets the
+    operation's arguments as JAX's function of that name does, and may ask for its rule and name by
+    `_get_current_rule_and_op_id`, for a random key by `make_key`, and keep state under its name by `get_state` and
+    `set_state`. Where no rule matches, or a rule leaves alone, nothing is called.
+
+    >>> class Halved(QuantizationProvider):
+    ...     def dot_general(self, *args, **kwargs):
+    ...         return super().dot_general(*args, **kwargs) / 2
+    """
+
+    def __init__(self, rules: Any, *, disable_jit: bool = False):
+        del disable_jit  # Qwix needs it to see through jit; here jit is seen through anyway.
+        self.rules: tuple[QuantizationRule, ...] = as_rules(rules)
+        self._seen: set[QuantizationRule] = set()
+
+    @property
+    def overrides(self) -> frozenset[str]:
+        """The operations that a subclass does in its own way."""
+        return frozenset(name for name in _OPERATIONS if getattr(type(self), name) is not _OPERATIONS[name])
+
+    @property
+    def stateful(self) -> bool:
+        """Whether any operation may keep state."""
+        return bool(self.overrides) or any(_has_state(rule) for rule in self.rules)
+
+    @property
+    def quantizes_params(self) -> bool:
+        """Whether parameters are expected in low precision already, as `quantize_params` makes them."""
+        return False
+
+    def get_unused_rules(self) -> list[QuantizationRule]:
+        """The rules that no operation has used so far."""
+        return [rule for rule in self.rules if rule not in self._seen]
+
+    def dot_general(
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+    ) -> Array:
+        dims = Dims.of(dimension_numbers, lhs.ndim, rhs.ndim)
+        contract, batch = (dims.lhs_contract, dims.rhs_contract), (dims.lhs_batch, dims.rhs_batch)
+        kinds = {"precision": precision, "preferred_element_type": preferred_element_type}
+        return _run(
+            ops.dot_general,
+            (lhs, rhs),
+            (dimension_numbers,),
+            {**kinds, "out_sharding": out_sharding},
+            lambda operand, x, side: operand.quantizer(x.ndim, contracting=contract[side], batch=batch[side]),
+            lambda config: ops.init_scaling(config, lhs, rhs, dimension_numbers),
+        )
+
+    def einsum(self, subscripts: str, lhs: Any, rhs: Any, **kwargs: Any) -> Array:
+        numbers = _numbers(subscripts)
+        return QuantizationProvider.dot_general(self, lhs, rhs, numbers, **kwargs)
+
+    def conv_general_dilated(self, lhs: Any, rhs: Any, window_strides: Any, padding: Any, **geometry: Any) -> Array:
+        shape = {k: v for k, v in geometry.items() if k in _GEOMETRY}
+        dims = ConvDims.of(lhs.shape, rhs.shape, window_strides, padding, **shape)
+        kept = dims.lhs[0], dims.rhs[0]
+
+        def quantizer(operand: Operand, x: Any, side: int) -> Quantizer:
+            return operand.quantizer(x.ndim, contracting=tuple(a for a in range(x.ndim) if a != kept[side]))
+
+        return _run(
+            ops.conv_general_dilated,
+            (lhs, rhs),
+            (window_strides, padding),
+            geometry,
+            quantizer,
+            lambda config: ops.init_conv_scaling(config, lhs, rhs, window_strides, padding, **shape),
+        )
+
+    def ragged_dot(self, lhs: Any, rhs: Any, group_sizes: Any, *, dimension_numbers: Any = None, **kwargs: Any) -> Array:
+        if dimension_numbers is None:
+            dimension_numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers.dot_dimension_numbers
+        contract, batch = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
+        return _run(
+            ops.ragged_dot_general,
+            (lhs, rhs),
+            (group_sizes, dimension_numbers),
+            kwargs,
+            lambda operand, x, side: operand.quantizer(x.ndim, contracting=contract[side], batch=batch[side]),
+            lambda config: ops.init_ragged_scaling(config, lhs, rhs),
+        )
+
+    def gmm(self, lhs: Any, rhs: Any, group_sizes: Any, **kwargs: Any) -> Array:
+        return QuantizationProvider.ragged_dot(self, lhs, rhs, group_sizes, **kwargs)
+
+    # What an overriding method may ask for.
+
+    def _get_current_rule_and_op_id(
+        self, op_name: str, *, only_rule: bool = False, repeated_call: bool = False
+    ) -> tuple[QuantizationRule | None, str | None]:
+        del repeated_call  # an operation keeps its name however often it is asked for
+        rule = get_current_rule(op_name)
+        return rule, None if rule is None or only_rule else _operation().site.op_id
+
+    def make_key(self) -> Array | None:
+        """The random key of the current operation; None if the function was not given one."""
+        site, frame = _operation().site, _operation().frame
+        return frame.key_of(site.path, site.op_id)
+
+    def get_state(self, name: str, init: Callable[[], Any], *, collection: str = QUANT_STATS) -> Any:
+        """A pytree kept under the current operation's name."""
+        site, frame = _operation().site, _operation().frame
+        return frame.read(Key(collection, site.path, f"{site.op_id}_{name}"), init)
+
+    def set_state(self, name: str, value: Any, *, collection: str = QUANT_STATS) -> None:
+        """Replace the pytree kept under the current operation's name."""
+        site, frame = _operation().site, _operation().frame
+        if frame.context.update:
+            frame.write(Key(collection, site.path, f"{site.op_id}_{name}"), value)
+
+
+class QtProvider(QuantizationProvider):
+    """Quantized training and quantization-aware training: float parameters, low-precision products.
+
+    >>> QtProvider([QuantizationRule(weight_qtype="int8", act_qtype="int8")]).quantizes_params
+    False
+    """
+
+
+class PtqProvider(QuantizationProvider):
+    """Post-training quantization: the parameters themselves are low precision, made by `quantize_params`.
+
+    >>> PtqProvider([QuantizationRule(weight_qtype="int4")]).quantizes_params
+    True
+    """
+
+    @property
+    def quantizes_params(self) -> bool:
+        return True
+
+
+_OPERATIONS = {
+    name: getattr(QuantizationProvider, name)
+    for name in ("dot_general", "einsum", "conv_general_dilated", "ragged_dot", "gmm")
+}
+_GEOMETRY = ("lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count", "batch_group_count")
+
+
+def _operation() -> Operation:
+    operation = _current.get()
+    if operation is None:
+        raise RuntimeError("no operation is being replaced: this is for methods that a provider overrides")
+    return operation
+
+
+def _has_state(rule: QuantizationRule) -> bool:
+    if rule.act_static_scale:
+        return True
+    matmuls = [getattr(rule, name, None) for name in ("fwd", "dlhs", "drhs")]
+    return any(o is not None and o.tracker is not None for m in matmuls if m is not None for o in (m.lhs, m.rhs))
+
+
+def _run(
+    op: Callable[..., Array],
+    operands: tuple[Any, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    quantizer: Callable[[Operand, Any, int], Quantizer],
+    init_scaling: Callable[[DotConfig], Any],
+) -> Array:
+    """Do the current operation as its rule says."""
+    operation = _operation()
+    site, frame, config = operation.site, operation.frame, operation.site.config
+    if config is None:
+        return op(*operands, *args, **kwargs)
+    scaling = _static_ranges(operation, config, operands, quantizer)
+    if any(isinstance(x, QArray) for x in operands):
+        sides = zip((config.fwd.lhs, config.fwd.rhs), operands, ("lhs", "rhs"), strict=True)
+        quantized = [
+            x
+            if isinstance(x, QArray) or operand is None
+            else quantizer(operand, x, side == "rhs").quantize(x, bounds=scaling.get(side))
+            for operand, x, side in sides
+        ]
+        return op(*quantized, *args, **kwargs)
+    if ops.trackers_of(config):
+        key = Key(OVERWRITE, site.path, site.op_id)
+        scaling |= frame.read(key, lambda: init_scaling(config))
+    return op(*operands, *args, **kwargs, config=config, key=_rounding_key(operation, config), scaling=scaling)
+
+
+def _rounding_key(operation: Operation, config: DotConfig) -> Array | None:
+    site, frame = operation.site, operation.frame
+    matmuls = (config.fwd, config.dlhs, config.drhs)
+    if not any(o is not None and o.rounding.stochastic for m in matmuls for o in (m.lhs, m.rhs)):
+        return None
+    key = frame.key_of(site.path, site.op_id)
+    if key is None and frame.context.init:
+        return jax.random.key(0)
+    if key is None:
+        raise ValueError(
+            f"{site.op_id} at {site.path!r} rounds stochastically and needs a random key: call "
+            "octavo.quantized(fn, rules).stateful(key=key)(...), or in a Flax model give the rng stream "
+            "'stochastic_rounding'"
+        )
+    return key
+
+
+def _static_ranges(operation: Operation, config: DotConfig, operands: Sequence[Any], quantizer: Any) -> dict[str, Any]:
+    """The remembered range of each activation, for a rule with static scales, updated by what is seen now."""
+    site, frame = operation.site, operation.frame
+    rule = site.rule
+    if rule is None or not rule.act_static_scale or site.gradient is not None:
+        return {}
+    ranges = {}
+    for side, name in enumerate(("lhs", "rhs")):
+        operand = (config.fwd.lhs, config.fwd.rhs)[side]
+        if operand is None or site.weights[side] or isinstance(operands[side], QArray):
+            continue
+        ranges[name] = _remembered(frame, site, name, quantizer(operand, operands[side], side), operands[side], rule)
+    return ranges
+
+
+def _remembered(
+    frame: Frame, site: Site, name: str, how: Quantizer, x: Array, rule: QuantizationRule
+) -> Bounds:
+    axes = tuple(range(x.ndim)) if rule.act_batch_axes is None else tuple(a % x.ndim for a in rule.act_batch_axes)
+    measured = how.measure(jax.lax.stop_gradient(x))
+    measured = {k: jnp.mean(v.astype(jnp.float32), axis=axes, keepdims=True) for k, v in measured.items()}
+    if frame.manual_axes:
+        measured = {k: jax.lax.pmean(v, frame.manual_axes) for k, v in measured.items()}
+    tracker = RunningMean()
+    key = Key(QUANT_STATS, site.path, f"{site.op_id}_{name}")
+    state = frame.read(key, lambda: tracker.init(measured))
+    stored = next(v for k, v in state.items() if k != "count")
+    now = next(iter(measured.values()))
+    if stored.shape != now.shape:
+        raise ValueError(
+            f"the statistics of {key.name} at {key.path!r} have the shape {stored.shape}, but this input gives "
+            f"{now.shape}: act_batch_axes={rule.act_batch_axes} keeps axes whose length changed. Leave act_batch_axes "
+            "out for one scale per tensor"
+        )
+    if frame.context.init:
+        return measured
+    if not frame.context.update:
+        try:
+            return tracker.read(state)
+        except ValueError as error:
+            raise ValueError(
+                f"{key.name} at {key.path!r} has a static scale that was never calibrated: run the model on "
+                "calibration data with statistics being updated first"
+            ) from error
+    state = tracker.update(state, measured)
+    frame.write(key, state)
+    return tracker.read(state, measured)
+
+
+def _numbers(subscripts: str) -> Any:
+    """The dimension numbers of an einsum of two operands in the order of a dot_general."""
+    left, right = subscripts.split("->")[0].split(",")
+    out = subscripts.split("->")[1]
+    batch = [c for c in left if c in right and c in out]
+    contract = [c for c in left if c in right and c not in out]
+    place = lambda term, chars: tuple(term.index(c) for c in chars)  # noqa: E731
+    return (place(left, contract), place(right, contract)), (place(left, batch), place(right, batch))
+
+
+def subscripts(numbers: Any, lhs_ndim: int, rhs_ndim: int) -> str:
+    """A dot_general written as an einsum."""
+    (lc, rc), (lb, rb) = numbers
+    letters = iter("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    left = [next(letters) for _ in range(lhs_ndim)]
+    right = [""] * rhs_ndim
+    for a, b in (*zip(lb, rb, strict=True), *zip(lc, rc, strict=True)):
+        right[b] = left[a]
+    right = [c or next(letters) for c in right]
+    rest_left = [c for a, c in enumerate(left) if a not in lc and a not in lb]
+    rest_right = [c for a, c in enumerate(right) if a not in rc and a not in rb]
+    out = [left[a] for a in lb] + rest_left + rest_right
+    return f"{''.join(left)},{''.join(right)}->{''.join(out)}"

@@ -1,0 +1,260 @@
+"""`quantized`: a function that computes in low precision, made from one that knows nothing of it."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from octavo._typing import PRNGKeyArray
+from octavo.qarray import QArray, Quantizer
+from octavo.transform import jaxprs
+from octavo.transform.frame import Context, Frame, Host, Key, Value
+from octavo.transform.interpret import as_array, evaluate
+from octavo.transform.origin import ACTIVATION, CONSTANT, Origin, of_leaf, stored_quantizer
+from octavo.transform.paths import Weights, argument_names, is_quantized, leaf_paths, weight_names
+from octavo.transform.provider import QtProvider, QuantizationProvider
+from octavo.transform.site import Site
+from octavo.transform.state import check_calibrated, flat, nested
+
+_ON_UNMATCHED = ("error", "warn", "ignore")
+
+
+def quantized(
+    fn: Callable[..., Any], rules: Any, *, weights: Weights = None, on_unmatched: str = "error"
+) -> "Quantized":
+    """`fn`, with the multiplications that the rules match done in low precision, and so their gradients.
+
+    `rules` is a recipe's name, a rule, a sequence of rules or a provider. Which inputs are weights is told by the
+    argument's name (`params`, `variables`, `model` and the like) or by `weights`: an argument's name or number, several
+    of them, or a function of a leaf's name and value. Weights may also come as QArrays. The result has the signature of
+    `fn` and composes with every transformation of JAX, before and after. Where the rules keep state (static ranges,
+    delayed scaling), or round stochastically, see `Quantized.init` and `Quantized.stateful`.
+
+    >>> import jax.numpy as jnp, octavo
+    >>> def predict(params, x):
+    ...     return x @ params["w"]
+    >>> low = octavo.quantized(predict, octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8"))
+    >>> low({"w": jnp.eye(4)}, jnp.ones((2, 4))).shape
+    (2, 4)
+    """
+    if on_unmatched not in _ON_UNMATCHED:
+        raise ValueError(f"on_unmatched is one of {_ON_UNMATCHED}, got {on_unmatched!r}")
+    if not callable(fn):
+        raise TypeError(f"quantized takes a function, got {type(fn).__name__}; for a model use octavo.quantize_model")
+    provider = rules if isinstance(rules, QuantizationProvider) else QtProvider(rules)
+    return Quantized(fn, provider, weights, on_unmatched)
+
+
+class Inputs(NamedTuple):
+    """The flattened arguments of a call: arrays that are traced, and everything else as it is."""
+
+    leaves: list[Any]
+    tree: Any
+    names: list[str | None]
+    dynamic: list[bool]
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [leaf for leaf, moves in zip(self.leaves, self.dynamic, strict=True) if moves]
+
+    @property
+    def abstract(self) -> list[Any]:
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, QArray) else x for x in self.arrays]
+
+    def origins(self) -> list[Origin]:
+        found = []
+        for leaf, name, moves in zip(self.leaves, self.names, self.dynamic, strict=True):
+            if moves:
+                found.append(ACTIVATION if name is None else of_leaf(name, leaf.shape))
+        return found
+
+    def fill(self, arrays: list[Any]) -> Any:
+        """(args, kwargs) with other arrays."""
+        moving = iter(arrays)
+        full = [next(moving) if moves else leaf for leaf, moves in zip(self.leaves, self.dynamic, strict=True)]
+        return jax.tree.unflatten(self.tree, full)
+
+
+class Quantized:
+    """A function in low precision; see `quantized`."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        provider: QuantizationProvider,
+        weights: Weights = None,
+        on_unmatched: str = "error",
+        *,
+        strict_paths: bool = False,
+        root: str | None = None,
+        host: Host | None = None,
+        names: Callable[[tuple[Any, ...], dict[str, Any]], list[str | None]] | None = None,
+    ):
+        self.fn, self.provider, self.weights, self.on_unmatched = fn, provider, weights, on_unmatched
+        self._options = {"strict_paths": strict_paths, "root": root, "host": host}
+        self._names = names
+        self._cache: dict[Any, Any] = {}
+        if hasattr(fn, "__name__"):
+            functools.update_wrapper(self, fn)
+
+    @property
+    def strict_paths(self) -> bool:
+        """Whether rules see the module's path only."""
+        return bool(self._options["strict_paths"])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.provider.stateful:
+            state = self._discover(args, kwargs)[1]
+            if state:
+                some = next(iter(state))
+                raise ValueError(
+                    f"{some.name} at {some.path!r} keeps state ({some.collection}), which goes in and comes out: "
+                    "state = q.init(*args); out, state = q.stateful(state)(*args)"
+                )
+        return self._run(args, kwargs, {}, None, True)[0]
+
+    def init(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The first state for arguments like these, as nested dictionaries: collection, module path, name.
+
+        >>> import jax.numpy as jnp, octavo
+        >>> rule = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+        >>> low = octavo.quantized(lambda params, x: x @ params["layer"]["w"], rule)
+        >>> state = low.init({"layer": {"w": jnp.eye(4)}}, jnp.ones((2, 4)))
+        >>> list(state["quant_stats"]["layer"]["dot_general0_lhs"])
+        ['count', 'sum_of_absmax']
+        """
+        return nested(self._initial(args, kwargs))
+
+    def stateful(
+        self, state: Mapping[str, Any] | None = None, *, key: PRNGKeyArray | None = None, update: bool = True
+    ) -> Callable[..., tuple[Any, dict[str, Any]]]:
+        """The function with state: its result is (out, new state).
+
+        `update=False` freezes statistics; a static range that was never calibrated is then an error. `key` drives
+        stochastic rounding. Delayed scaling updates its state through the gradient: that of the state is its new value.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+            return self._run(args, kwargs, dict(state or {}), key, update)
+
+        return call
+
+    def sites(self, *args: Any, **kwargs: Any) -> list[Site]:
+        """Every multiplication of the function for arguments like these; only shapes are used."""
+        return list(self._discover(args, kwargs)[0].sites.values())
+
+    def stored_quantizers(self, *args: Any, **kwargs: Any) -> dict[str, Quantizer]:
+        """How each parameter that a rule quantizes is to be stored, by its name."""
+        inputs = self._inputs(args, kwargs)
+        shapes = {n: leaf.shape for n, leaf in zip(inputs.names, inputs.leaves, strict=True) if n is not None}
+        found: dict[str, Quantizer] = {}
+        for site in self.sites(*args, **kwargs):
+            how = site_quantizer(site, shapes)
+            if how is not None:
+                found.setdefault(site.leaf or "", how)
+        return found
+
+    # How it is done.
+
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_quantized)
+        if self._names is not None:
+            names = self._names(args, kwargs)
+        else:
+            paths = leaf_paths(self.fn, args, kwargs)
+            arguments = [*argument_names(self.fn, len(args)), *kwargs]
+            names = weight_names(paths, leaves, self.weights, arguments)
+        dynamic = [isinstance(x, jax.Array | np.ndarray | QArray | jax.ShapeDtypeStruct) for x in leaves]
+        return Inputs(leaves, tree, names, dynamic)
+
+    def _trace(self, inputs: Inputs) -> jaxprs.Traced:
+        def fn(*arrays):
+            args, kwargs = inputs.fill(list(arrays))
+            return self.fn(*args, **kwargs)
+
+        leaves, tree = jax.tree.flatten((tuple(inputs.abstract), {}))
+        return jaxprs.trace(fn, leaves, tree)
+
+    def _context(self, **changes: Any) -> Context:
+        return Context(self.provider, **self._options, cache=self._cache, **changes)
+
+    def _discover(self, args: tuple[Any, ...], kwargs: dict[str, Any], concrete: bool = False):
+        """The sites and the first state, from shapes alone unless the state is wanted as arrays."""
+        inputs = self._inputs(args, kwargs)
+        traced = self._trace(inputs)
+        context = dataclasses.replace(self._context(init=True, update=False), cache={})
+
+        def run(arrays):
+            frame = Frame(context)
+            evaluate(traced.jaxpr, _values(arrays, inputs.origins()), frame)
+            return frame.new
+
+        state = jax.jit(run)(inputs.arrays) if concrete else jax.eval_shape(run, inputs.arrays)
+        self._check(context, traced)
+        return context, state
+
+    def _initial(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Key, Any]:
+        return self._discover(args, kwargs, concrete=True)[1]
+
+    def _run(self, args, kwargs, state: Mapping[str, Any], key: Any, update: bool) -> tuple[Any, dict[str, Any]]:
+        inputs = self._inputs(args, kwargs)
+        known = self._discover(args, kwargs)[1] if self.provider.stateful else {}
+        before = flat(state, known)
+        if not update:
+            check_calibrated(before)
+        traced = self._trace(inputs)
+        context = self._context(update=update)
+        frame = Frame(context, state=before, key=key)
+        outs = evaluate(traced.jaxpr, _values(inputs.arrays, inputs.origins()), frame)
+        self._check(context, traced)
+        out = jax.tree.unflatten(traced.out_tree, [as_array(v.data) for v in outs])
+        return out, nested({**before, **frame.new})
+
+    def _check(self, context: Context, traced: jaxprs.Traced) -> None:
+        """Refuse to do nothing without a word."""
+        if self.on_unmatched == "ignore" or not self.provider.rules:
+            return
+        sites = list(context.sites.values())
+        if any(site.rule is not None or any(site.quantized) for site in sites) or context.cache:
+            return
+        if not sites:
+            what = "it multiplies nothing that could be quantized (no dot_general, convolution or ragged_dot)"
+        else:
+            paths = sorted({site.leaf or site.path for site in sites})
+            what = f"no rule matches any of its {len(sites)} multiplications, at {', '.join(map(repr, paths[:5]))}"
+        message = f"quantizing {getattr(self.fn, '__name__', 'the function')} would change nothing: {what}"
+        if self.on_unmatched == "error":
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=4)
+
+
+def _values(arrays: list[Any], origins: list[Origin]) -> list[Value]:
+    return [Value(x, o) for x, o in zip(arrays, origins, strict=True)]
+
+
+def site_quantizer(site: Site, shapes: Mapping[str, tuple[int, ...]]) -> Quantizer | None:
+    """How the parameter of a site is stored in low precision; None if it is not one, or cannot be."""
+    lhs, rhs = site.weights
+    if site.config is None or not (lhs or rhs):
+        return None
+    operand = site.config.fwd.rhs if rhs else site.config.fwd.lhs
+    origin = site.origins[1] if rhs else site.origins[0]
+    if operand is None or not origin.is_stored or site.leaf is None:
+        return None
+    shape = (site.rhs if rhs else site.lhs)[0]
+    how = operand.quantizer(len(shape), **operand_axes(site, right=rhs))
+    return stored_quantizer(how, origin, shape, len(shapes[site.leaf]))
+
+
+def operand_axes(site: Site, *, right: bool) -> dict[str, tuple[int, ...]]:
+    """Which axes of an operand are contracted and which are batch axes."""
+    side = 1 if right else 0
+    if site.op == "conv_general_dilated":
+        spec = site.numbers.rhs_spec if right else site.numbers.lhs_spec
+        return {"contracting": tuple(a for a in range(len(spec)) if a != spec[0]), "batch": ()}
+    numbers = getattr(site.numbers, "dot_dimension_numbers", site.numbers)
+    return {"contracting": tuple(numbers[0][side]), "batch": tuple(numbers[1][side])}

@@ -1,0 +1,165 @@
+"""One multiplication in a function: where it is, what it multiplies, and which rule decides about it."""
+
+import dataclasses
+import math
+from typing import Any
+
+from octavo.ops import DotConfig, Matmul
+from octavo.rules import QuantizationRule, dot_config, find
+from octavo.transform.frame import BACKWARD, Context, Frame, Value, is_einsum, scope_names
+from octavo.transform.jaxprs import PRODUCTS, Equation, scope
+from octavo.transform.origin import Origin, common_module
+
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A multiplication and what is decided about it."""
+
+    path: str
+    op: str
+    op_id: str
+    lhs: tuple[tuple[int, ...], str]
+    rhs: tuple[tuple[int, ...], str]
+    out: tuple[tuple[int, ...], str]
+    origins: tuple[Origin, Origin]
+    numbers: Any
+    rule: QuantizationRule | None
+    config: DotConfig | None
+    reason: str | None
+    """Why it is left alone, if it is."""
+    gradient: str | None
+    """ "dlhs" or "drhs" where the function holds its own backward pass."""
+    trips: int
+    flops: int
+    quantized: tuple[bool, bool] = (False, False)
+    """Which operands are QArrays already."""
+
+    @property
+    def weights(self) -> tuple[bool, bool]:
+        """Which operands count as weights: parameters, and constants that meet an activation."""
+        left, right = self.origins
+        lhs, rhs = left.is_weight, right.is_weight
+        if not lhs and not rhs:
+            lhs, rhs = left.constant and not right.constant, right.constant and not left.constant
+        return lhs and not rhs, rhs
+
+    @property
+    def leaf(self) -> str | None:
+        """The parameter that is multiplied, if one is."""
+        lhs, rhs = self.weights
+        origin = self.origins[1] if rhs else self.origins[0] if lhs else None
+        return origin.leaves[0] if origin is not None and origin.leaves else None
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """The names under which a rule may mean this: the module, and the parameter itself."""
+        return (self.path,) if self.leaf is None else (self.path, self.leaf)
+
+
+def find_site(eqn: Equation, values: list[Value], frame: Frame) -> Site:
+    """The site of an equation that multiplies, with its rule; counts its operation."""
+    lhs, rhs = values[:2]
+    names = "/".join(s for s in (frame.scope, scope(eqn)) if s)
+    op = PRODUCTS[eqn.primitive.name]
+    if op == "dot_general" and is_einsum(names):
+        op = "einsum"
+    if op == "ragged_dot" and "octavo.gmm" in names:
+        op = "gmm"
+    backward = BACKWARD in names
+    path = _path(names, lhs.origin, rhs.origin, frame.context)
+    draft = Site(
+        path,
+        op,
+        frame.op_id(path, op),
+        _type(eqn.invars[0].aval),
+        _type(eqn.invars[1].aval),
+        _type(eqn.outvars[0].aval),
+        (lhs.origin, rhs.origin),
+        eqn.params.get("dimension_numbers") or eqn.params.get("ragged_dot_dimension_numbers"),
+        None,
+        None,
+        None,
+        None,
+        frame.trips,
+        flops(eqn) * frame.trips,
+        (not hasattr(lhs.data, "aval") and hasattr(lhs.data, "qtype"), hasattr(rhs.data, "qtype")),
+    )
+    if backward:
+        draft = dataclasses.replace(draft, gradient="dlhs" if draft.weights[1] else "drhs")
+    rule = _rule(draft, frame.context)
+    reason, config = _decide(draft, rule)
+    site = dataclasses.replace(draft, rule=rule, config=config, reason=reason)
+    frame.context.sites[path, site.op_id, site.gradient] = site
+    return site
+
+
+def _path(names: str, lhs: Origin, rhs: Origin, context: Context) -> str:
+    for origin in (rhs, lhs):
+        if origin.is_weight and origin.module is not None:
+            return origin.module
+    given = scope_names(names)
+    if context.root is not None and given[:1] == [context.root]:
+        given = given[1:]
+    return "/".join(given) if given else common_module([lhs, rhs]) or ""
+
+
+def _rule(site: Site, context: Context) -> QuantizationRule | None:
+    paths = site.candidates[:1] if context.strict_paths else site.candidates
+    for rule in context.provider.rules:
+        if any(find([rule], path, site.op, weights=any(site.weights)) for path in paths):
+            return rule
+    return None
+
+
+def _decide(site: Site, rule: QuantizationRule | None) -> tuple[str | None, DotConfig | None]:
+    """Why a site is left alone, or how it is quantized."""
+    if rule is None:
+        return "no rule matches", None
+    if rule.leaves_alone:
+        return "a rule leaves it alone", None
+    if site.lhs[1] not in _FLOATS or site.rhs[1] not in _FLOATS:
+        return f"{site.lhs[1]} x {site.rhs[1]} is no product of floats", None
+    if site.op in ("dot_general", "einsum") and not site.numbers[0][0]:
+        return "an outer product: nothing is summed", None
+    lhs, rhs = site.weights
+    config = dot_config(rule, lhs_weight=lhs, rhs_weight=rhs)
+    if config is None:
+        return "two activations, and the rule has no act_qtype", None
+    if site.gradient is not None:
+        gradient = _gradient_config(config, site.gradient)
+        return (None, gradient) if gradient is not None else ("the rule keeps gradients in float", None)
+    return None, config
+
+
+def _gradient_config(config: DotConfig, gradient: str) -> DotConfig | None:
+    """A gradient that stands in the function itself, as a product of its own: the gradient first, then the residual."""
+    matmul = config.dlhs if gradient == "dlhs" else config.drhs
+    if matmul.lhs is None and matmul.rhs is None:
+        return None
+    residual = config.fwd.rhs if gradient == "dlhs" else config.fwd.lhs
+    rhs = matmul.rhs if matmul.rhs is not None or matmul.residual == "original" else residual
+    without = [None if o is None else o.replace(tracker=None) for o in (matmul.lhs, rhs)]
+    fwd = Matmul(without[0], without[1], rotate=matmul.rotate, accumulator=matmul.accumulator)
+    return DotConfig(fwd, lowering=config.lowering, clip_gradient=config.clip_gradient)
+
+
+def flops(eqn: Equation) -> int:
+    """Multiplications and additions of one execution."""
+    lhs, rhs, out = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
+    name, p = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        (contract, _), _ = p["dimension_numbers"]
+        return 2 * math.prod(out) * math.prod(lhs[a] for a in contract)
+    if name == "conv_general_dilated":
+        spec = p["dimension_numbers"].rhs_spec
+        return 2 * math.prod(out) * math.prod(rhs[a] for a in spec[1:])
+    numbers = p["ragged_dot_dimension_numbers"]
+    (contract, _), _ = numbers.dot_dimension_numbers
+    groups = math.prod(out[:1]) if set(numbers.lhs_ragged_dimensions) & set(contract) else 1
+    return 2 * math.prod(out) // groups * math.prod(lhs[a] for a in contract)
+
+
+def _type(aval: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(aval.shape), str(aval.dtype)

@@ -1,0 +1,47 @@
+"""State of operations as a plain pytree: collection, module path, name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from octavo.transform.frame import Key
+
+
+def nested(state: Mapping[Key, Any]) -> dict[str, Any]:
+    """State by its keys, as nested dictionaries."""
+    tree: dict[str, Any] = {}
+    for key, value in state.items():
+        place = tree.setdefault(key.collection, {})
+        for part in key.path.split("/") if key.path else ():
+            place = place.setdefault(part, {})
+        place[key.name] = value
+    return tree
+
+
+def flat(tree: Mapping[str, Any], known: Mapping[Key, Any]) -> dict[Key, Any]:
+    """The inverse of `nested`, for the keys that are known; what is missing raises."""
+    state = {}
+    for key in known:
+        place: Any = tree.get(key.collection, {})
+        for part in (*(key.path.split("/") if key.path else ()), key.name):
+            place = place.get(part) if isinstance(place, Mapping) else None
+            if place is None:
+                raise ValueError(
+                    f"the state has no {key.collection}/{'/'.join(p for p in (key.path, key.name) if p)}: it was made "
+                    "for other rules or another function; initialize it again"
+                )
+        state[key] = place
+    return state
+
+
+def check_calibrated(state: Mapping[Key, Any]) -> None:
+    """Refuse statistics that nothing was counted in, as far as that can be seen before anything runs."""
+    for key, value in state.items():
+        if isinstance(value, Mapping) and "count" in value and not isinstance(value["count"], jax.core.Tracer):
+            if np.any(np.asarray(value["count"]) == 0):
+                raise ValueError(
+                    f"{key.name} at {key.path!r} has a static scale that was never calibrated: run on calibration "
+                    "data with statistics being updated first"
+                )
