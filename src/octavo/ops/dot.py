@@ -29,6 +29,7 @@ from octavo.ops.training import (
     save,
     six_keys,
     trace_of,
+    traced_once,
     updated_scaling,
 )
 from octavo.qarray import QArray
@@ -60,6 +61,11 @@ def quantized_dot(lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Sca
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Scaling) -> Array:
+    return _primal(call, lhs, rhs, key, scaling)
+
+
+@traced_once
+def _primal(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Scaling) -> Array:
     return _forward(call, lhs, rhs, key, scaling)[0]
 
 
@@ -79,6 +85,7 @@ def _forward(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scali
     return out, (left, right, seen, keys)
 
 
+@traced_once
 def _dot_fwd(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Scaling):
     out, (left, right, seen, keys) = _forward(call, lhs, rhs, key, scaling)
     config = call.config
@@ -91,6 +98,7 @@ def _dot_fwd(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scali
     return out, (save((lhs_saved, rhs_saved, masks)), seen, keys, scaling, (trace_of(lhs), trace_of(rhs)))
 
 
+@traced_once
 def _dot_bwd(call: Call, residuals: Any, g: Array):
     (lhs, rhs, masks), seen, keys, scaling, like = residuals
     g = once_differentiable(g, *like)

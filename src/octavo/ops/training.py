@@ -1,5 +1,7 @@
 """What every op with quantized gradients shares: operands, ranges from outside, masks, and the backward pass."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +20,22 @@ RESIDUAL = "octavo_residual"
 
 type Scaling = dict[str, dict[str, Array]]
 """Ranges from outside: per operand ("lhs", "rhs", "dlhs", "drhs") bounds, or the state of its tracker."""
+
+
+def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of something static and of arrays, traced once for all calls that look alike.
+
+    A model multiplies the same shapes in every layer: one trace and one lowered function serve them all. Outside of any
+    trace the function runs as it is, because compiling it for a single call would take longer.
+    """
+    jitted = jax.jit(fn, static_argnums=0)
+
+    @functools.wraps(fn)
+    def call(static: Any, *args: Any) -> Any:
+        tracing = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+        return (jitted if tracing else fn)(static, *args)
+
+    return call
 
 
 @jax.custom_vjp

@@ -7,6 +7,7 @@ from typing import Any
 
 from octavo.calibration import Calibration, get_calibration
 from octavo.numerics import Format, Rounding, get_format, get_rounding
+from octavo.ops import Matmul
 from octavo.qarray.tiles import check_tile_size
 
 OPS = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot", "gmm")
@@ -193,4 +194,11 @@ def check_rotation(field: str, value: Any) -> int | None:
     """The block of a Hadamard rotation."""
     if value is not None and (not isinstance(value, int) or value < 2 or value & (value - 1)):
         raise ValueError(f"{field}={value!r}: a Hadamard rotation has blocks of a power of two, such as 16")
+    return value
+
+
+def check_matmul(field: str, value: Any) -> Matmul | None:
+    """A whole matmul."""
+    if not isinstance(value, Matmul | None):
+        raise ValueError(f"{field}={value!r}: an octavo.Matmul or None")
     return value

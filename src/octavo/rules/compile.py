@@ -14,8 +14,8 @@ _FLOAT = Matmul(residual="original")
 def dot_config(rule: QuantizationRule, *, lhs_weight: bool, rhs_weight: bool) -> DotConfig | None:
     """How a product runs under a rule, or None where the rule leaves it alone.
 
-    Static ranges (`act_static_scale`) are no part of it: they come with the call, as bounds in its `scaling`. Of two weights, the right one counts as the weight. For a weight on the left everything changes sides, the two
-    gradients too.
+    Static ranges (`act_static_scale`) are no part of it: they come with the call, as bounds in its `scaling`. Of two
+    weights, the right one counts as the weight. For a weight on the left everything changes sides, both gradients too.
 
     >>> config = dot_config(QtRule(weight_qtype="int4", act_qtype="int8"), lhs_weight=True, rhs_weight=False)
     >>> config.fwd.lhs.qtype.name, config.fwd.rhs.qtype.name, config.dlhs

@@ -3,17 +3,19 @@
 from octavo.calibration import AmaxHistory
 from octavo.ops import Matmul, Operand
 from octavo.rules.mixed import MIXED
-from octavo.rules.recipes import Recipe, register_recipe
+from octavo.rules.registry import Recipe, register_recipe
 from octavo.rules.rule import QtRule, QuantizationRule
 
-_MAXTEXT = "https://maxtext.readthedocs.io/en/latest/reference/core_concepts/quantization.html"
-_QWIX = "https://qwix.readthedocs.io"
-_TE = "https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/common.html"
+_MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext"
+_QWIX = "https://github.com/google/qwix"
+_TE = "https://github.com/NVIDIA/TransformerEngine, transformer_engine/common/recipe"
 _MICIKEVICIUS = "Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433"
 _OCP = "OCP Microscaling Formats (MX) Specification v1.0"
 _NVFP4 = "NVIDIA, Pretraining Large Language Models with NVFP4, arXiv:2509.25149"
 
 _E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
+_EXPERTS = ("ragged_dot", "gmm")
+_MATMULS = ("dot_general", "einsum", *_EXPERTS)  # convolutions have no tiles
 
 
 def _training(forward: str, backward: str, **fields) -> QtRule:
@@ -33,11 +35,12 @@ def _delayed(forward: str, backward: str) -> QtRule:
 
 def _deepseek() -> QtRule:
     # Codes of 128 x 128 tiles serve the transposed weight as well. The activation's 1 x 128 tiles become 128 x 1 in
-    # the weight's gradient: quantized again from the saved codes (section 3.2 of the report).
+    # the weight's gradient: quantized again from the saved codes (section 3.3 of the report).
     act, weight = Operand(_E4M3, tile=128), Operand(_E4M3, tile=128, square=True)
     return _training(
         _E4M3,
         _E4M3,
+        op_names=_MATMULS,
         fwd=Matmul(act, weight),
         dlhs=Matmul(act),
         drhs=Matmul(act, act, residual="requantize"),
@@ -49,7 +52,11 @@ def _switchback() -> QtRule:
     return _training("int8", "int8", fwd=Matmul(rows, whole), dlhs=Matmul(rows), drhs=Matmul(residual="original"))
 
 
-def _nvfp4(rotate: int | None) -> QtRule:
+def _blocks(qtype: str) -> QtRule:
+    return _training(qtype, qtype, op_names=_MATMULS)
+
+
+def _nvfp4(rotate: int | None = None, **fields) -> QtRule:
     """Square blocks of weights, so that both passes see the same weight; gradients rounded stochastically."""
     block, square = Operand("nvfp4"), Operand("nvfp4", square=True)
     gradient = Operand("nvfp4", rounding="stochastic")
@@ -59,11 +66,13 @@ def _nvfp4(rotate: int | None) -> QtRule:
         fwd=Matmul(block, square),
         dlhs=Matmul(gradient, square, residual="original"),
         drhs=Matmul(gradient, block, residual="original", rotate=rotate),
+        **fields,
     )
 
 
-def _add(name: str, rule: QuantizationRule | None, summary: str, source: str) -> None:
-    register_recipe(Recipe(name=name, summary=summary, source=source, rules=() if rule is None else (rule,)))
+def _add(name: str, rules: QuantizationRule | tuple[QuantizationRule, ...], summary: str, source: str) -> None:
+    rules = rules if isinstance(rules, tuple) else (rules,)
+    register_recipe(Recipe(name=name, summary=summary, source=source, rules=rules))
 
 
 _add("int8", _training("int8", "int8"), "Int8 in all three matmuls, a scale for each channel.", _QWIX)
@@ -80,7 +89,7 @@ for _name in ("fp8_nanoo", "nanoo_fp8"):
     _add(_name, _rule, "Delayed scaling per tensor in the fnuz formats of AMD's MI300.", _source)
 _add("int8w", _forward_only("int8"), "Int8 weights, activations and gradients in float.", _MAXTEXT)
 _add("int4w", _forward_only("int4"), "Int4 weights, activations and gradients in float.", _MAXTEXT)
-_add(MIXED, None, "Bits of weights and activations by layer, from the table passed as config=.", _MAXTEXT)
+_add(MIXED, (), "Bits of weights and activations by layer, from the table passed as config=.", _MAXTEXT)
 _add("aqt_fp8", _forward_only(_E4M3, _E4M3), "E4M3 forward, gradients in float.", "https://github.com/google/aqt")
 _add(
     "aqt_fp8_full",
@@ -97,9 +106,15 @@ _add(
     "Transformer Engine's Float8CurrentScaling: E4M3 forward, E5M2 gradients, the tensor's own range.",
     _TE,
 )
-_add("te_mxfp8", _training("mxfp8", "mxfp8"), "Transformer Engine's MXFP8BlockScaling: E4M3 in blocks of 32.", _TE)
-_add("te_nvfp4", _nvfp4(16), "NVFP4 with square weight blocks, stochastic and rotated weight gradients.", _NVFP4)
-_add("te_nvfp4_no_rht", _nvfp4(None), "The recipe te_nvfp4 without its Hadamard rotation.", _NVFP4)
+_add("te_mxfp8", _blocks("mxfp8"), "Transformer Engine's MXFP8BlockScaling: E4M3 in blocks of 32.", _TE)
+_add(
+    "te_nvfp4",
+    # The weight gradient of experts contracts groups of rows that change from step to step: no blocks to rotate.
+    (_nvfp4(op_names=_EXPERTS, optional=True), _nvfp4(16, op_names=("dot_general", "einsum"))),
+    "NVFP4 with square weight blocks, stochastic and (but for experts) rotated weight gradients.",
+    _NVFP4,
+)
+_add("te_nvfp4_no_rht", _nvfp4(op_names=_MATMULS), "The recipe te_nvfp4 without its Hadamard rotation.", _NVFP4)
 _add("qat_int8", _forward_only("int8", "int8"), "Int8 forward, gradients in float.", "Jacob et al., arXiv:1712.05877")
 _add(
     "qat_int4",
@@ -109,12 +124,12 @@ _add(
 )
 _add(
     "mxfp8",
-    _training("mxfp8", "mxfp8"),
+    _blocks("mxfp8"),
     "E4M3 in blocks of 32 in all three matmuls, block scales rounded up.",
     "Mishra et al., Recipes for Pre-training LLMs with MXFP8, arXiv:2506.08027",
 )
-_add("mxfp4", _training("mxfp4", "mxfp4"), "E2M1 in blocks of 32 in all three matmuls, rounded to nearest.", _OCP)
-_add("nvfp4", _training("nvfp4", "nvfp4"), "NVFP4 in all three matmuls, rounded to nearest, nothing rotated.", _NVFP4)
+_add("mxfp4", _blocks("mxfp4"), "E2M1 in blocks of 32 in all three matmuls, rounded to nearest.", _OCP)
+_add("nvfp4", _blocks("nvfp4"), "NVFP4 in all three matmuls, rounded to nearest, nothing rotated.", _NVFP4)
 _add(
     "deepseek_fp8",
     _deepseek(),

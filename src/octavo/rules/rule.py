@@ -27,10 +27,10 @@ class QuantizationRule(Config):
     Types are names, dtypes or formats; None stays in float. `tile_size` cuts the contraction into tiles with scales of
     their own, `square_tiles` the other axis of a weight too, and `per_tensor` gives one scale to a whole operand.
     `act_static_scale` remembers the range of activations over steps: one per tensor, unless `act_batch_axes` names the
-    axes that share it. `kv_qtype` is the type of keys and values, the second operand of a product of
-    two activations and what the KV cache stores; `kv_axis` says what shares a scale there: one head's values for a
-    token, or those of all heads. `rotate` and `sparsity` are those of `Matmul` and `DotConfig`. Bodies with
-    derivatives of their own are rewritten only with `inside_custom=True`.
+    axes that share it. `kv_qtype` is the type of keys and values, the second operand of a product of two activations
+    and what the KV cache stores; `kv_axis` says what shares a scale in the cache: one head's values for a token, or
+    those of all heads. `rotate` and `sparsity` are those of `Matmul` and `DotConfig`. Bodies with derivatives of their
+    own are rewritten only with `inside_custom=True`.
 
     >>> QuantizationRule(module_path=".*/mlp/.*", weight_qtype="int4", tile_size=128)
     QuantizationRule(module_path='.*/mlp/.*', weight_qtype='int4', tile_size=128)
@@ -163,9 +163,7 @@ class QtRule(QuantizationRule):
             "bwd_stochastic_rounding", self.bwd_stochastic_rounding, (None, "uniform", "low_bit_uniform")
         )
         checks.check_choice("residual", self.residual, (None, "reuse", "requantize", "original"))
-        for field in ("fwd", "dlhs", "drhs"):
-            if not isinstance(getattr(self, field), Matmul | None):
-                raise ValueError(f"{field}={getattr(self, field)!r}: an octavo.Matmul or None")
+        self._put(checks.check_matmul, "fwd", "dlhs", "drhs")
 
     def _check(self) -> None:
         super()._check()

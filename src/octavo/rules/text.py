@@ -11,13 +11,14 @@ from octavo.calibration import get_calibration
 from octavo.numerics import Stochastic, get_rounding
 from octavo.ops import Matmul, Operand
 from octavo.rules.checks import check_choice, check_qtype, nearest_name
-from octavo.rules.recipes import recipe, recipes
+from octavo.rules.registry import recipe, recipes
 from octavo.rules.rule import QtRule, QuantizationRule
 
 type RulesLike = str | Path | QuantizationRule | Sequence[QuantizationRule]
 """What stands for rules: a recipe's name, a file, a rule, or several."""
 
 _SUFFIXES = (".json", ".yml", ".yaml")
+_OPERAND = {"calibration": get_calibration("absmax"), "rounding": get_rounding("nearest")}
 _MATMULS = ("fwd", "dlhs", "drhs")
 
 
@@ -54,7 +55,7 @@ def rules_from_yaml(text: str) -> tuple[QuantizationRule, ...]:
     return _rules(_yaml().safe_load(text))
 
 
-def as_rules(source: RulesLike) -> tuple[QuantizationRule, ...]:
+def as_rules(source: RulesLike | Sequence[Any]) -> tuple[QuantizationRule, ...]:
     """Rules from whatever stands for them: a recipe's name, a .json or .yml file, a rule, or a sequence of rules.
 
     >>> as_rules(QtRule(weight_qtype="int8"))
@@ -98,9 +99,7 @@ def _differing(config: Config) -> dict[str, Any]:
     for field in dataclasses.fields(config):  # pyrefly: ignore
         value, default = getattr(config, field.name), field.default
         if isinstance(config, Operand):
-            made = {"calibration": get_calibration, "rounding": get_rounding}
-            default = made[field.name](default) if field.name in made else default
-            default = config.qtype.tile if field.name == "tile" else default
+            default = {"tile": config.qtype.tile, **_OPERAND}.get(field.name, default)
         if value != default:
             plain[field.name] = _plain(field.name, value)
     return plain
@@ -162,7 +161,14 @@ def _matmul(entry: Any, where: str) -> Matmul | None:
 
 
 def _made(value: Any) -> Any:
-    return _decode(dict(value)) if isinstance(value, Mapping) and "class" in value else value
+    """A value of a field: lists become tuples, and the keys of a mapping that are axes become numbers."""
+    if isinstance(value, list):
+        return tuple(_made(v) for v in value)
+    if isinstance(value, Mapping):
+        if "class" in value:
+            return _decode(dict(value))
+        return {int(k) if str(k).lstrip("-").isdigit() else k: _made(v) for k, v in value.items()}
+    return value
 
 
 def _check_known(kind: type, fields: Mapping[str, Any], where: str) -> None:

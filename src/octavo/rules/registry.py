@@ -1,4 +1,4 @@
-"""Recipes: rules that have a name, a sentence and a source."""
+"""The recipes by name: rules with a sentence and a source."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo._config import Config
 from octavo.numerics import nearest_names
-from octavo.rules.checks import check_regex, nearest_name
+from octavo.rules.checks import check_op_names, check_regex, nearest_name
 from octavo.rules.exclusion import SENSITIVE, excluding
 from octavo.rules.mixed import MIXED, mixed_precision
 from octavo.rules.rule import QuantizationRule
@@ -77,7 +77,8 @@ def recipe(
     """The rules of a recipe for the modules at a path, with some fields changed.
 
     The first rule leaves routers, embeddings and logits alone; `exclude` is a regular expression of one's own for that,
-    or None to leave nothing out. `config` is the per-layer configuration of "intmp".
+    or None to leave nothing out. `op_names` narrows the recipe to some of its operations. `config` is the table of
+    bits by layer that "intmp" needs.
 
     >>> recipe("int8w", ".*/mlp/.*", exclude=None, tile_size=128)
     (QuantizationRule(module_path='.*/mlp/.*', weight_qtype='int8', tile_size=128, scope='weights'),)
@@ -88,8 +89,21 @@ def recipe(
         return mixed_precision(config, module_path, exclude=exclude, **overrides)
     if config is not None:
         raise ValueError(f"config= is for the recipe {MIXED!r}; {name!r} takes fields of its rules as keywords")
-    rules = tuple(_changed(rule, name, {"module_path": module_path, **overrides}) for rule in found.rules)
-    return (*excluding(exclude), *rules)
+    changes = {"module_path": module_path, **overrides}
+    rules = found.rules
+    if "op_names" in overrides:
+        rules = _narrowed(rules, name, check_op_names(changes.pop("op_names")))
+    return (*excluding(exclude), *(_changed(rule, name, changes) for rule in rules))
+
+
+def _narrowed(rules: tuple[QuantizationRule, ...], name: str, ops: tuple[str, ...]) -> tuple[QuantizationRule, ...]:
+    """The rules for these operations only, each for those that it is for."""
+    for op in ops:
+        if not any(not rule.op_names or op in rule.op_names for rule in rules):
+            covered = sorted({o for rule in rules for o in rule.op_names})
+            raise ValueError(f"recipe({name!r}) is not for {op!r}; it is for {', '.join(covered)}")
+    shares = [(rule, tuple(op for op in ops if not rule.op_names or op in rule.op_names)) for rule in rules]
+    return tuple(rule.replace(op_names=share) for rule, share in shares if share or not ops)
 
 
 def _changed(rule: QuantizationRule, name: str, changes: dict[str, Any]) -> QuantizationRule:

@@ -1,0 +1,106 @@
+"""Calling a model's method through the transformation: what is no array, or comes back unchanged, stays outside."""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from octavo.frameworks.params import is_stored, unwrap
+from octavo.qarray import Quantizer
+from octavo.transform import Quantized, QuantizationProvider
+
+_here: contextvars.ContextVar[str] = contextvars.ContextVar("octavo_module", default="")
+
+
+class Crossing:
+    """One call of `fn(tree)` in low precision, where `names` says which leaves of the tree are parameters.
+
+    Leaves may be quantized parameters; `fn` sees arrays in their place. Its result may hold anything: inputs that it
+    passes on are given back as they are, quantized ones too, and only what it computes is computed in the trace.
+    `cache` keeps compiled parts from one call to the next.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[Any], Any],
+        tree: Any,
+        names: Sequence[str | None],
+        provider: QuantizationProvider,
+        cache: dict[Any, Any],
+        on_unmatched: str = "ignore",
+    ):
+        self.fn, self.inputs = fn, unwrap(tree)
+        self.leaves = jax.tree.leaves(tree, is_leaf=is_stored)
+        self.passed: list[tuple[bool, Any]] = []
+        self.out_tree: Any = None
+
+        @functools.wraps(fn)
+        def traced(tree: Any) -> list[Any]:
+            return self._arrays(tree)
+
+        self.quantized = Quantized(
+            traced, provider, None, on_unmatched, strict_paths=True, names=lambda args, kwargs: list(names)
+        )
+        self.quantized._cache = cache
+
+    def run(self, state: Mapping[str, Any], key: Any, update: Any) -> tuple[Any, dict[str, Any]]:
+        """The result and the new state of operations."""
+        arrays, new = self.quantized._run((self.inputs,), {}, state, key, update)
+        computed = iter(arrays)
+        leaves = [leaf if passed else next(computed) for passed, leaf in self.passed]
+        return jax.tree.unflatten(self.out_tree, leaves), new
+
+    def initial(self) -> dict[Any, Any]:
+        """The first state of operations, by its keys."""
+        return self.quantized._initial((self.inputs,), {})
+
+    def stored_quantizers(self) -> dict[str, Quantizer]:
+        """How each parameter that a rule quantizes is to be stored."""
+        return self.quantized.stored_quantizers(self.inputs)
+
+    def _arrays(self, tree: Any) -> list[Any]:
+        given = {id(x): i for i, x in enumerate(jax.tree.leaves(tree)) if isinstance(x, jax.core.Tracer)}
+        token = _here.set("")
+        try:
+            leaves, self.out_tree = jax.tree.flatten(self.fn(tree))
+        finally:
+            _here.reset(token)
+        self.passed, computed = [], []
+        for leaf in leaves:
+            if id(leaf) in given:
+                self.passed.append((True, self.leaves[given[id(leaf)]]))
+            elif isinstance(leaf, jax.Array | np.ndarray):
+                self.passed.append((False, None))
+                computed.append(leaf)
+            else:
+                self.passed.append((True, leaf))
+        return computed
+
+
+@contextlib.contextmanager
+def inside(path: str) -> Iterator[None]:
+    """Name what is traced after a module: its path, as far as the scopes around do not say it already."""
+    here = _here.get()
+    name = path.removeprefix(here).removeprefix("/") if (path + "/").startswith(here + "/") else path
+    name = path if not here else name
+    token = _here.set(path)
+    try:
+        with jax.named_scope(name) if name else contextlib.nullcontext():
+            yield
+    finally:
+        _here.reset(token)
+
+
+def scoped(method: Callable[..., Any], path_of: Callable[[Any], str]) -> Callable[..., Any]:
+    """A method that runs under its module's name."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with inside(path_of(args[0])):
+            return method(*args, **kwargs)
+
+    return run

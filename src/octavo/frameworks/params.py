@@ -1,0 +1,180 @@
+"""Parameters in low precision: what a quantized model holds, and how a checkpoint becomes it leaf by leaf."""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from octavo.qarray import QArray, Quantizer
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["how"])
+@dataclasses.dataclass(frozen=True)
+class WithAux:
+    """A quantized parameter together with the description that quantizes it, so that `quantize_params` needs no model.
+
+    `array` is a QArray, of arrays or abstract; `how` is its Quantizer, laid out for the parameter as it is stored.
+
+    >>> import octavo
+    >>> how = octavo.Quantizer("int8", channelwise_axes=(1,))
+    >>> WithAux(how.quantize(jnp.ones((4, 2))), how).shape
+    (4, 2)
+    """
+
+    array: Any
+    how: Quantizer
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the dequantized parameter."""
+        return self.array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The rank of the parameter."""
+        return self.array.ndim
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.array.nbytes
+
+    def dequantize(self) -> jax.Array:
+        """The parameter in float again."""
+        return self.array.dequantize()
+
+    def __repr__(self) -> str:
+        return f"WithAux(array={self.array!r}, how={self.how!r})"
+
+
+def is_stored(x: Any) -> bool:
+    """Whether a leaf is a parameter in low precision."""
+    return isinstance(x, WithAux | QArray)
+
+
+def unwrap(tree: Any) -> Any:
+    """A tree with the QArrays themselves, as the transformation takes them.
+
+    >>> unwrap({"a": 1})
+    {'a': 1}
+    """
+    return jax.tree.map(lambda x: x.array if isinstance(x, WithAux) else x, tree, is_leaf=is_stored)
+
+
+def quantize_params(
+    params: Any,
+    abstract_quantized_params: Any,
+    quant_stats: Any = None,
+    *,
+    allow_extra_params: bool = False,
+    donate: bool = False,
+) -> dict[Any, Any]:
+    """Float parameters as a quantized model holds them, one after the other and without running the model.
+
+    `params` is a nested dictionary (or an `nnx.State`) of arrays, of NumPy too. `abstract_quantized_params` tells what
+    becomes of each: the parameters of the quantized model or, for NNX, the model itself, either of them abstract
+    (`jax.eval_shape`, `nnx.eval_shape`). The result is a nested dictionary like `params`, with a `WithAux` where the
+    model holds one. With `donate`, each float array is deleted as soon as its codes exist, so that memory never holds
+    both models; nothing may use it afterwards. `allow_extra_params` leaves out what the model has no place for.
+
+    Quantized models read static ranges from where they were collected (the collection "quant_stats", or QuantStat
+    variables), so `quant_stats` is needed only to fill in those of an NNX model: they are added to the result where the
+    model has a place for them.
+
+    >>> import octavo
+    >>> how = octavo.Quantizer("int8", channelwise_axes=(1,))
+    >>> abstract = jax.eval_shape(lambda: {"w": WithAux(how.quantize(jnp.ones((4, 2))), how), "b": jnp.ones(2)})
+    >>> params = quantize_params({"w": np.ones((4, 2), np.float32), "b": np.zeros(2, np.float32)}, abstract)
+    >>> params["w"].array.scale.shape, params["b"].shape
+    ((1, 2), (2,))
+    """
+    given, wanted = _by_path(params), _by_path(abstract_quantized_params, only_params=False)
+    places = {_text(path): leaf for path, leaf in wanted.items()}
+    needed = {_text(path) for path in _by_path(abstract_quantized_params)}
+    _check_names({_text(path) for path in given}, needed, allow_extra_params)
+    result: dict[tuple[Any, ...], Any] = {}
+    for path, leaf in given.items():
+        if _text(path) in places:
+            result[path] = _converted(_text(path), leaf, places[_text(path)], donate)
+    for path, leaf in _by_path(quant_stats or {}).items():
+        if _text(path) in places:
+            result[path] = leaf
+    return _nested(result)
+
+
+def _check_names(given: set[str], needed: set[str], allow_extra: bool) -> None:
+    if not allow_extra and (extra := sorted(given - needed)):
+        raise ValueError(
+            f"the model has no parameter {_listed(extra)}: pass allow_extra_params=True to leave out what it does not "
+            "have, or check that both were made by the same model"
+        )
+    if missing := sorted(needed - given):
+        raise ValueError(f"params has no {_listed(missing)}, which the quantized model needs")
+
+
+def _converted(name: str, leaf: Any, place: Any, donate: bool) -> Any:
+    if is_stored(leaf):
+        return leaf
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        raise TypeError(f"the parameter {name!r} is no array but a {type(leaf).__name__}")
+    if tuple(leaf.shape) != tuple(place.shape):
+        raise ValueError(f"the parameter {name!r} has the shape {leaf.shape}, but the model needs {tuple(place.shape)}")
+    if not isinstance(place, WithAux):
+        return leaf
+    codes = _quantize(leaf, place.how)
+    if donate and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        jax.block_until_ready(codes)
+        leaf.delete()
+    return WithAux(codes, place.how)
+
+
+@functools.partial(jax.jit, static_argnames="how")
+def _quantize(x: Any, how: Quantizer) -> QArray:
+    return how.quantize(jnp.asarray(x))
+
+
+def _by_path(tree: Any, *, only_params: bool = True) -> dict[tuple[Any, ...], Any]:
+    """Leaves by their keys; boxes around leaves (Flax variables, partitioning) are no part of a path."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(tree, nnx.Module):
+        tree = nnx.state(tree)
+    if nnx is not None and isinstance(tree, nnx.State) and only_params:
+        others = [v for _, v in nnx.to_flat_state(tree) if isinstance(v, nnx.Variable) and not isinstance(v, nnx.Param)]
+        tree = nnx.filter_state(tree, nnx.Param) if others else tree
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored)
+    return {_keys(path): leaf for path, leaf in leaves}
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    keys = [getattr(entry, "key", getattr(entry, "idx", None)) for entry in path]
+    return tuple(key for key in keys if key is not None)
+
+
+def _text(path: tuple[Any, ...]) -> str:
+    return "/".join(map(str, path))
+
+
+def _listed(names: list[str]) -> str:
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(repr, names[:5])) + rest
+
+
+def _nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
+    tree: dict[Any, Any] = {}
+    for path, leaf in flat.items():
+        *parents, last = path
+        place = tree
+        for key in parents:
+            place = place.setdefault(key, {})
+        place[last] = leaf
+    return tree
