@@ -1,6 +1,9 @@
 """Octavo: quantized training and inference for JAX."""
 
+from typing import Any
+
 from octavo.calibration import register_calibration
+from octavo.frameworks import WithAux, plan, quantize_model, quantize_params
 from octavo.numerics import formats, get_format, register_format
 from octavo.ops import (
     DotConfig,
@@ -16,6 +19,15 @@ from octavo.ops import (
     tgmm,
 )
 from octavo.qarray import QArray, Quantizer, dequantize, fake_quant, quantize
+from octavo.rules import QtRule, QuantizationRule, recipe, recipes, register_recipe
+from octavo.transform import (
+    PtqProvider,
+    QtProvider,
+    QuantizationProvider,
+    get_current_rule,
+    quantized,
+    verify,
+)
 
 __version__ = "0.1.0"
 
@@ -23,8 +35,15 @@ __all__ = [
     "DotConfig",
     "Matmul",
     "Operand",
+    "PtqProvider",
     "QArray",
+    "QtProvider",
+    "QtRule",
+    "QuantStat",
+    "QuantizationProvider",
+    "QuantizationRule",
     "Quantizer",
+    "WithAux",
     "conv_general_dilated",
     "dequantize",
     "dot",
@@ -32,12 +51,30 @@ __all__ = [
     "einsum",
     "fake_quant",
     "formats",
+    "get_current_rule",
     "get_format",
     "gmm",
+    "plan",
     "quantize",
+    "quantize_model",
+    "quantize_params",
+    "quantized",
     "ragged_dot",
     "ragged_dot_general",
+    "recipe",
+    "recipes",
     "register_calibration",
     "register_format",
+    "register_recipe",
     "tgmm",
+    "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Only NNX users need QuantStat, and only they have imported Flax already.
+    if name == "QuantStat":
+        from octavo.frameworks.nnx import QuantStat
+
+        return QuantStat
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

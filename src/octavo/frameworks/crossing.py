@@ -85,8 +85,8 @@ class Crossing:
 def inside(path: str) -> Iterator[None]:
     """Name what is traced after a module: its path, as far as the scopes around do not say it already."""
     here = _here.get()
-    name = path.removeprefix(here).removeprefix("/") if (path + "/").startswith(here + "/") else path
-    name = path if not here else name
+    below = here and f"{path}/".startswith(f"{here}/")
+    name = path[len(here) :].removeprefix("/") if below else path
     token = _here.set(path)
     try:
         with jax.named_scope(name) if name else contextlib.nullcontext():

@@ -28,6 +28,7 @@ from octavo.ops.training import (
     trace_of,
     trackers_of,
     updated_scaling,
+    vary_alike,
 )
 from octavo.qarray import QArray
 
@@ -77,6 +78,7 @@ def conv_general_dilated(
         raise TypeError("a config quantizes float operands; QArrays are quantized already: leave the config out")
     _refuse(config)
     check_scaling(config, scaling or {})
+    lhs, rhs = vary_alike(lhs, rhs)
     shardings = _explicit_sharding(lhs), _explicit_sharding(rhs)
     return _conv(_Call(dims, config, dtype, precision, out_sharding, *shardings), lhs, rhs, key, scaling or {})
 

@@ -31,6 +31,7 @@ from octavo.ops.training import (
     trace_of,
     traced_once,
     updated_scaling,
+    vary_alike,
 )
 from octavo.qarray import QArray
 
@@ -50,6 +51,7 @@ class Call(NamedTuple):
 def quantized_dot(lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Scaling, call: Call) -> Array:
     """The product of two float arrays, each quantized on the way, with quantized gradients."""
     check_scaling(call.config, scaling)
+    lhs, rhs = vary_alike(lhs, rhs)
     if call.config.sparsity is not None:
         n, m = call.config.sparsity
         mask = nm_mask(rhs, n, m, axis=call.dims.rhs_contract[-1])

@@ -35,6 +35,7 @@ from octavo.ops.training import (
     trace_of,
     trackers_of,
     updated_scaling,
+    vary_alike,
 )
 from octavo.qarray import QArray
 
@@ -70,6 +71,7 @@ def quantized_ragged_dot(
 ) -> Array:
     """[m, k] x [g, k, n] -> [m, n] of float arrays, each quantized on the way, with quantized gradients."""
     check_scaling(config, scaling)
+    lhs, rhs = vary_alike(lhs, rhs)
     if config.drhs.rotate is not None:
         raise ValueError("drhs of a ragged dot contracts rows of changing groups, which cannot be rotated: rotate=None")
     if any(matmul.accumulator not in (None, "float32") for matmul in (config.fwd, config.dlhs, config.drhs)):

@@ -38,6 +38,19 @@ def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def vary_alike(*arrays: Array) -> tuple[Array, ...]:
+    """Operands that vary over the same axes of a shard_map, as its types want of a custom gradient.
+
+    Where one operand is replicated and the other is not, the gradient of making it vary is the sum over devices.
+    """
+    varying = [getattr(getattr(jax.typeof(x), "mat", None), "varying", frozenset()) for x in arrays]
+    every = frozenset().union(*varying)
+    return tuple(
+        jax.lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x
+        for x, own in zip(arrays, varying, strict=True)
+    )
+
+
 @jax.custom_vjp
 def masked(x: Array, mask: Array) -> Array:
     """Zero where the mask is False, in the gradient too; saves the mask and nothing else."""

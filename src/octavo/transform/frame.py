@@ -31,8 +31,8 @@ class Key(NamedTuple):
     name: str
 
 
-type Host = Callable[["Frame", str, Callable[[], Any]], Any]
-"""Runs an overridden operation in a place where a framework keeps state for it; gets the frame and the module path."""
+type Host = Callable[["Frame", "Site", Callable[[], Any]], Any]
+"""Runs an overridden operation in a place where a framework keeps state for it."""
 
 
 @dataclasses.dataclass

@@ -113,5 +113,5 @@ def _call(eqn: Equation, data: list[Any], site: Site, frame: Frame) -> Array:
         numbers = p["ragged_dot_dimension_numbers"]
         call = functools.partial(getattr(provider, site.op), lhs, rhs, rest[0], dimension_numbers=numbers, **kinds)
     if frame.context.host is not None and site.op in provider.overrides:
-        return frame.context.host(frame, site.path, call)
+        return frame.context.host(frame, site, call)
     return call()

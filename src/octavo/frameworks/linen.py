@@ -1,0 +1,296 @@
+"""Flax Linen: a model whose methods run in low precision, as a lifted transformation like `nn.remat`.
+
+The quantized model is the same module with a subclass of its class, in which every public method is lifted through
+`octavo.quantized`. Parameters, collections and random streams are those of the float model.
+"""
+
+import contextlib
+import contextvars
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.core import DenyList, lift, meta
+from flax.linen import transforms
+
+from octavo.frameworks.params import WithAux, unwrap
+from octavo.qarray import shardings
+from octavo.transform import Quantized, QuantizationProvider, Site
+from octavo.transform.frame import Frame, Key
+from octavo.transform.paths import is_quantized, key_name
+from octavo.transform.provider import OVERWRITE
+
+_inside: contextvars.ContextVar[bool] = contextvars.ContextVar("octavo_linen", default=False)
+_PARAMS = "params"
+_STREAM = "stochastic_rounding"
+
+
+def quantize_linen(
+    model: nn.Module, provider: QuantizationProvider, *, methods: Sequence[str] | None = None
+) -> nn.Module:
+    """The model in low precision; `methods` names those that are quantized, by default all public ones."""
+    cls = type(model)
+    names = _public_methods(cls) if methods is None else list(methods)
+    for name in names:
+        if not callable(getattr(cls, name, None)):
+            raise ValueError(f"{cls.__name__} has no method {name!r}; it has {', '.join(_public_methods(cls))}")
+    body: dict[str, Any] = {name: _quantized_method(getattr(cls, name), provider) for name in names}
+    body |= {"apply": _apply(cls, provider), "octavo_provider": provider}
+    body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    subclass = type(cls)(cls.__name__, (cls,), body)
+    fields = {f.name: getattr(model, f.name) for f in cls.__dataclass_fields__.values() if f.init}
+    return subclass(**fields)
+
+
+def linen_sites(model: nn.Module, provider: QuantizationProvider, *args: Any, **kwargs: Any) -> list[Site]:
+    """The multiplications of `model.apply(variables, *args)`, with variables as the model itself would make them."""
+    rngs = {name: jax.random.key(0) for name in ("params", "dropout", _STREAM)}
+    variables = jax.eval_shape(lambda args, kwargs: model.init(rngs, *args, **kwargs), args, kwargs)
+
+    def run(variables, args, kwargs):
+        with _entered():
+            return model.apply(variables, *args, **kwargs, rngs=rngs, mutable=True)
+
+    low = Quantized(
+        run, provider, "variables", "ignore", strict_paths=True, root=type(model).__name__, host=_host, names=_top_names
+    )
+    return low.sites(meta.unbox(variables), args, kwargs)
+
+
+@contextlib.contextmanager
+def _entered() -> Iterator[None]:
+    """Within this, methods run as they were written: the whole is being quantized already."""
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def _public_methods(cls: type) -> list[str]:
+    """The methods that a class adds to nn.Module's own, and `__call__`."""
+    names = []
+    for name, value in inspect.getmembers(cls, inspect.isfunction):
+        public = name == "__call__" or not (name.startswith("_") or hasattr(nn.Module, name))
+        if public and name != "setup" and not isinstance(inspect.getattr_static(cls, name), staticmethod):
+            names.append(value.__name__ if value.__name__ == name else name)
+    return names
+
+
+def _apply(cls: type, provider: QuantizationProvider) -> Callable[..., Any]:
+    """`apply` that also quantizes a method given as a function of the module, such as `lambda m, x: m.encoder(x)`."""
+
+    def apply(self, variables, *args, method=None, **kwargs):
+        if callable(method) and getattr(cls, getattr(method, "__name__", ""), None) is None:
+            method = _quantized_method(method, provider)
+        elif callable(method):
+            method = method.__name__
+        return cls.apply(self, variables, *args, method=method, **kwargs)  # pyrefly: ignore
+
+    return apply
+
+
+def _quantized_method(method: Callable[..., Any], provider: QuantizationProvider) -> Callable[..., Any]:
+    """A method of a module, quantized when it is called from outside."""
+
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _inside.get():
+            return method(self, *args, **kwargs)
+        return _Call(self, provider).run(method, args, kwargs)
+
+    # Compactness and scopes are those of the method that is called within.
+    for mark in ("compact", "method_handler_wrapped", "nowrap"):
+        call.__dict__.pop(mark, None)
+    return nn.nowrap(call)
+
+
+class _Call:
+    """One call of a quantized method, from outside."""
+
+    def __init__(self, module: nn.Module, provider: QuantizationProvider):
+        self.module, self.provider = module, provider
+        self.prefix = "/".join(map(str, module.path))
+        self.low: Quantized | None = None
+
+    def run(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.module
+        if module.scope is None:
+            return method(module, *args, **kwargs)
+        new: dict[str, Any] = {}
+        initializing = module.is_initializing()
+
+        def lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
+            def inner(scope_fn, repack_fn, variables, rngs, *args, **kwargs):
+                def pure(variables, rngs, *args, **kwargs):
+                    with _entered():
+                        scope = scope_fn(variables, rngs)
+                        out = fn(scope, *args, **kwargs)
+                        return out, repack_fn(scope)
+
+                self.low = self._quantized(pure)
+                if initializing:
+                    return pure(variables, rngs, *args, **kwargs)
+                state = {c: _nest(v, self.prefix) for c, v in module.variables.items() if c != _PARAMS}
+                out, after = self.low._run(
+                    (_plain(variables), rngs, *args), kwargs, state, self._key(), self._updates()
+                )
+                new.update(after)
+                return out
+
+            everything = DenyList(tuple(self._own_collections()))
+            return lift.pack(inner, (everything,), (everything,), (True,), name="quantized", enable_kwargs=True)
+
+        out = transforms.decorator_lift_transform(lifted, method)(module, *args, **kwargs)
+        if initializing:
+            self._init(method, args, kwargs)
+        self._put(new)
+        return out
+
+    def _own_collections(self) -> list[str]:
+        """Collections that hold the state of operations, which the model itself knows nothing of."""
+        return ["quant_stats"]
+
+    def _quantized(self, pure: Callable[..., Any]) -> Quantized:
+        module = self.module
+        root = module.name or type(module).__name__
+        names = functools.partial(_lifted_names, self.prefix)
+        return Quantized(
+            pure, self.provider, None, "ignore", strict_paths=True, root=root, host=_host, names=names
+        )
+
+    def _key(self) -> Any:
+        return self.module.make_rng(_STREAM) if self.module.has_rng(_STREAM) else None
+
+    def _updates(self) -> bool:
+        return self.module.is_mutable_collection("quant_stats")
+
+    def _init(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add the first state of operations, and put parameters in low precision where the provider wants them so."""
+        module, provider = self.module, self.provider
+        if not provider.stateful and not provider.quantizes_params:
+            return
+        variables = {c: v for c, v in module.variables.items() if c != "quant_stats"}
+        plain = module.clone(parent=None, name=module.name)
+        streams = {name: jax.random.key(0) for name in (*module.scope.rngs, _STREAM)}  # pyrefly: ignore
+
+        def pure(variables, args, kwargs):
+            with _entered():
+                return plain.apply(variables, *args, **kwargs, method=method, mutable=True, rngs=streams)
+
+        root = module.name or type(module).__name__
+        names = functools.partial(_top_names, prefix=self.prefix)
+        low = Quantized(
+            pure, provider, None, "ignore", strict_paths=True, root=root, host=_host, names=names
+        )
+        inputs = (_plain(variables), args, kwargs)
+        if provider.stateful:
+            self._put(low.init(*inputs))
+        if provider.quantizes_params:
+            self._quantize(low.stored_quantizers(*inputs))
+
+    def _put(self, state: Mapping[str, Any]) -> None:
+        """Write state into this module's collections, under the modules that it belongs to."""
+        module = self.module
+        for collection, tree in state.items():
+            for part in self.prefix.split("/") if self.prefix else ():
+                tree = tree.get(part, {})
+            if not module.is_mutable_collection(collection):
+                continue
+            for name, value in tree.items():
+                old = module.get_variable(collection, name, {})
+                merged = _merged(old, value) if isinstance(old, Mapping) else value
+                module.put_variable(collection, name, merged)
+
+    def _quantize(self, quantizers: Mapping[str, Any]) -> None:
+        for path, how in quantizers.items():
+            own = path[len(self.prefix) :].lstrip("/").split("/")
+            tree = self.module.get_variable(_PARAMS, own[0])
+            self.module.put_variable(_PARAMS, own[0], _replaced(tree, own[1:], how))
+
+
+def _replaced(tree: Any, path: Sequence[str], how: Any) -> Any:
+    """A parameter tree with one leaf in low precision, its sharding names kept on codes and scales."""
+    if path:
+        return {**tree, path[0]: _replaced(tree[path[0]], path[1:], how)}
+    if not isinstance(tree, meta.AxisMetadata):
+        return WithAux(how.quantize(tree), how)
+    q = how.quantize(tree.unbox())
+    if not isinstance(tree, nn.Partitioned):
+        return tree.replace_boxed(WithAux(q, how))
+    specs = shardings(q, jax.sharding.PartitionSpec(*tree.names))
+    boxed = jax.tree.map(lambda x, s: nn.Partitioned(x, tuple(s) + (None,) * (x.ndim - len(s)), tree.mesh), q, specs)
+    return WithAux(boxed, how)
+
+
+def _plain(tree: Any) -> Any:
+    """Variables without boxes and wrappers: arrays and QArrays."""
+    return unwrap(meta.unbox(tree))
+
+
+def _merged(old: Mapping[str, Any], new: Any) -> Any:
+    if not isinstance(new, Mapping):
+        return new
+    return {**old, **{k: _merged(old[k], v) if isinstance(old.get(k), Mapping) else v for k, v in new.items()}}
+
+
+def _nest(tree: Any, prefix: str) -> Any:
+    for part in reversed(prefix.split("/") if prefix else []):
+        tree = {part: tree}
+    return tree
+
+
+def _lifted_names(prefix: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str | None]:
+    return _leaf_names(args, kwargs, prefix)
+
+
+def _top_names(args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str = "") -> list[str | None]:
+    return _leaf_names(args, kwargs, prefix)
+
+
+def _leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str) -> list[str | None]:
+    """Parameters, in the first argument, by their path in the model; everything else is none."""
+    names: list[str | None] = []
+    for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_quantized):
+        keys = [key_name(k) for k in path]
+        if keys[:2] != ["0", "0"] or _PARAMS not in keys:
+            names.append(None)
+            continue
+        own = [k for k in keys[keys.index(_PARAMS) + 1 :] if k not in ("value", "array")]
+        names.append("/".join([prefix, *own] if prefix else own))
+    return names
+
+
+class _Place(nn.Module):
+    """A module in which an overriding operation may make modules of its own."""
+
+    fn: Callable[[], Any]
+
+    @nn.compact
+    def __call__(self):
+        return self.fn()
+
+
+def _host(frame: Frame, site: Site, call: Callable[[], Any]) -> Any:
+    """Run an overridden operation where it may hold Linen variables, which are state under the operation's module."""
+    place, path = _Place(call, parent=None), site.path
+    if frame.context.init:
+        out, variables = place.init_with_output(jax.random.key(0))
+        for collection, tree in variables.items():
+            for name, value in tree.items():
+                frame.read(Key(collection, path, name), lambda value=value: value)
+        return out
+    variables: dict[str, Any] = {}
+    for key, value in frame.state.items():
+        if key.path == path and key.name == site.op_id:
+            variables.setdefault(key.collection, {})[key.name] = value
+    mutable = [c for c in variables if c != OVERWRITE] if frame.context.update else []
+    rngs = {} if frame.key is None else {"params": frame.key}
+    out, after = place.apply(variables, mutable=mutable or ["intermediates"], rngs=rngs)
+    for collection in mutable:
+        for name, value in after.get(collection, {}).items():
+            frame.write(Key(collection, path, name), value)
+    return out

@@ -1,0 +1,97 @@
+"""Models as a whole: `quantize_model` and `plan`, whatever the framework."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.transform import Plan, QtProvider, QuantizationProvider
+from octavo.transform import plan as plan_function
+from octavo.transform.plan import plan_of
+
+
+def _is_a(model: Any, module: str, name: str) -> bool:
+    """Whether a model is an instance of a framework's class, without importing a framework that nobody uses."""
+    framework = sys.modules.get(module)
+    return framework is not None and isinstance(model, getattr(framework, name))
+
+
+def framework_of(model: Any) -> str | None:
+    """ "linen", "nnx" or "equinox"; None for anything else."""
+    if _is_a(model, "flax.linen", "Module"):
+        return "linen"
+    if _is_a(model, "flax.nnx", "Module"):
+        return "nnx"
+    if _is_a(model, "equinox", "Module"):
+        return "equinox"
+    return None
+
+
+def _provider(rules: Any) -> QuantizationProvider:
+    return rules if isinstance(rules, QuantizationProvider) else QtProvider(rules)
+
+
+def quantize_model[M](
+    model: M, provider: Any, *model_inputs: Any, methods: Sequence[str] | None = None, **kwargs: Any
+) -> M:
+    """The model with the multiplications that the rules match done in low precision.
+
+    `provider` is a provider, a rule or several, or a recipe's name. Flax Linen modules need no inputs; NNX models need
+    some where the rules keep state or the provider quantizes parameters, Equinox modules for the latter. All public
+    methods are quantized, or those that `methods` names. The given model stays as it is; no weights are copied.
+
+    >>> import flax.linen as nn, jax, octavo
+    >>> model = octavo.quantize_model(nn.Dense(4), octavo.QtRule(weight_qtype="int8", act_qtype="int8"))
+    >>> model.init_with_output(jax.random.key(0), jax.numpy.ones((2, 8)))[0].shape
+    (2, 4)
+    """
+    framework = framework_of(model)
+    if framework == "linen":
+        from octavo.frameworks.linen import quantize_linen
+
+        if model_inputs or kwargs:
+            raise ValueError("a Linen model is quantized without inputs: they come with init and apply")
+        return quantize_linen(model, _provider(provider), methods=methods)  # pyrefly: ignore
+    if framework == "nnx":
+        from octavo.frameworks.nnx import quantize_nnx
+
+        return quantize_nnx(model, _provider(provider), *model_inputs, methods=methods, **kwargs)  # pyrefly: ignore
+    if framework == "equinox":
+        from octavo.frameworks.equinox import quantize_equinox
+
+        return quantize_equinox(model, _provider(provider), *model_inputs, methods=methods, **kwargs)  # pyrefly: ignore
+    raise TypeError(
+        f"quantize_model takes a Flax Linen, Flax NNX or Equinox module, got {type(model).__name__}; any function is "
+        "quantized by octavo.quantized(fn, rules)"
+    )
+
+
+def plan(model: Any, rules: Any, *args: Any, on_unmatched: str = "error", weights: Any = None, **kwargs: Any) -> Plan:
+    """What the rules do to each multiplication of a function or model on these arguments; nothing is computed.
+
+    Arguments may be arrays or `jax.ShapeDtypeStruct`s. A Linen model's variables are made up from its shapes. A rule
+    that matches nothing, or only what earlier rules take, is an error that names the nearest paths;
+    `on_unmatched="warn"` makes it a warning. The plan prints as a table and has `rows` and `to_json`.
+
+    >>> import jax, jax.numpy as jnp, octavo
+    >>> x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 64), (64, 16)))
+    >>> rule = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
+    >>> print(octavo.plan(lambda params, x: x @ params["w"], rule, {"w": w}, x).rows[0].drhs)
+    int8 x int8
+    """
+    framework = framework_of(model)
+    if framework == "linen":
+        from octavo.frameworks.linen import linen_sites
+
+        provider = _provider(rules)
+        return plan_of(linen_sites(model, provider, *args, **kwargs), provider.rules, on_unmatched, strict=True)
+    if framework == "nnx":
+        from octavo.frameworks.nnx import nnx_sites
+
+        provider = _provider(rules)
+        return plan_of(nnx_sites(model, provider, *args, **kwargs), provider.rules, on_unmatched, strict=True)
+    if framework == "equinox":
+        from octavo.frameworks.equinox import equinox_sites
+
+        provider = _provider(rules)
+        return plan_of(equinox_sites(model, provider, *args, **kwargs), provider.rules, on_unmatched, strict=True)
+    return plan_function(model, rules, *args, on_unmatched=on_unmatched, weights=weights, **kwargs)
