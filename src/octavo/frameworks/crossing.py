@@ -3,7 +3,8 @@
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 
 from octavo.frameworks.params import is_stored, unwrap
 from octavo.qarray import Quantizer
-from octavo.transform import Quantized, QuantizationProvider
+from octavo.transform import QuantizationProvider, Quantized, Site
 
 _here: contextvars.ContextVar[str] = contextvars.ContextVar("octavo_module", default="")
 
@@ -47,7 +48,7 @@ class Crossing:
         )
         self.quantized._cache = cache
 
-    def run(self, state: Mapping[str, Any], key: Any, update: Any) -> tuple[Any, dict[str, Any]]:
+    def run(self, state: Mapping[str, Any], key: Any, update: bool | frozenset[str]) -> tuple[Any, dict[str, Any]]:
         """The result and the new state of operations."""
         arrays, new = self.quantized._run((self.inputs,), {}, state, key, update)
         computed = iter(arrays)
@@ -61,6 +62,10 @@ class Crossing:
     def stored_quantizers(self) -> dict[str, Quantizer]:
         """How each parameter that a rule quantizes is to be stored."""
         return self.quantized.stored_quantizers(self.inputs)
+
+    def sites(self) -> list[Site]:
+        """Every multiplication of the call."""
+        return self.quantized.sites(self.inputs)
 
     def _arrays(self, tree: Any) -> list[Any]:
         given = {id(x): i for i, x in enumerate(jax.tree.leaves(tree)) if isinstance(x, jax.core.Tracer)}
@@ -104,3 +109,14 @@ def scoped(method: Callable[..., Any], path_of: Callable[[Any], str]) -> Callabl
             return method(*args, **kwargs)
 
     return run
+
+
+def public_methods(cls: type, base: type, named: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """The methods that a class adds to a framework's base class, and those that are asked for."""
+    for name in dir(cls):
+        public = name == "__call__" or not (name.startswith("_") or hasattr(base, name))
+        method = inspect.getattr_static(cls, name)
+        # A method that a framework has wrapped, as its jit does, is no function but can be bound like one.
+        bound = callable(method) and hasattr(method, "__get__") and not isinstance(method, type)
+        if (public or name in named) and bound and not isinstance(method, staticmethod | classmethod):
+            yield name, method

@@ -55,7 +55,7 @@ def linen_sites(model: nn.Module, provider: QuantizationProvider, *args: Any, **
             return model.apply(variables, *args, **kwargs, rngs=rngs, mutable=True)
 
     low = Quantized(
-        run, provider, "variables", "ignore", strict_paths=True, root=type(model).__name__, host=_host, names=_top_names
+        run, provider, "variables", "ignore", strict_paths=True, root=type(model).__name__, host=_host, names=_leaf_names
     )
     return low.sites(meta.unbox(variables), args, kwargs)
 
@@ -157,7 +157,7 @@ class _Call:
     def _quantized(self, pure: Callable[..., Any]) -> Quantized:
         module = self.module
         root = module.name or type(module).__name__
-        names = functools.partial(_lifted_names, self.prefix)
+        names = functools.partial(_leaf_names, prefix=self.prefix)
         return Quantized(
             pure, self.provider, None, "ignore", strict_paths=True, root=root, host=_host, names=names
         )
@@ -182,7 +182,7 @@ class _Call:
                 return plain.apply(variables, *args, **kwargs, method=method, mutable=True, rngs=streams)
 
         root = module.name or type(module).__name__
-        names = functools.partial(_top_names, prefix=self.prefix)
+        names = functools.partial(_leaf_names, prefix=self.prefix)
         low = Quantized(
             pure, provider, None, "ignore", strict_paths=True, root=root, host=_host, names=names
         )
@@ -243,15 +243,7 @@ def _nest(tree: Any, prefix: str) -> Any:
     return tree
 
 
-def _lifted_names(prefix: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str | None]:
-    return _leaf_names(args, kwargs, prefix)
-
-
-def _top_names(args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str = "") -> list[str | None]:
-    return _leaf_names(args, kwargs, prefix)
-
-
-def _leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str) -> list[str | None]:
+def _leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str = "") -> list[str | None]:
     """Parameters, in the first argument, by their path in the model; everything else is none."""
     names: list[str | None] = []
     for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_quantized):
@@ -259,7 +251,7 @@ def _leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str) -> l
         if keys[:2] != ["0", "0"] or _PARAMS not in keys:
             names.append(None)
             continue
-        own = [k for k in keys[keys.index(_PARAMS) + 1 :] if k not in ("value", "array")]
+        own = keys[keys.index(_PARAMS) + 1 :]
         names.append("/".join([prefix, *own] if prefix else own))
     return names
 

@@ -1,32 +1,24 @@
 """Flax NNX models in low precision: the same model, whose methods are rewritten as they are called."""
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from octavo.frameworks.crossing import Crossing, scoped
+from octavo.frameworks.crossing import Crossing, public_methods, scoped
+from octavo.frameworks.nnx_state import OverwriteWithGradient, QuantStat, is_member, level, put, state_places, updating
 from octavo.frameworks.params import WithAux, is_stored
-from octavo.transform.frame import Key
-from octavo.transform.provider import OVERWRITE, QUANT_STATS, QuantizationProvider
+from octavo.transform.provider import QuantizationProvider
+from octavo.transform.site import Site
+
+__all__ = ["OverwriteWithGradient", "QuantStat", "nnx_sites", "quantize_nnx"]
 
 _TAG = "octavo"
 _CONTAINERS = (nnx.List, nnx.Dict)
-
-
-class QuantStat(nnx.Variable):
-    """Statistics of a static range: how often it was measured, and the sums of what was found."""
-
-
-class OverwriteWithGradient(nnx.Variable):
-    """State of delayed scaling, whose gradient is its new value."""
-
-
-_VARIABLES = {QUANT_STATS: QuantStat, OVERWRITE: OverwriteWithGradient}
 
 
 class Family:
@@ -47,7 +39,7 @@ class Family:
             frozen = self.provider.quantizes_params
             same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
             shared = {**same, "_octavo": (self, cls), "disable_quant_stats_update": frozen, "qwix_rngs": None}
-            methods = dict(_public_methods(cls, self.methods))
+            methods = dict(public_methods(cls, nnx.Module, self.methods))
             outer = {name: _entry(self, name, method) for name, method in methods.items()}
             inner = {name: scoped(method, _path) for name, method in methods.items()}
             kind: Any = type(cls)
@@ -60,7 +52,7 @@ def quantize_nnx(
     provider: QuantizationProvider,
     *model_inputs: Any,
     methods: Collection[str] | None = None,
-    rngs: nnx.Rngs | None = None,
+    rngs: Any = None,
     skip_nnx_init: bool = False,
     **model_input_kwargs: Any,
 ) -> Any:
@@ -75,8 +67,8 @@ def quantize_nnx(
 
     >>> import jax.numpy as jnp, octavo
     >>> from octavo.transform import QtProvider
-    >>> model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-    >>> quantize_nnx(model, QtProvider(octavo.rules.QtRule(weight_qtype="int8", act_qtype="int8")))(jnp.ones((3, 4))).shape
+    >>> provider = QtProvider(octavo.rules.QtRule(weight_qtype="int8", act_qtype="int8"))
+    >>> quantize_nnx(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), provider)(jnp.ones((3, 4))).shape
     (3, 2)
     """
     if not isinstance(model, nnx.Module):
@@ -84,12 +76,7 @@ def quantize_nnx(
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs is an nnx.Rngs, got {type(rngs).__name__}")
     inputs = bool(model_inputs or model_input_kwargs)
-    model = nnx.clone(model)
-    family = Family(provider, methods or ())
-    for path, module in list(nnx.iter_modules(model)):
-        module.octavo_path = "/".join(map(str, path))
-        if not isinstance(module, _CONTAINERS):
-            module.__class__ = family.of(_original(module))[0]
+    model = _converted(model, provider, methods or ())
     if rngs is not None:
         model.qwix_rngs = rngs
     if skip_nnx_init:
@@ -98,8 +85,34 @@ def quantize_nnx(
         _refuse_without_inputs(model, provider)
         return model
     for name in methods or ("__call__",):
-        _initialize(model, name, model_inputs, model_input_kwargs)
+        _initialize(model, name, _arrays(model_inputs), _arrays(model_input_kwargs))
     return model
+
+
+def nnx_sites(model: Any, provider: QuantizationProvider, *args: Any, **kwargs: Any) -> list[Site]:
+    """Every multiplication of a model called with arguments like these, and what the rules decide about it."""
+    model = _converted(model, provider, ())
+    with nnx.update_context(_TAG):
+        crossing, _ = _crossing(type(model)._octavo[0], "__call__", (model, *_arrays(args)), _arrays(kwargs))
+        return crossing.sites()
+
+
+def _converted(model: Any, provider: QuantizationProvider, methods: Collection[str]) -> Any:
+    """A model of its own, of the same arrays, whose modules know where they are."""
+    model = nnx.clone(model)
+    family = Family(provider, methods)
+    for path, module in [*nnx.iter_modules(model)]:
+        place: Any = module
+        place.octavo_path = "/".join(map(str, path))
+        if not isinstance(module, _CONTAINERS):
+            place.__class__ = family.of(_original(module))[0]
+    return model
+
+
+def _arrays(inputs: Any) -> Any:
+    """Inputs of which only the shapes are known, as arrays: Flax takes no other for inputs."""
+    abstract = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if abstract(x) else x, inputs)
 
 
 def _refuse_without_inputs(model: Any, provider: QuantizationProvider) -> None:
@@ -112,8 +125,8 @@ def _refuse_without_inputs(model: Any, provider: QuantizationProvider) -> None:
         what = "static ranges and delayed scaling keep state for each product"
     if what is not None:
         raise ValueError(
-            f"{what}, so the model has to be seen running: quantize_model(model, provider, *example_inputs), where only "
-            "the shapes of the inputs matter"
+            f"{what}, so the model has to be seen running: quantize_model(model, provider, *example_inputs), where "
+            "only the shapes of the inputs matter"
         )
 
 
@@ -123,17 +136,6 @@ def _original(module: Any) -> type:
 
 def _path(module: Any) -> str:
     return module.octavo_path
-
-
-def _public_methods(cls: type, named: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """The methods that a module class adds to nnx.Module, and those that are asked for."""
-    for name in dir(cls):
-        public = name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
-        method = inspect.getattr_static(cls, name)
-        # A method that Flax or JAX has wrapped, as nnx.jit does, is no function but can be bound like one.
-        bound = callable(method) and hasattr(method, "__get__") and not isinstance(method, type)
-        if (public or name in named) and bound and not isinstance(method, staticmethod | classmethod):
-            yield name, method
 
 
 def _entry(family: Family, name: str, method: Any) -> Callable[..., Any]:
@@ -150,13 +152,13 @@ def _entry(family: Family, name: str, method: Any) -> Callable[..., Any]:
 def _call(family: Family, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rngs = args[0].qwix_rngs
     key = rngs.stochastic_rounding() if isinstance(rngs, nnx.Rngs) else None
-    places = _state_places((args, kwargs)) if family.provider.stateful else {}
+    places = state_places((args, kwargs)) if family.provider.stateful else {}
     state: dict[str, Any] = {}
     for place, variable in places.items():
-        _level(state, place)[place.name] = variable.get_value()
+        level(state, place)[place.name] = variable.get_value()
     with nnx.update_context(_TAG):
         crossing, graphdefs = _crossing(family, name, args, kwargs)
-        result, new = crossing.run(state, key, _update(args, kwargs))
+        result, new = crossing.run(state, key, updating(args, kwargs))
         if graphdefs[-1] is None:
             after, out = result
             _write((args, kwargs), after)
@@ -164,8 +166,8 @@ def _call(family: Family, name: str, args: tuple[Any, ...], kwargs: dict[str, An
             with nnx.merge_context(_TAG, inner=False) as context:
                 _, _, out = context.merge(graphdefs[-1], result)
     for place, variable in places.items():
-        now = _level(new, place).get(place.name)
-        if now is not None and now is not _level(state, place)[place.name]:
+        now = level(new, place).get(place.name)
+        if now is not None and now is not level(state, place)[place.name]:
             variable.set_value(now)
     return out
 
@@ -182,8 +184,11 @@ def _crossing(family: Family, name: str, args: Any, kwargs: Any, **options: Any)
         with nnx.merge_context(_TAG, inner=True) as context:
             args, kwargs = context.merge(graphdef, state)
         before = nnx.graphdef((args, kwargs))
+        kept = [(v, v.get_raw_value()) for path, v in nnx.iter_graph((args, kwargs)) if path in stored]
         _turn((args, kwargs), 1)
         out = getattr(args[0], name)(*args[1:], **kwargs)
+        for variable, value in kept:  # a transformation of Flax within passes on what it was given as something new
+            variable.set_raw_value(value)
         _turn((args, kwargs, out), 0)
         if nnx.graphdef((args, kwargs)) == before and not _holds_nodes(out):
             graphdefs.append(None)
@@ -195,7 +200,9 @@ def _crossing(family: Family, name: str, args: Any, kwargs: Any, **options: Any)
 
     run.__name__ = run.__qualname__ = f"{type(args[0]).__name__}.{name}"
     known = {path: name for path, name, _ in _parameters((args, kwargs))}
-    names = [known.get(_variable_path(path)) for path, _ in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_stored)]
+    leaves = [(_variable_path(p), x) for p, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_stored)]
+    stored = {path for path, leaf in leaves if is_stored(leaf)}
+    names = [known.get(path) for path, _ in leaves]
     return Crossing(run, state, names, family.provider, family.cache, **options), graphdefs
 
 
@@ -214,7 +221,7 @@ def _variable_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
 def _parameters(tree: Any) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
     """Every parameter: where it is, its name from the root of the model, and its variable."""
     nodes = list(nnx.iter_graph(tree))
-    modules = {path: node.octavo_path for path, node in nodes if hasattr(node, "octavo_path")}
+    modules = {path: _path(node) for path, node in nodes if is_member(node)}
     for path, node in nodes:
         if isinstance(node, nnx.Param) or (isinstance(node, nnx.Variable) and is_stored(node.get_raw_value())):
             above = next((n for n in reversed(range(len(path))) if path[:n] in modules), None)
@@ -227,14 +234,14 @@ def _holds_nodes(tree: Any) -> bool:
     return any(map(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
 
 
-def _write(tree: Any, after: nnx.State) -> None:
+def _write(tree: Any, after: Any) -> None:
     """Give variables the values that they were changed to; those of a model that is closed over may not be."""
     now = dict(nnx.to_flat_state(after))
     for path, variable in nnx.iter_graph(tree):
         if isinstance(variable, nnx.Variable):
             value = now[path].get_raw_value()
-            pairs = zip(*(jax.tree.leaves(v, is_leaf=is_stored) for v in (variable.get_raw_value(), value)), strict=True)
-            if any(old is not new for old, new in pairs):
+            old, new = (jax.tree.leaves(v, is_leaf=is_stored) for v in (variable.get_raw_value(), value))
+            if len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
                 variable.set_raw_value(value)
 
 
@@ -246,51 +253,14 @@ def _initialize(model: Any, name: str, inputs: tuple[Any, ...], kwargs: dict[str
     provider = family.provider
     with nnx.update_context(_TAG):
         crossing, _ = _crossing(family, name, (model, *inputs), kwargs, on_unmatched="error")
-        quantizers = crossing.stored_quantizers() if provider.quantizes_params or not provider.stateful else {}
+        quantizers = crossing.stored_quantizers()
         state = crossing.initial() if provider.stateful else {}
-    modules = {module.octavo_path: module for _, module in nnx.iter_modules(model)}
+    modules = {_path(module): module for _, module in nnx.iter_modules(model)}
     for key, value in state.items():
-        if key.collection not in _VARIABLES:
-            raise ValueError(f"NNX models keep state of the collections {list(_VARIABLES)}, not of {key.collection!r}")
-        path, attribute = key.path, key.name
-        while path not in modules:  # a scope that is no module: its name becomes part of the state's
-            path, _, last = path.rpartition("/")
-            attribute = f"{last}/{attribute}"
-        if not hasattr(modules[path], attribute):
-            setattr(modules[path], attribute, _VARIABLES[key.collection](value))
+        put(modules, key, value)
     for _, parameter, variable in _parameters(model) if provider.quantizes_params else ():
         value = variable.get_raw_value()
         if (how := quantizers.get(parameter)) is not None and not is_stored(value):
             abstract = isinstance(value, jax.ShapeDtypeStruct)
             codes = jax.eval_shape(how.quantize, value) if abstract else how.quantize(value)
             variable.set_raw_value(WithAux(codes, how))
-
-
-def _state_places(tree: Any) -> dict[Key, Any]:
-    """The variables that hold state of operations, by its keys."""
-    collections = {variable: name for name, variable in _VARIABLES.items()}
-    places = {}
-    for _, module in nnx.iter_graph(tree):
-        for attribute, variable in vars(module).items() if hasattr(module, "octavo_path") else ():
-            if type(variable) in collections:
-                scope, _, name = attribute.rpartition("/")
-                path = "/".join(part for part in (module.octavo_path, scope) if part)
-                places[Key(collections[type(variable)], path, name)] = variable
-    return places
-
-
-def _level(tree: dict[str, Any], key: Key) -> dict[str, Any]:
-    """The dictionary that holds a piece of state."""
-    place = tree.setdefault(key.collection, {})
-    for part in key.path.split("/") if key.path else ():
-        place = place.setdefault(part, {})
-    return place
-
-
-def _update(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | Callable[[str], bool]:
-    """Whether statistics are collected, or for which modules."""
-    nodes = [node for _, node in nnx.iter_graph((args, kwargs))]
-    frozen = [node.octavo_path for node in nodes if getattr(node, "disable_quant_stats_update", False)]
-    if not frozen or args[0].disable_quant_stats_update:
-        return not frozen
-    return lambda path: not any(f"{path}/".startswith(f"{above}/") for above in frozen)

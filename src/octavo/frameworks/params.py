@@ -30,9 +30,14 @@ class WithAux:
     how: Quantizer
 
     @property
+    def _plain(self) -> QArray:
+        """The QArray without the boxes that Flax may have put its arrays into."""
+        return self.array._map(lambda x: x if hasattr(x, "shape") else x.unbox())
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter."""
-        return self.array.shape
+        return self._plain.shape
 
     @property
     def dtype(self) -> np.dtype:
@@ -42,16 +47,16 @@ class WithAux:
     @property
     def ndim(self) -> int:
         """The rank of the parameter."""
-        return self.array.ndim
+        return len(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        return self.array.nbytes
+        return self._plain.nbytes
 
     def dequantize(self) -> jax.Array:
         """The parameter in float again."""
-        return self.array.dequantize()
+        return self._plain.dequantize()
 
     def __repr__(self) -> str:
         return f"WithAux(array={self.array!r}, how={self.how!r})"

@@ -46,8 +46,8 @@ class Context:
     """The first scope name, if it is only the name of the whole model."""
     init: bool = False
     """Whether this is the pass that finds out which state there is."""
-    update: bool = True
-    """Whether statistics are collected."""
+    update: bool | frozenset[str] = True
+    """Whether statistics are collected; a set names the modules in which they are not."""
     host: Host | None = None
     sites: dict[Any, "Site"] = dataclasses.field(default_factory=dict)
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
@@ -55,6 +55,12 @@ class Context:
     @property
     def stateful(self) -> bool:
         return self.provider.stateful
+
+    def updates(self, path: str) -> bool:
+        """Whether statistics are collected in a module."""
+        if isinstance(self.update, bool):
+            return self.update
+        return not any(f"{path}/".startswith(f"{frozen}/") for frozen in self.update)
 
 
 @dataclasses.dataclass

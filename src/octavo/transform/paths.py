@@ -67,15 +67,16 @@ def weight_names(paths: Sequence[tuple[str, ...]], leaves: Sequence[Any], weight
             names.append(None)
             continue
         inside = path[: _params_at(path) + 1] if path[0] in collections else path[:1]
-        name = "/".join(p for p in path[len(inside) :] if p not in ("value", "raw_value"))
+        own = path[len(inside) :]
+        own = own[:-1] if own[-1:] in (("value",), ("raw_value",)) else own  # how boxes and NNX variables name content
+        name = "/".join(own) or path[0]
         if chosen is not None:
-            names.append(name if chosen(path, name or path[0], leaf) else None)
+            is_weight = chosen(path, name, leaf)
         elif path[0] in collections:
-            names.append((name or path[0]) if "params" in path[:3] else None)
-        elif path[0] in PARAMETERS or isinstance(leaf, QArray):
-            names.append(name or path[0])
+            is_weight = "params" in path[:3]
         else:
-            names.append(None)
+            is_weight = path[0] in PARAMETERS or isinstance(leaf, QArray)
+        names.append(name if is_weight else None)
     return names
 
 

@@ -259,7 +259,7 @@ def _shape(shape: Sequence[int]) -> str:
     return "(" + ",".join(map(str, shape)) + ")"
 
 
-def _size(count: float) -> str:
+def _size(count: int | float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

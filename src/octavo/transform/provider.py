@@ -176,7 +176,7 @@ class QuantizationProvider:
     def set_state(self, name: str, value: Any, *, collection: str = QUANT_STATS) -> None:
         """Replace the pytree kept under the current operation's name."""
         site, frame = _operation().site, _operation().frame
-        if frame.context.update:
+        if frame.context.updates(site.path):
             frame.write(Key(collection, site.path, f"{site.op_id}_{name}"), value)
 
 
@@ -303,7 +303,7 @@ def _remembered(
         )
     if frame.context.init:
         return measured
-    if not frame.context.update:
+    if not frame.context.updates(site.path):
         try:
             return tracker.read(state)
         except ValueError as error:

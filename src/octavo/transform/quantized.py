@@ -15,7 +15,7 @@ from octavo.transform import jaxprs
 from octavo.transform.frame import Context, Frame, Host, Key, Value
 from octavo.transform.interpret import as_array, evaluate
 from octavo.transform.origin import ACTIVATION, CONSTANT, Origin, of_leaf, stored_quantizer
-from octavo.transform.paths import Weights, argument_names, is_quantized, leaf_paths, weight_names
+from octavo.transform.paths import PARAMETERS, Weights, argument_names, is_quantized, leaf_paths, weight_names
 from octavo.transform.provider import QtProvider, QuantizationProvider
 from octavo.transform.site import Site
 from octavo.transform.state import check_calibrated, flat, nested
@@ -24,7 +24,7 @@ _ON_UNMATCHED = ("error", "warn", "ignore")
 
 
 def quantized(
-    fn: Callable[..., Any], rules: Any, *, weights: Weights = None, on_unmatched: str = "error"
+    fn: Any, rules: Any, *, weights: Weights = None, on_unmatched: str = "error"
 ) -> "Quantized":
     """`fn`, with the multiplications that the rules match done in low precision, and so their gradients.
 
@@ -200,14 +200,15 @@ class Quantized:
     def _initial(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Key, Any]:
         return self._discover(args, kwargs, concrete=True)[1]
 
-    def _run(self, args, kwargs, state: Mapping[str, Any], key: Any, update: bool) -> tuple[Any, dict[str, Any]]:
+    def _run(
+        self, args, kwargs, state: Mapping[str, Any], key: Any, update: bool | frozenset[str]
+    ) -> tuple[Any, dict[str, Any]]:
         inputs = self._inputs(args, kwargs)
         known = self._discover(args, kwargs)[1] if self.provider.stateful else {}
         before = flat(state, known)
-        if not update:
-            check_calibrated(before)
-        traced = self._trace(inputs)
         context = self._context(update=update)
+        check_calibrated({k: v for k, v in before.items() if not context.updates(k.path)})
+        traced = self._trace(inputs)
         frame = Frame(context, state=before, key=key)
         outs = evaluate(traced.jaxpr, _values(inputs.arrays, inputs.origins()), frame)
         self._check(context, traced)
@@ -219,6 +220,12 @@ class Quantized:
         if self.on_unmatched == "ignore" or not self.provider.rules:
             return
         sites = list(context.sites.values())
+        if self.weights is None and self._names is None and sites and not any(any(s.weights) for s in sites):
+            raise ValueError(
+                f"no multiplication of {getattr(self.fn, '__name__', 'the function')} has a weight: say which argument "
+                f"holds the weights, by naming it one of {', '.join(PARAMETERS[:6])} or by quantized(..., weights='its "
+                "name'); weights=() if there are none"
+            )
         if any(site.rule is not None or any(site.quantized) for site in sites) or context.cache:
             return
         if not sites:

@@ -1,0 +1,247 @@
+"""What `octavo plan` and `octavo verify` are told on the command line: a target, its inputs, and rules."""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import octavo
+from octavo.frameworks.model import framework_of
+from octavo.numerics import nearest_names
+from octavo.rules import QuantizationRule, as_rules, get_recipe, recipes
+
+EXAMPLES = "example_inputs"
+"""The attribute of a target's module that gives its inputs where the command line does not."""
+
+_SHAPE = re.compile(r"(\w+)\[((?:\d+(?:,\d+)*)?)\]")
+_SHORT = {"f": "float", "bf": "bfloat", "i": "int", "s": "int", "u": "uint"}
+
+
+class UsageError(Exception):
+    """What is wrong, as the line that the author of the command line reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A function or a model, by the name that it has on the command line."""
+
+    name: str
+    value: Any
+    framework: str | None
+    module: types.ModuleType
+
+
+def refusing(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """The exit status of a command: 2, and a line on stderr, where it refuses."""
+    try:
+        with _importable(os.getcwd()), _warnings_as_lines():
+            return command(args)
+    except UsageError as refusal:
+        print(refusal, file=sys.stderr)
+        return 2
+
+
+def print_recipes() -> int:
+    """List all recipes with their sentences."""
+    width = max(map(len, recipes()))
+    for name in recipes():
+        print(f"{name:{width}}  {get_recipe(name).summary}")
+    return 0
+
+
+# Targets.
+
+
+def find_target(name: str | None, weights: str | None = None) -> Target:
+    """The function or model that `module:attribute` names, made if it is a class or factory without arguments."""
+    if name is None:
+        raise UsageError("TARGET is missing: module:function, or module:attribute for a model")
+    value, module = _find(name, "TARGET")
+    if framework_of(value) is None and _takes_nothing(value):
+        with explaining(f"{name} was called for the model that it makes, and failed: "):
+            made = value()
+        value = value if framework_of(made) is None and not isinstance(value, type) else made
+    if isinstance(value, type):
+        raise UsageError(f"{name} is a class that needs arguments: name a function without any that makes the model")
+    if not callable(value) and framework_of(value) is None:
+        raise UsageError(
+            f"{name} is neither a function nor a model of Flax or Equinox but of type {type(value).__name__}"
+        )
+    if weights is not None and framework_of(value) is not None:
+        raise UsageError(f"--weights is for functions: the weights of the model {name} are its parameters")
+    return Target(name, value, framework_of(value), module)
+
+
+def _find(name: str, what: str) -> tuple[Any, types.ModuleType]:
+    """The attribute that `module:attribute` names, and its module."""
+    path, colon, attributes = name.partition(":")
+    if not (path and colon and attributes):
+        raise UsageError(f"{what} is module:function, got {name!r}")
+    module = value = _import(path, attributes)
+    where = path
+    for attribute in attributes.split("."):
+        if not hasattr(value, attribute):
+            known = [n for n in dir(value) if not n.startswith("_") and callable(getattr(value, n, None))]
+            raise UsageError(f"{where} has no attribute {attribute!r}: {nearest_names(attribute, known)}")
+        value, where = getattr(value, attribute), f"{where}.{attribute}"
+    return value, module
+
+
+def _import(path: str, attributes: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(path)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{path}.".startswith(f"{error.name}."):
+            dotted = path.removesuffix(".py").strip("./").replace("/", ".")
+            hint = f"; did you mean {f'{dotted}:{attributes}'!r}?" if dotted != path else ""
+            place = f"in {os.getcwd()} or among the installed packages"
+            raise UsageError(f"there is no module {path!r} {place}{hint}") from None
+        raise UsageError(f"{path} cannot be imported: {type(error).__name__}: {_line(error)}{_place(error)}") from error
+
+
+def _takes_nothing(value: Any) -> bool:
+    """Whether a class or function has no parameters but optional ones."""
+    if not isinstance(value, type | types.FunctionType):
+        return False
+    try:
+        parameters = inspect.signature(value).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+# Inputs and rules.
+
+
+def find_inputs(target: Target, words: Sequence[str] | None) -> tuple[Any, ...]:
+    """The arguments of a target: from a callable, from shapes, or from its module's example_inputs."""
+    if words is None:
+        name = f"{EXAMPLES} of {target.module.__name__}"
+        given = getattr(target.module, EXAMPLES, None)
+        if given is None:
+            raise UsageError(
+                f"the inputs of {target.name} are unknown: give --inputs, as shapes such as 'f32[8,128]' or as "
+                f"module:callable, or define {EXAMPLES} in {target.module.__name__}"
+            )
+    elif len(words) == 1 and ":" in words[0]:
+        name, given = words[0], _find(words[0], "--inputs")[0]
+    else:
+        return tuple(read_shape(shape) for word in words for shape in word.split())
+    if callable(given):
+        with explaining(f"{name} failed: "):
+            given = given()
+    if not isinstance(given, tuple | list):
+        raise UsageError(f"{name} gives a {type(given).__name__}, and not the tuple of arguments")
+    return tuple(given)
+
+
+def read_shape(text: str) -> jax.ShapeDtypeStruct:
+    """The array that a text such as f32[8,128] stands for.
+
+    >>> read_shape("bf16[8,128]")
+    ShapeDtypeStruct(shape=(8, 128), dtype=bfloat16)
+    """
+    match = _SHAPE.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            f"--inputs: {text!r} is no shape: a type and sizes such as 'f32[8,128]', or 'i32[]' for a scalar"
+        )
+    name = re.sub(r"^(bf|[fisu])(\d+)$", lambda short: _SHORT[short[1]] + short[2], match[1])
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError:
+        raise UsageError(
+            f"--inputs: {text!r} has the unknown type {match[1]!r}: f32, bf16, i32, u8, bool and so on"
+        ) from None
+    return jax.ShapeDtypeStruct(tuple(map(int, match[2].split(","))) if match[2] else (), dtype)
+
+
+def find_rules(text: str) -> tuple[QuantizationRule, ...]:
+    """The rules of a recipe or of a file."""
+    is_file = "." in text or os.sep in text
+    try:
+        return as_rules(Path(text) if is_file else text)
+    except OSError as error:
+        raise UsageError(f"--rules: {text}: {error.strerror}") from None
+    except Exception as error:  # YAML's errors have a class of their own.
+        where = f"{text}: " if is_file and text not in str(error) else ""
+        raise UsageError(f"--rules: {where}{' '.join(str(error).split())}") from error
+
+
+def which_weights(text: str | None) -> str | int | None:
+    """An argument by its name or number."""
+    return int(text) if text is not None and text.isdigit() else text
+
+
+# Errors and warnings.
+
+
+@contextlib.contextmanager
+def explaining(what: str = "") -> Iterator[None]:
+    """Within this, what Octavo objects to, and errors in the user's code, are refusals; other errors stay errors."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        innermost = _frames(error)[-1].filename
+        if isinstance(error, ValueError | TypeError) and innermost.startswith(_octavo()):
+            raise UsageError(f"{what}{error}") from error
+        if not _place(error):
+            raise
+        raise UsageError(f"{what}{type(error).__name__}: {_line(error)}{_place(error)}") from error
+
+
+def _frames(error: Exception) -> list[traceback.FrameSummary]:
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+
+
+def _octavo() -> tuple[str, ...]:
+    return tuple(path + os.sep for path in octavo.__path__)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or "no reason given").splitlines()[0]
+
+
+def _place(error: Exception) -> str:
+    """The innermost place of an error in code that is neither Octavo's nor a library's, if there is one."""
+    libraries = (*_octavo(), *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
+    own = [frame for frame in _frames(error) if not frame.filename.startswith(libraries)]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+
+
+@contextlib.contextmanager
+def _importable(directory: str) -> Iterator[None]:
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        sys.path.remove(directory)
+
+
+@contextlib.contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Within this, a warning is a line on stderr, without the place in Octavo that gives it."""
+
+    def show(message: Any, *_: Any, **__: Any) -> None:
+        print(f"warning: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", category=UserWarning)
+        warnings.showwarning = show
+        yield

@@ -1,0 +1,66 @@
+"""State of operations in an NNX model: variables of the modules that the operations are in."""
+
+from typing import Any
+
+from flax import nnx
+
+from octavo.transform.frame import Key
+from octavo.transform.provider import OVERWRITE, QUANT_STATS
+
+
+class QuantStat(nnx.Variable):
+    """Statistics of a static range: how often it was measured, and the sums of what was found."""
+
+
+class OverwriteWithGradient(nnx.Variable):
+    """State of delayed scaling, whose gradient is its new value."""
+
+
+VARIABLES = {QUANT_STATS: QuantStat, OVERWRITE: OverwriteWithGradient}
+
+
+def is_member(node: Any) -> bool:
+    """Whether a node is a module of a quantized model."""
+    return isinstance(node, nnx.Module) and "octavo_path" in vars(node)
+
+
+def put(modules: dict[str, Any], key: Key, value: Any) -> None:
+    """Give the module at a key's path a variable for a piece of state, unless it has it already."""
+    if key.collection not in VARIABLES:
+        raise ValueError(f"NNX models keep state of the collections {list(VARIABLES)}, not of {key.collection!r}")
+    path, attribute = key.path, key.name
+    while path not in modules:  # a scope that is no module: its name becomes part of the state's
+        path, _, last = path.rpartition("/")
+        attribute = f"{last}/{attribute}"
+    if not hasattr(modules[path], attribute):
+        setattr(modules[path], attribute, VARIABLES[key.collection](value))
+
+
+def state_places(tree: Any) -> dict[Key, Any]:
+    """The variables that hold state of operations, by its keys."""
+    collections = {variable: name for name, variable in VARIABLES.items()}
+    places = {}
+    for _, module in nnx.iter_graph(tree):
+        for attribute, variable in vars(module).items() if is_member(module) else ():
+            if type(variable) in collections:
+                scope, _, name = attribute.rpartition("/")
+                path = "/".join(part for part in (module.octavo_path, scope) if part)
+                places[Key(collections[type(variable)], path, name)] = variable
+    return places
+
+
+def level(tree: dict[str, Any], key: Key) -> dict[str, Any]:
+    """The dictionary that holds a piece of state."""
+    place = tree.setdefault(key.collection, {})
+    for part in key.path.split("/") if key.path else ():
+        place = place.setdefault(part, {})
+    return place
+
+
+def updating(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | frozenset[str]:
+    """Whether statistics are collected, or the modules in which they are not."""
+    modules: list[Any] = [node for _, node in nnx.iter_graph((args, kwargs)) if is_member(node)]
+    frozen = [module.octavo_path for module in modules if getattr(module, "disable_quant_stats_update", False)]
+    if not frozen or args[0].disable_quant_stats_update:
+        return not frozen
+    return frozenset(frozen)

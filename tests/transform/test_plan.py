@@ -1,0 +1,137 @@
+"""The plan: every product with its rule, types, sizes and reasons; rules that do nothing are errors."""
+
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import octavo
+
+INT8 = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
+
+
+def shape(*dims):
+    return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+
+PARAMS = {"up": {"w": shape(64, 256)}, "down": {"w": shape(256, 64)}, "stack": {"w": shape(3, 64, 64)}}
+X = shape(8, 64)
+
+
+def model(params, x):
+    x = jnp.tanh(x @ params["up"]["w"]) @ params["down"]["w"]
+    x = jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, params["stack"]["w"])[0]
+    return x, x @ x.T
+
+
+def test_a_row_says_everything_about_a_product():
+    row = octavo.plan(model, INT8, PARAMS, X).rows[0]
+    assert (row.path, row.op, row.weight, row.shapes, row.rule) == ("up", "dot_general", "up/w", "(8,64) x (64,256)", 0)
+    assert (row.fwd, row.dlhs, row.drhs) == ("int8 x int8",) * 3
+    assert (row.scales, row.lowering, row.reason) == ("(8,1) (1,256)", "int8 -> int32", None)
+    assert (row.bytes_before, row.bytes_after) == (64 * 256 * 4, 64 * 256 + 256 * 4)
+    assert row.flops == 2 * 8 * 64 * 256
+
+
+def test_a_scanned_layer_counts_its_length():
+    row = octavo.plan(model, INT8, PARAMS, X).rows[2]
+    assert (row.path, row.times, row.flops, row.bytes_before) == ("stack", 3, 3 * 2 * 8 * 64 * 64, 3 * 64 * 64 * 4)
+
+
+def test_types_follow_the_mode():
+    types = {
+        "qat": (octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8"), "int8 x int8", "float", "float"),
+        "weight-only": (octavo.QuantizationRule(weight_qtype="int4"), "float x int4", "float", "float"),
+        "fp8": (
+            octavo.QtRule(weight_qtype="fp8", act_qtype="fp8", bwd_qtype="float8_e5m2"),
+            "float8_e4m3fn x float8_e4m3fn",
+            "float8_e5m2 x float8_e4m3fn",
+            "float8_e5m2 x float8_e4m3fn",
+        ),
+    }
+    for rule, *wanted in types.values():
+        row = octavo.plan(model, rule, PARAMS, X).rows[0]
+        assert [row.fwd, row.dlhs, row.drhs] == wanted
+
+
+def test_packed_types_count_their_bits():
+    row = octavo.plan(model, octavo.QuantizationRule(weight_qtype="int4"), PARAMS, X).rows[0]
+    assert row.bytes_after == 64 * 256 // 2 + 256 * 4
+    assert row.lowering == "exact in float32"
+
+
+def test_small_tiles_say_that_they_are_dequantized():
+    rule = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=16)
+    assert octavo.plan(model, rule, PARAMS, X).rows[0].lowering == "dequantized"
+
+
+def test_reasons_for_what_is_left_alone():
+    rules = [octavo.QuantizationRule(module_path="down", skip=True), octavo.QuantizationRule(weight_qtype="int8")]
+    reasons = {row.path: row.reason for row in octavo.plan(model, rules, PARAMS, X).rows}
+    assert reasons["up"] is None
+    assert reasons["down"] == "a rule leaves it alone"
+    assert "two activations, and the rule has no act_qtype" in reasons.values()
+    only = octavo.plan(model, INT8.replace(module_path="up"), PARAMS, X)
+    assert [row.reason for row in only.rows][1:] == ["no rule matches"] * 3
+    assert only.share == pytest.approx(only.rows[0].flops / only.flops)
+
+
+class TestUnmatched:
+    def test_a_rule_that_matches_nothing_names_the_nearest_paths(self):
+        rules = [INT8.replace(module_path="upp"), INT8]
+        with pytest.raises(ValueError, match=r"rule 0 matches nothing: module_path='upp'; the nearest paths are 'up'"):
+            octavo.plan(model, rules, PARAMS, X)
+
+    def test_a_rule_whose_operation_does_not_occur(self):
+        rules = [INT8.replace(op_names=("einsum",)), INT8]
+        with pytest.raises(ValueError, match=r"rule 0 matches nothing: .*op_names=\('einsum',\) \(there are dot_general\)"):
+            octavo.plan(model, rules, PARAMS, X)
+
+    def test_a_shadowed_rule_names_the_one_before_it(self):
+        rules = [INT8, octavo.QuantizationRule(module_path="up", weight_qtype="int4")]
+        with pytest.raises(ValueError, match="rule 1 is shadowed: rule 0 comes first and takes all 1 products"):
+            octavo.plan(model, rules, PARAMS, X)
+
+    def test_it_can_be_a_warning(self):
+        rules = [INT8.replace(module_path="upp"), INT8]
+        with pytest.warns(UserWarning, match="rule 0 matches nothing"):
+            plan = octavo.plan(model, rules, PARAMS, X, on_unmatched="warn")
+        assert "rule 0 matches nothing" in str(plan)
+
+    def test_optional_rules_may_match_nothing(self):
+        exclude = octavo.QuantizationRule(module_path=".*router.*", skip=True, optional=True)
+        assert octavo.plan(model, [exclude, INT8], PARAMS, X).rows[0].rule == 1
+
+
+class TestPrinting:
+    plan = staticmethod(lambda: octavo.plan(model, INT8, PARAMS, X))
+
+    def test_text(self):
+        lines = str(self.plan()).splitlines()
+        assert lines[0].split()[:4] == ["path", "op", "shapes", "rule"]
+        assert lines[4].startswith("stack  dot_general  3 x (8,64) x (64,64)")
+        assert lines[-1].startswith("4 of 4 products quantized, 100.0 % of forward FLOPs; operands")
+
+    def test_json(self):
+        plan = self.plan()
+        read = json.loads(plan.to_json())
+        assert read["share"] == 1.0
+        assert [row["path"] for row in read["rows"]] == [row.path for row in plan.rows]
+
+    def test_html_is_escaped(self):
+        text = self.plan()._repr_html_()
+        assert text.startswith("<table>")
+        assert "-&gt; int32" in text
+
+    def test_rich(self):
+        rich = pytest.importorskip("rich.console", reason="rich is an optional dependency")
+        console = rich.Console(width=300, record=True, file=io.StringIO())
+        console.print(self.plan())
+        assert "int8 x int8" in console.export_text()
+
+
+def test_nothing_is_computed_for_a_plan():
+    huge = {"w": shape(1 << 20, 1 << 20)}
+    assert octavo.plan(lambda params, x: x @ params["w"], INT8, huge, shape(8, 1 << 20)).flops == 2 * 8 << 40
