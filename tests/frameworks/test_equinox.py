@@ -128,7 +128,7 @@ def test_b1_a_helper_that_is_jitted_is_never_shared_between_inside_and_outside()
 def test_vmap_is_a_loop(low):
     assert_same(jax.vmap(low.encode)(X), jnp.stack([low.encode(x) for x in X]))
     batch = jnp.stack([X, 2 * X])
-    np.testing.assert_allclose(jax.vmap(low)(batch)[1], low(2 * X), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.vmap(low))(batch)[1], eqx.filter_jit(low)(2 * X), rtol=1e-5, atol=1e-6)
 
 
 def test_keys_pass_through(low):
@@ -210,7 +210,7 @@ def test_b4_activation_of_a_params_shape_is_no_weight():
 
 def test_rules_with_state_name_the_way(model):
     rule = QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
-    with pytest.raises(ValueError, match=r"octavo\.quantized\(lambda model, x: model\(x\), rules\).*q\.init.*q\.stateful"):
+    with pytest.raises(ValueError, match=r"octavo\.quantized\(lambda model, x: .*q\.init.*q\.stateful"):
         quantize_equinox(model, QtProvider(rule))
 
 

@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 import octavo
-from octavo.frameworks.nnx import QuantStat, nnx_sites, quantize_nnx
+from octavo.calibration import AmaxHistory
+from octavo.frameworks.nnx import OverwriteWithGradient, QuantStat, nnx_sites, quantize_nnx
 from octavo.frameworks.params import WithAux, quantize_params
 from octavo.rules import QtRule, QuantizationRule, dot_config
 from octavo.transform import PtqProvider, QtProvider, QuantizationProvider, verify
@@ -177,6 +178,24 @@ def test_b4_activation_of_a_params_shape_is_no_weight():
     assert_same(stored.w.get_value().array, octavo.quantize(model.w.get_value(), "int8", channelwise_axes=(1,)))
 
 
+def test_b5_weights_inside_shard_map_are_weights():
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=auto, devices=jax.devices()[:2])
+    spec = jax.sharding.PartitionSpec
+
+    class Sharded(nnx.Module):
+        def __init__(self, rngs):
+            self.w = nnx.Param(jax.random.normal(rngs(), (D, D)))
+
+        def __call__(self, x):
+            product = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(spec("x"), spec()), out_specs=spec("x"))
+            return product(x, self.w.get_value())
+
+    model = Sharded(nnx.Rngs(0))
+    rule = QtRule(weight_qtype="int8")
+    assert_same(quantize_nnx(model, QtProvider(rule))(X), by_hand(X, model.w.get_value(), rule))
+
+
 def test_mutations_come_out(low):
     low(X)
     assert low.drop.rngs.count.get_value() == 1
@@ -308,6 +327,16 @@ def test_rules_that_match_nothing_are_an_error(model):
         quantize_nnx(model, QtProvider(QtRule(module_path="decoder", weight_qtype="int8")), X)
 
 
+def test_delayed_scaling_is_state_whose_gradient_is_its_new_value():
+    operand = octavo.Operand("float8_e4m3fn", per_tensor=True, tracker=AmaxHistory(4))
+    low = quantize_nnx(linear(nnx.Rngs(0)), QtProvider(QtRule(fwd=octavo.Matmul(operand, operand))), X)
+    wanted = nnx.DiffState(0, (nnx.Param, OverwriteWithGradient))
+    grads = nnx.grad(lambda m: m(X).sum(), argnums=wanted)(low)
+    nnx.update(low, nnx.filter_state(grads, OverwriteWithGradient))
+    history = low.dot_general0.get_value()["lhs"]["amax_history"]
+    assert_same(history.ravel(), jnp.array([jnp.max(jnp.abs(X)), 0, 0, 0]))
+
+
 def test_stochastic_rounding_draws_from_rngs(model):
     rule = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", bwd_stochastic_rounding="uniform")
 
@@ -332,6 +361,7 @@ def test_ptq_stores_codes_and_computes_with_them(model):
     for out in (low.encode(X), low.first(X), low.compiled(X)):
         assert_same(out, octavo.dot(x, w))
     assert low.first.kernel.get_value() is stored
+    assert_same(jax.jit(lambda x: low.first(x))(X), jax.jit(octavo.dot)(x, w))
     nnx.jit(lambda m, x: m(x))(low, X)
     assert_same(low.first.kernel.get_value(), stored)
     assert not isinstance(low.norm.scale.get_value(), WithAux)

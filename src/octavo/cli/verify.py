@@ -140,7 +140,13 @@ def _nnx(target: Target, provider: Any, inputs: tuple[Any, ...], _: Any) -> Call
         examples = inputs if provider.stateful else ()
         model = octavo.quantize_model(model, provider, *examples, rngs=nnx.Rngs(0))
     graph, params, others = nnx.split(model, nnx.Param, ...)
-    return Call(lambda params, rest: nnx.merge(graph, params, rest[0])(*rest[1]), params, (others, inputs))
+
+    def run(params: Any, rest: Any) -> Any:
+        others, inputs = rest
+        # Flax lets only those variables change that were made inside of the gradient's trace.
+        return nnx.merge(graph, params, others, copy=True)(*inputs)
+
+    return Call(run, params, (others, inputs))
 
 
 def _equinox(target: Target, provider: Any, inputs: tuple[Any, ...], _: Any) -> Call:

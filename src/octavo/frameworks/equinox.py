@@ -41,7 +41,7 @@ class Family:
         return self.classes[cls, path]
 
 
-def quantize_equinox[M: eqx.Module](
+def quantize_equinox[M](
     model: M, provider: QuantizationProvider, *inputs: Any, methods: Collection[str] | None = None, **kwargs: Any
 ) -> M:
     """An Equinox model that computes as the provider's rules say: the same fields, leaves and arrays.

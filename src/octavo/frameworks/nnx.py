@@ -240,7 +240,7 @@ def _write(tree: Any, after: Any) -> None:
     for path, variable in nnx.iter_graph(tree):
         if isinstance(variable, nnx.Variable):
             value = now[path].get_raw_value()
-            old, new = (jax.tree.leaves(v, is_leaf=is_stored) for v in (variable.get_raw_value(), value))
+            old, new = jax.tree.leaves(variable.get_raw_value()), jax.tree.leaves(value)
             if len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
                 variable.set_raw_value(value)
 
