@@ -91,7 +91,10 @@ def main() -> None:
             now = traced_at - start, lowered_at - traced_at, end - lowered_at
             best[name] = [min(pair) for pair in zip(best[name], now, strict=True)]
             sizes[name] = size(traced.jaxpr), len(str(traced.jaxpr).splitlines())
-    print(f"\n{'':>8} {'trace s':>8} {'lower s':>8} {'compile s':>10} {'sum s':>7} {'of float':>9} {'equations':>10} {'lines':>7}")
+    columns = (
+        f"{'trace s':>8} {'lower s':>8} {'compile s':>10} {'sum s':>7} {'of float':>9} {'equations':>10} {'lines':>7}"
+    )
+    print(f"\n{'':>8} {columns}")
     whole = sum(best["float"])
     for name, (trace, lower, build) in best.items():
         total = trace + lower + build

@@ -23,6 +23,12 @@ class NeedsWidth(nn.Module):
         return nn.Dense(self.width)(x)
 
 
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False)(nn.Dense(16)(x))
+
+
 def linen():
     return Linen()
 

@@ -12,6 +12,7 @@ import pytest
 import octavo
 from octavo.calibration import registry as calibrations
 from octavo.numerics import registry as formats
+from octavo.rules import registry as recipes
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
@@ -29,7 +30,12 @@ def modules():
 @pytest.fixture(autouse=True)
 def _registries(monkeypatch):
     """What an example registers is gone after it."""
-    for module, name in ((formats, "_formats"), (formats, "_aliases"), (calibrations, "_makers")):
+    for module, name in (
+        (formats, "_formats"),
+        (formats, "_aliases"),
+        (calibrations, "_makers"),
+        (recipes, "_recipes"),
+    ):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
 
 

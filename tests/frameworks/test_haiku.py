@@ -15,9 +15,7 @@ def test_a_haiku_model_is_quantized_by_its_parameters_paths():
     model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([32, 8])(x)))
     x = jax.random.normal(jax.random.key(1), (4, 16))
     params = model.init(jax.random.key(0), x)
-    rule = octavo.QtRule(
-        module_path=r"mlp/~/linear_\d", weight_qtype="int8", act_qtype="int8", bwd_qtype="int8"
-    )
+    rule = octavo.QtRule(module_path=r"mlp/~/linear_\d", weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
     low = octavo.quantized(model.apply, rule)
     seen = octavo.verify(jax.value_and_grad(lambda p: jnp.sum(low(p, x) ** 2)), params)
     assert (seen.forward, seen.backward) == (1.0, 1.0)

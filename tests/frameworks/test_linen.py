@@ -135,7 +135,11 @@ def test_scanned_and_rematerialized_layers(scanned, remat):
     done = octavo.verify(jax.value_and_grad(lambda v: jnp.sum(low.apply(v, X) ** 2)), variables)
     assert done.share("native") == 1.0
     paths = {s.path for s in octavo.frameworks.linen.linen_sites(model, octavo.QtProvider([INT8]), X)}
-    assert paths == ({"layers/Dense_0", "layers/Dense_1"} if scanned else {f"{'Checkpoint' * remat}Layer_{i}/Dense_{j}" for i in range(3) for j in range(2)})
+    assert paths == (
+        {"layers/Dense_0", "layers/Dense_1"}
+        if scanned
+        else {f"{'Checkpoint' * remat}Layer_{i}/Dense_{j}" for i in range(3) for j in range(2)}
+    )
 
 
 class TestStaticRange:

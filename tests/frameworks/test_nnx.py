@@ -141,6 +141,31 @@ def test_products_without_weights_have_exact_paths(model):
     assert paths == ["query", "key", "value", "", "", "out"]
 
 
+def test_scopes_that_are_no_modules_and_modules_with_any_name():
+    class Scoped(Attention):
+        def __call__(self, x):
+            with jax.named_scope("scores"):
+                return super().__call__(x)
+
+    class Holder(nnx.Module):
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    class Outer(nnx.Module):
+        def __init__(self, rngs):
+            self.body = Scoped(rngs)
+            self.scan = Holder(self.body)
+
+        def __call__(self, x):
+            return self.scan(x)
+
+    sites = nnx_sites(Outer(nnx.Rngs(0)), QtProvider(RULE), X)
+    assert [s.path for s in sites] == ["body/query", "body", "body"]
+
+
 def test_b1_a_helper_that_is_jitted_is_never_shared_between_inside_and_outside():
     @nnx.jit
     def helper(layer, x):
@@ -188,12 +213,15 @@ def test_b5_weights_inside_shard_map_are_weights():
             self.w = nnx.Param(jax.random.normal(rngs(), (D, D)))
 
         def __call__(self, x):
-            product = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(spec("x"), spec()), out_specs=spec("x"))
-            return product(x, self.w.get_value())
+            return sharded(jnp.dot)(x, self.w.get_value())
+
+    def sharded(dot):
+        return jax.shard_map(dot, mesh=mesh, in_specs=(spec("x"), spec()), out_specs=spec("x"))
 
     model = Sharded(nnx.Rngs(0))
     rule = QtRule(weight_qtype="int8")
-    assert_same(quantize_nnx(model, QtProvider(rule))(X), by_hand(X, model.w.get_value(), rule))
+    expected = sharded(lambda x, w: by_hand(x, w, rule))(X, model.w.get_value())
+    assert_same(quantize_nnx(model, QtProvider(rule))(X), expected)
 
 
 def test_mutations_come_out(low):
@@ -360,7 +388,7 @@ def test_ptq_stores_codes_and_computes_with_them(model):
     x = octavo.quantize(X, "int8", channelwise_axes=(0,))
     for out in (low.encode(X), low.first(X), low.compiled(X)):
         assert_same(out, octavo.dot(x, w))
-    assert low.first.kernel.get_value() is stored
+    assert low.first.kernel.get_value().array.qvalue is stored.array.qvalue
     assert_same(jax.jit(lambda x: low.first(x))(X), jax.jit(octavo.dot)(x, w))
     nnx.jit(lambda m, x: m(x))(low, X)
     assert_same(low.first.kernel.get_value(), stored)

@@ -140,7 +140,10 @@ class NANOOFp8Provider(qwix.QtProvider):
 @pytest.mark.parametrize("provider", [NvidaFp8Provider, NANOOFp8Provider])
 def test_the_providers_of_quantizations_py(provider):
     rule = qwix.QtRule(
-        module_path="decoder/.*layers.*", weight_qtype="float8_e4m3fn", act_qtype="float8_e4m3fn", bwd_qtype="float8_e4m3fn"
+        module_path="decoder/.*layers.*",
+        weight_qtype="float8_e4m3fn",
+        act_qtype="float8_e4m3fn",
+        bwd_qtype="float8_e4m3fn",
     )
     low = qwix.quantize_model(Transformer(), provider([rule]))
     variables = low.init(jax.random.key(0), MODEL_INPUT)

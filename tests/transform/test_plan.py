@@ -86,7 +86,9 @@ class TestUnmatched:
 
     def test_a_rule_whose_operation_does_not_occur(self):
         rules = [INT8.replace(op_names=("einsum",)), INT8]
-        with pytest.raises(ValueError, match=r"rule 0 matches nothing: .*op_names=\('einsum',\) \(there are dot_general\)"):
+        with pytest.raises(
+            ValueError, match=r"rule 0 matches nothing: .*op_names=\('einsum',\) \(there are dot_general\)"
+        ):
             octavo.plan(model, rules, PARAMS, X)
 
     def test_a_shadowed_rule_names_the_one_before_it(self):

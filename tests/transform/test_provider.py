@@ -70,7 +70,12 @@ def test_every_operation_can_be_overridden(name):
     provider = type("Zeros", (octavo.QtProvider,), override)([INT8])
     sizes = jnp.asarray([2, 2], jnp.int32)
     fns = {
-        "conv_general_dilated": (lambda params, x: jax.lax.conv(x, params, (1,), "SAME"), (8, 4, 3), (2, 4, 6), (2, 8, 6)),
+        "conv_general_dilated": (
+            lambda params, x: jax.lax.conv(x, params, (1,), "SAME"),
+            (8, 4, 3),
+            (2, 4, 6),
+            (2, 8, 6),
+        ),
         "ragged_dot": (lambda params, x: jax.lax.ragged_dot(x, params, sizes), (2, 8, 5), (4, 8), (4, 5)),
         "gmm": (lambda params, x: octavo.gmm(x, params, sizes), (2, 8, 5), (4, 8), (4, 5)),
     }

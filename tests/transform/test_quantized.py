@@ -148,22 +148,26 @@ class TestOver:
 
     def test_loop_that_indexes_a_stack(self):
         params = {"w": normal(0, 3, 16, 16)}
-        fn = lambda dot: lambda params, x: jax.lax.fori_loop(  # noqa: E731
-            0, 3, lambda i, c: jnp.tanh(dot(c, params["w"][i])), x
-        )
+
+        def fn(dot):
+            return lambda params, x: jax.lax.fori_loop(0, 3, lambda i, c: jnp.tanh(dot(c, params["w"][i])), x)
+
         self.check(fn(jnp.dot), fn(by_hand), params, X)
 
     def test_while_loop(self):
         params = {"w": normal(0, 16, 16)}
-        fn = lambda dot: lambda params, x: jax.lax.while_loop(  # noqa: E731
-            lambda c: jnp.sum(jnp.abs(c)) < 1e3, lambda c: c + dot(c, params["w"]), x
-        )
+
+        def fn(dot):
+            small = lambda c: jnp.sum(jnp.abs(c)) < 1e3  # noqa: E731
+            return lambda params, x: jax.lax.while_loop(small, lambda c: c + dot(c, params["w"]), x)
+
         self.check(fn(jnp.dot), fn(by_hand), params, X)
 
     def test_cond(self):
-        fn = lambda dot: lambda params, x: jax.lax.cond(  # noqa: E731
-            x[0, 0] > 0, lambda x: dot(x, params["a"]["w"]), lambda x: dot(-x, params["a"]["w"]), x
-        )
+        def fn(dot):
+            branches = [lambda w, x: dot(x, w), lambda w, x: dot(-x, w)]
+            return lambda params, x: jax.lax.cond(x[0, 0] > 0, *branches, params["a"]["w"], x)
+
         self.check(fn(jnp.dot), fn(by_hand), PARAMS, X)
 
     def test_vmap(self):
@@ -186,7 +190,7 @@ class TestOver:
     def test_grad_inside_quantizes_all_three_products(self):
         low = octavo.quantized(jax.grad(loss, argnums=(0, 1)), INT8)
         types = dot_types(low, PARAMS, X)
-        assert len({t for t in types}) == 1
+        assert len(set(types)) == 1
         assert types[0] == ("int8", "int8", "int32")
         float_grad = jax.grad(loss, argnums=(0, 1))(PARAMS, X)
         for got, wanted in zip(jax.tree.leaves(low(PARAMS, X)), jax.tree.leaves(float_grad), strict=True):
@@ -248,7 +252,9 @@ class TestWeights:
     )
     def test_a_weight_is_followed(self, use):
         rule = octavo.QuantizationRule(weight_qtype="int8")  # weight-only: nothing happens to an activation
-        sites = octavo.quantized(lambda params, x: x @ use(params["l"]["w"]), rule).sites({"l": {"w": normal(0, 16, 8)}}, X)
+        sites = octavo.quantized(lambda params, x: x @ use(params["l"]["w"]), rule).sites(
+            {"l": {"w": normal(0, 16, 8)}}, X
+        )
         assert [(s.leaf, s.path, s.weights) for s in sites] == [("l/w", "l", (False, True))]
 
     def test_b4_an_activation_of_a_weights_shape_is_no_weight(self):
@@ -349,7 +355,9 @@ class TestQArrayWeights:
         params = {"w": normal(0, 3, 16, 32)}
         fn = lambda params, x: jax.lax.fori_loop(0, 3, lambda i, c: c + x @ params["w"][i][:, :16], x)  # noqa: E731
         rule = octavo.QuantizationRule(weight_qtype="int4")
-        stored = jax.tree.map(lambda q: q.pack(), self.quantized(params, fn, rule, X), is_leaf=lambda x: isinstance(x, octavo.QArray))
+        stored = jax.tree.map(
+            lambda q: q.pack(), self.quantized(params, fn, rule, X), is_leaf=lambda x: isinstance(x, octavo.QArray)
+        )
         low = octavo.quantized(fn, rule)
         same(jax.jit(low)(stored, X), jax.jit(low)(params, X))
 
@@ -420,13 +428,18 @@ class TestOperations:
     def test_einsum_is_told_from_dot_general(self):
         fn = lambda params, x: (jnp.einsum("bi,io->bo", x, params["a"]["w"]), x @ params["a"]["w"])  # noqa: E731
         low = octavo.quantized(fn, INT8.replace(op_names=("einsum",)))
-        assert [(s.op, s.config is not None) for s in low.sites(PARAMS, X)] == [("einsum", True), ("dot_general", False)]
+        assert [(s.op, s.config is not None) for s in low.sites(PARAMS, X)] == [
+            ("einsum", True),
+            ("dot_general", False),
+        ]
 
     def test_conv(self):
         params, x = {"k": normal(0, 3, 3, 4, 8)}, normal(1, 2, 8, 8, 4)
-        fn = lambda conv, **k: lambda params, x: conv(  # noqa: E731
-            x, params["k"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **k
-        )
+
+        def fn(conv, **config):
+            numbers = ("NHWC", "HWIO", "NHWC")
+            return lambda params, x: conv(x, params["k"], (1, 1), "SAME", dimension_numbers=numbers, **config)
+
         low = octavo.quantized(fn(jax.lax.conv_general_dilated), INT8)
         same(jax.jit(low)(params, x), jax.jit(fn(octavo.conv_general_dilated, config=CONFIG))(params, x))
 

@@ -202,9 +202,7 @@ def test_delayed_scaling_keeps_its_history_in_the_gradient():
 
 
 class TestStochasticRounding:
-    rule = octavo.QtRule(
-        weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", bwd_stochastic_rounding="uniform"
-    )
+    rule = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", bwd_stochastic_rounding="uniform")
 
     def grad(self, fn, params, x, key):
         low = octavo.quantized(fn, self.rule)

@@ -13,9 +13,9 @@ from octavo.cli.target import (
     find_inputs,
     find_rules,
     find_target,
+    find_weights,
     print_recipes,
     refusing,
-    which_weights,
 )
 from octavo.transform import Plan
 
@@ -40,9 +40,9 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError("--rules is missing: a recipe's name or a file; octavo plan --rules list prints the recipes")
     rules = find_rules(args.rules)
     inputs = find_inputs(target, args.inputs)
+    weights = find_weights(target, inputs, args.weights)
     on_unmatched = "warn" if args.allow_unmatched else "error"
     with explaining():
-        weights = which_weights(args.weights)
         plan = octavo.plan(target.value, rules, *inputs, on_unmatched=on_unmatched, weights=weights)
     if args.json:
         print(plan.to_json())

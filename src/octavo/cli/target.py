@@ -23,6 +23,7 @@ import octavo
 from octavo.frameworks.model import framework_of
 from octavo.numerics import nearest_names
 from octavo.rules import QuantizationRule, as_rules, get_recipe, recipes
+from octavo.transform.paths import argument_names
 
 EXAMPLES = "example_inputs"
 """The attribute of a target's module that gives its inputs where the command line does not."""
@@ -145,7 +146,7 @@ def find_inputs(target: Target, words: Sequence[str] | None) -> tuple[Any, ...]:
         with explaining(f"{name} failed: "):
             given = given()
     if not isinstance(given, tuple | list):
-        raise UsageError(f"{name} gives a {type(given).__name__}, and not the tuple of arguments")
+        raise UsageError(f"{name} gives {type(given).__name__}, not the tuple of arguments")
     return tuple(given)
 
 
@@ -182,9 +183,13 @@ def find_rules(text: str) -> tuple[QuantizationRule, ...]:
         raise UsageError(f"--rules: {where}{' '.join(str(error).split())}") from error
 
 
-def which_weights(text: str | None) -> str | int | None:
-    """An argument by its name or number."""
-    return int(text) if text is not None and text.isdigit() else text
+def find_weights(target: Target, inputs: Sequence[Any], text: str | None) -> str | int | None:
+    """The argument that holds the weights, by its name or number; None if the command line does not say."""
+    names = argument_names(target.value, len(inputs)) if target.framework is None else []
+    weights = int(text) if text is not None and text.isdigit() else text
+    if weights is None or weights in names or (isinstance(weights, int) and weights < len(inputs)):
+        return weights
+    raise UsageError(f"--weights: {target.name} has no argument {text!r}; it has {', '.join(names)}")
 
 
 # Errors and warnings.
@@ -231,7 +236,8 @@ def _importable(directory: str) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path.remove(directory)
+        with contextlib.suppress(ValueError):
+            sys.path.remove(directory)
 
 
 @contextlib.contextmanager

@@ -17,9 +17,9 @@ from octavo.cli.target import (
     find_inputs,
     find_rules,
     find_target,
+    find_weights,
     print_recipes,
     refusing,
-    which_weights,
 )
 from octavo.transform import QtProvider
 from octavo.transform.paths import PARAMETERS, argument_names
@@ -48,8 +48,9 @@ def _run(args: argparse.Namespace) -> int:
     target = find_target(args.target, args.weights)
     provider = None if args.rules is None else QtProvider(find_rules(args.rules))
     inputs = find_inputs(target, args.inputs)
+    weights = find_weights(target, inputs, args.weights)
     with explaining():
-        call = _CALLS[target.framework](target, provider, inputs, which_weights(args.weights))
+        call = _CALLS[target.framework](target, provider, inputs, weights)
         fn = value_and_grad(call.fn) if args.grad else call.fn
         found = octavo.verify(fn, call.weights, call.rest, platform=args.platform)
     print(found.to_json() if args.json else found)
@@ -109,13 +110,11 @@ def _weights_place(target: Target, inputs: tuple[Any, ...], weights: str | int |
     """The number of the argument that holds the weights; the first if nothing tells."""
     if not inputs:
         raise UsageError(f"--inputs: {target.name} is verified with at least one argument, got none")
+    if isinstance(weights, int):
+        return weights
     names = argument_names(target.value, len(inputs))
-    if weights is None:
-        return next((i for i, name in enumerate(names) if name in PARAMETERS), 0)
-    place = names.index(weights) if weights in names else weights
-    if not isinstance(place, int) or place >= len(inputs):
-        raise UsageError(f"--weights: {target.name} has no argument {weights!r}; it has {', '.join(names)}")
-    return place
+    wanted = PARAMETERS if weights is None else (weights,)
+    return next((i for i, name in enumerate(names) if name in wanted), 0)
 
 
 def _linen(target: Target, provider: Any, inputs: tuple[Any, ...], _: Any) -> Call:

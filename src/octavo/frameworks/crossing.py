@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,12 +13,15 @@ import numpy as np
 from octavo.frameworks.params import is_stored, unwrap
 from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
+from octavo.transform.frame import FROM_ROOT
 
 _here: contextvars.ContextVar[str] = contextvars.ContextVar("octavo_module", default="")
 
 
 class Crossing:
     """One call of `fn(tree)` in low precision, where `names` says which leaves of the tree are parameters.
+
+    `modules` are the paths of the modules in the tree, one of which every multiplication belongs to.
 
     Leaves may be quantized parameters; `fn` sees arrays in their place. Its result may hold anything: inputs that it
     passes on are given back as they are, quantized ones too, and only what it computes is computed in the trace.
@@ -30,6 +33,7 @@ class Crossing:
         fn: Callable[[Any], Any],
         tree: Any,
         names: Sequence[str | None],
+        modules: Iterable[str],
         provider: QuantizationProvider,
         cache: dict[Any, Any],
         on_unmatched: str = "ignore",
@@ -44,7 +48,13 @@ class Crossing:
             return self._arrays(tree)
 
         self.quantized = Quantized(
-            traced, provider, None, on_unmatched, strict_paths=True, names=lambda args, kwargs: list(names)
+            traced,
+            provider,
+            None,
+            on_unmatched,
+            strict_paths=True,
+            modules=frozenset(_prefixes(modules)),
+            names=lambda args, kwargs: list(names),
         )
         self.quantized._cache = cache
 
@@ -86,12 +96,20 @@ class Crossing:
         return computed
 
 
+def _prefixes(paths: Iterable[str]) -> Iterator[str]:
+    for path in paths:
+        parts = path.split("/")
+        yield from ("/".join(parts[: i + 1]) for i in range(len(parts)))
+
+
 @contextlib.contextmanager
 def inside(path: str) -> Iterator[None]:
     """Name what is traced after a module: its path, as far as the scopes around do not say it already."""
     here = _here.get()
-    below = here and f"{path}/".startswith(f"{here}/")
-    name = path[len(here) :].removeprefix("/") if below else path
+    if not here or f"{path}/".startswith(f"{here}/"):
+        name = path[len(here) :].removeprefix("/")
+    else:
+        name = f"{FROM_ROOT}/{path}".removesuffix("/")
     token = _here.set(path)
     try:
         with jax.named_scope(name) if name else contextlib.nullcontext():

@@ -153,7 +153,7 @@ def _crossing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], **option
 
     run.__name__ = run.__qualname__ = f"{type(args[0]).__name__}.{name}"
     tree = args, kwargs
-    return Crossing(run, tree, _names(tree), family.provider, family.cache, **options)
+    return Crossing(run, tree, _names(tree), _paths(tree), family.provider, family.cache, **options)
 
 
 def _names(tree: Any) -> list[str | None]:
@@ -168,6 +168,18 @@ def _names(tree: Any) -> list[str | None]:
             name = "/".join([*([root] if root else []), *map(key_name, path)])
             names.append(name if root is not None and _is_weight(leaf) else None)
     return names
+
+
+def _paths(tree: Any) -> list[str]:
+    """The paths of all quantized modules."""
+    found: list[str] = []
+
+    def note(module: Any, path: str) -> type:
+        found.extend([module._octavo[2]] if hasattr(module, "_octavo") else [])
+        return type(module)
+
+    _rebuild(tree, note)
+    return found
 
 
 def _is_weight(leaf: Any) -> bool:

@@ -18,7 +18,7 @@ from flax.linen import transforms
 
 from octavo.frameworks.params import WithAux, unwrap
 from octavo.qarray import shardings
-from octavo.transform import Quantized, QuantizationProvider, Site
+from octavo.transform import QuantizationProvider, Quantized, Site
 from octavo.transform.frame import Frame, Key
 from octavo.transform.paths import is_quantized, key_name
 from octavo.transform.provider import OVERWRITE
@@ -55,7 +55,14 @@ def linen_sites(model: nn.Module, provider: QuantizationProvider, *args: Any, **
             return model.apply(variables, *args, **kwargs, rngs=rngs, mutable=True)
 
     low = Quantized(
-        run, provider, "variables", "ignore", strict_paths=True, root=type(model).__name__, host=_host, names=_leaf_names
+        run,
+        provider,
+        "variables",
+        "ignore",
+        strict_paths=True,
+        root=type(model).__name__,
+        host=_host,
+        names=_leaf_names,
     )
     return low.sites(meta.unbox(variables), args, kwargs)
 
@@ -158,9 +165,7 @@ class _Call:
         module = self.module
         root = module.name or type(module).__name__
         names = functools.partial(_leaf_names, prefix=self.prefix)
-        return Quantized(
-            pure, self.provider, None, "ignore", strict_paths=True, root=root, host=_host, names=names
-        )
+        return Quantized(pure, self.provider, None, "ignore", strict_paths=True, root=root, host=_host, names=names)
 
     def _key(self) -> Any:
         return self.module.make_rng(_STREAM) if self.module.has_rng(_STREAM) else None
@@ -183,9 +188,7 @@ class _Call:
 
         root = module.name or type(module).__name__
         names = functools.partial(_leaf_names, prefix=self.prefix)
-        low = Quantized(
-            pure, provider, None, "ignore", strict_paths=True, root=root, host=_host, names=names
-        )
+        low = Quantized(pure, provider, None, "ignore", strict_paths=True, root=root, host=_host, names=names)
         inputs = (_plain(variables), args, kwargs)
         if provider.stateful:
             self._put(low.init(*inputs))
@@ -270,8 +273,8 @@ def _host(frame: Frame, site: Site, call: Callable[[], Any]) -> Any:
     """Run an overridden operation where it may hold Linen variables, which are state under the operation's module."""
     place, path = _Place(call, parent=None), site.path
     if frame.context.init:
-        out, variables = place.init_with_output(jax.random.key(0))
-        for collection, tree in variables.items():
+        out, made = place.init_with_output(jax.random.key(0))
+        for collection, tree in made.items():
             for name, value in tree.items():
                 frame.read(Key(collection, path, name), lambda value=value: value)
         return out
@@ -281,8 +284,8 @@ def _host(frame: Frame, site: Site, call: Callable[[], Any]) -> Any:
             variables.setdefault(key.collection, {})[key.name] = value
     mutable = [c for c in variables if c != OVERWRITE] if frame.context.update else []
     rngs = {} if frame.key is None else {"params": frame.key}
-    out, after = place.apply(variables, mutable=mutable or ["intermediates"], rngs=rngs)
+    out, after = place.apply(variables, mutable=mutable or ["intermediates"], rngs=rngs)  # pyrefly: ignore
     for collection in mutable:
-        for name, value in after.get(collection, {}).items():
+        for name, value in after[collection].items():
             frame.write(Key(collection, path, name), value)
     return out

@@ -203,7 +203,8 @@ def _crossing(family: Family, name: str, args: Any, kwargs: Any, **options: Any)
     leaves = [(_variable_path(p), x) for p, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_stored)]
     stored = {path for path, leaf in leaves if is_stored(leaf)}
     names = [known.get(path) for path, _ in leaves]
-    return Crossing(run, state, names, family.provider, family.cache, **options), graphdefs
+    modules = [_path(node) for _, node in nnx.iter_graph((args, kwargs)) if is_member(node)]
+    return Crossing(run, state, names, modules, family.provider, family.cache, **options), graphdefs
 
 
 def _turn(tree: Any, which: int) -> None:

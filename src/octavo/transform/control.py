@@ -4,6 +4,7 @@ Going through `jax.lax.scan`, `jax.jit`, `jax.shard_map` and the like, rather th
 be QArrays, adds inputs and outputs for state, and keeps to JAX's public interface.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -63,9 +64,7 @@ def _state_keys(rewrite: Any, eqn: Equation, values: list[Value], frame: Frame) 
     context = frame.context
     if not context.stateful or context.init:
         return []
-    probing = type(context)(
-        context.provider, context.strict_paths, context.root, init=True, update=False, host=context.host
-    )
+    probing = dataclasses.replace(context, init=True, update=False, sites={}, cache={})
     probe = frame.inner("", context=probing, counters=dict(frame.counters), state={}, key=None)
 
     def run(data):

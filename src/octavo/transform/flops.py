@@ -182,11 +182,12 @@ def _product(eqn: Any, values: list[_Value]) -> Product:
     else:
         kind = ("float", "weight_only", "emulated")[sum(v.origin is not None for v in values[:2])]
     op, dtypes = eqn.primitive.name, [str(x.dtype) for x in (lhs, rhs, out)]
-    flops = _flops(op, eqn.params, lhs.shape, rhs.shape, out.shape)
+    flops = product_flops(op, eqn.params, lhs.shape, rhs.shape, out.shape)
     return Product("", PRODUCTS[op], lhs.shape, rhs.shape, *dtypes, flops=flops, count=1, backward=False, kind=kind)
 
 
-def _flops(name: str, params: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> int:
+def product_flops(name: str, params: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> int:
+    """FLOPs of one execution of a primitive that multiplies, for these shapes."""
     if name == "dot_general":
         (_, contract), (_, batch) = params["dimension_numbers"]
         return dot_flops(lhs, rhs, (*contract, *batch))

@@ -44,6 +44,8 @@ class Context:
     """Whether `module_path` means the module only; otherwise a weight's own name may be part of it."""
     root: str | None = None
     """The first scope name, if it is only the name of the whole model."""
+    modules: frozenset[str] | None = None
+    """The paths of all modules, if they are known: other names of scopes then say nothing."""
     init: bool = False
     """Whether this is the pass that finds out which state there is."""
     update: bool | frozenset[str] = True
@@ -116,15 +118,30 @@ BACKWARD = "transpose("
 
 def scope_names(scope: str) -> list[str]:
     """The names that people gave to scopes, without those that transformations and libraries add."""
+    return [n for n in _all_names(scope) if n and "->" not in n and "." not in n and n not in _NOISE]
+
+
+def module_of(scope: str, modules: frozenset[str]) -> str:
+    """The innermost of these modules that a scope is in; the paths above each of them have to be among them."""
+    path = ""
+    for name in _all_names(scope):
+        longer = f"{path}/{name}" if path else name
+        path = "" if name == FROM_ROOT else longer if longer in modules else path
+    return path
+
+
+def _all_names(scope: str) -> list[str]:
     names = []
     for name in _outer_split(scope):
         while match := _WRAPPER.match(name):
             name = match[1]
-        names += [n for n in name.split("/") if n and "->" not in n and "." not in n and n not in _NOISE]
+        names += name.split("/")
     return names
 
 
-_NOISE = ("rematted_computation", "checkpoint", "remat", "while", "body", "cond", "scan")
+FROM_ROOT = "~"
+"""The name after which a scope's names begin at the root again, as for a module that is called from elsewhere."""
+_NOISE = (FROM_ROOT, "rematted_computation", "checkpoint", "remat", "while", "body", "cond", "scan")
 
 
 def _outer_split(scope: str) -> list[str]:

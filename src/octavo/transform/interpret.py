@@ -9,7 +9,17 @@ from octavo._typing import Array
 from octavo.qarray import QArray
 from octavo.transform import control
 from octavo.transform.frame import Frame, Value
-from octavo.transform.jaxprs import CUSTOM, PRODUCTS, Equation, Jaxpr, bind, custom_body, inside, is_literal, products_within
+from octavo.transform.jaxprs import (
+    CUSTOM,
+    PRODUCTS,
+    Equation,
+    Jaxpr,
+    bind,
+    custom_body,
+    inside,
+    is_literal,
+    products_within,
+)
 from octavo.transform.origin import CONSTANT, flow
 from octavo.transform.provider import Operation, operating, subscripts
 from octavo.transform.site import Site, find_site
@@ -85,7 +95,7 @@ def _product(eqn: Equation, values: list[Value], frame: Frame) -> Value:
     frame.context.provider._seen.update(() if site.rule is None else (site.rule,))
     with operating(Operation(site, frame)):
         out = _call(eqn, data, site, frame)
-    wanted = eqn.outvars[0].aval
+    wanted: Any = eqn.outvars[0].aval
     if tuple(out.shape) != tuple(wanted.shape):
         raise ValueError(f"{site.op_id} at {site.path!r} must give the shape {wanted.shape}, but gave {out.shape}")
     return Value(jnp.asarray(out, wanted.dtype), origin)

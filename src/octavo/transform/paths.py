@@ -8,7 +8,19 @@ import jax
 
 from octavo.qarray import QArray
 
-PARAMETERS = ("params", "param", "parameters", "variables", "weights", "model", "module", "net", "network", "theta", "self")
+PARAMETERS = (
+    "params",
+    "param",
+    "parameters",
+    "variables",
+    "weights",
+    "model",
+    "module",
+    "net",
+    "network",
+    "theta",
+    "self",
+)
 """Arguments of these names hold weights."""
 
 type Weights = str | int | Sequence[str | int] | Callable[[str, Any], bool] | None

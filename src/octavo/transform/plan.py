@@ -67,7 +67,9 @@ class Plan:
 
     def __str__(self) -> str:
         widths = [max(len(line[i]) for line in self._table()) for i in range(len(_COLUMNS))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in self._table()]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in self._table()
+        ]
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *self.notes, self._summary()])
 
     __repr__ = __str__
@@ -84,7 +86,9 @@ class Plan:
         head, *body = self._table()
         row = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"  # noqa: E731
         rows = "".join(row(cells, "td") for cells in body)
-        return f"<table><thead>{row(head, 'th')}</thead><tbody>{rows}</tbody></table><p>{html.escape(self._summary())}</p>"
+        return (
+            f"<table><thead>{row(head, 'th')}</thead><tbody>{rows}</tbody></table><p>{html.escape(self._summary())}</p>"
+        )
 
     def _table(self) -> list[list[str]]:
         return [list(_COLUMNS), *(_cells(row, self.flops) for row in self.rows)]
@@ -124,7 +128,7 @@ def plan(
     >>> octavo.plan(lambda params, x: x @ params["out"]["w"], rule, {"out": {"w": w}}, x).rows[0].drhs
     'int8 x int8'
     """
-    low = fn if isinstance(fn, Quantized) else quantized(fn, rules, weights=weights, on_unmatched=on_unmatched)
+    low = fn if isinstance(fn, Quantized) else quantized(fn, rules, weights=weights, on_unmatched="ignore")
     return plan_of(low.sites(*args, **kwargs), low.provider.rules, on_unmatched, strict=low.strict_paths)
 
 
@@ -232,7 +236,9 @@ def _scales(site: Site) -> str:
 def _lowering(site: Site, lhs: Any, rhs: Any) -> str:
     assert site.config is not None
     if site.op not in ("dot_general", "einsum"):
-        return "int8" if all(isinstance(x, QArray) and x.qvalue.dtype == jnp.int8 for x in _sides(site)) else "see verify"
+        return (
+            "int8" if all(isinstance(x, QArray) and x.qvalue.dtype == jnp.int8 for x in _sides(site)) else "see verify"
+        )
     return lowering_of(site.config, *_sides(site), site.numbers)
 
 

@@ -137,7 +137,9 @@ class QuantizationProvider:
             lambda config: ops.init_conv_scaling(config, lhs, rhs, window_strides, padding, **shape),
         )
 
-    def ragged_dot(self, lhs: Any, rhs: Any, group_sizes: Any, *, dimension_numbers: Any = None, **kwargs: Any) -> Array:
+    def ragged_dot(
+        self, lhs: Any, rhs: Any, group_sizes: Any, *, dimension_numbers: Any = None, **kwargs: Any
+    ) -> Array:
         if dimension_numbers is None:
             dimension_numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers.dot_dimension_numbers
@@ -282,9 +284,7 @@ def _static_ranges(operation: Operation, config: DotConfig, operands: Sequence[A
     return ranges
 
 
-def _remembered(
-    frame: Frame, site: Site, name: str, how: Quantizer, x: Array, rule: QuantizationRule
-) -> Bounds:
+def _remembered(frame: Frame, site: Site, name: str, how: Quantizer, x: Array, rule: QuantizationRule) -> Bounds:
     axes = tuple(range(x.ndim)) if rule.act_batch_axes is None else tuple(a % x.ndim for a in rule.act_batch_axes)
     measured = how.measure(jax.lax.stop_gradient(x))
     measured = {k: jnp.mean(v.astype(jnp.float32), axis=axes, keepdims=True) for k, v in measured.items()}

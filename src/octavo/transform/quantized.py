@@ -14,7 +14,7 @@ from octavo.qarray import QArray, Quantizer
 from octavo.transform import jaxprs
 from octavo.transform.frame import Context, Frame, Host, Key, Value
 from octavo.transform.interpret import as_array, evaluate
-from octavo.transform.origin import ACTIVATION, CONSTANT, Origin, of_leaf, stored_quantizer
+from octavo.transform.origin import ACTIVATION, Origin, of_leaf, stored_quantizer
 from octavo.transform.paths import PARAMETERS, Weights, argument_names, is_quantized, leaf_paths, weight_names
 from octavo.transform.provider import QtProvider, QuantizationProvider
 from octavo.transform.site import Site
@@ -23,9 +23,7 @@ from octavo.transform.state import check_calibrated, flat, nested
 _ON_UNMATCHED = ("error", "warn", "ignore")
 
 
-def quantized(
-    fn: Any, rules: Any, *, weights: Weights = None, on_unmatched: str = "error"
-) -> "Quantized":
+def quantized(fn: Any, rules: Any, *, weights: Weights = None, on_unmatched: str = "error") -> "Quantized":
     """`fn`, with the multiplications that the rules match done in low precision, and so their gradients.
 
     `rules` is a recipe's name, a rule, a sequence of rules or a provider. Which inputs are weights is told by the
@@ -91,11 +89,12 @@ class Quantized:
         *,
         strict_paths: bool = False,
         root: str | None = None,
+        modules: frozenset[str] | None = None,
         host: Host | None = None,
         names: Callable[[tuple[Any, ...], dict[str, Any]], list[str | None]] | None = None,
     ):
         self.fn, self.provider, self.weights, self.on_unmatched = fn, provider, weights, on_unmatched
-        self._options = {"strict_paths": strict_paths, "root": root, "host": host}
+        self._options = {"strict_paths": strict_paths, "root": root, "modules": modules, "host": host}
         self._names = names
         self._cache: dict[Any, Any] = {}
         if hasattr(fn, "__name__"):
@@ -217,16 +216,18 @@ class Quantized:
 
     def _check(self, context: Context, traced: jaxprs.Traced) -> None:
         """Refuse to do nothing without a word."""
-        if self.on_unmatched == "ignore" or not self.provider.rules:
-            return
         sites = list(context.sites.values())
+        if not self.provider.rules:
+            return
         if self.weights is None and self._names is None and sites and not any(any(s.weights) for s in sites):
             raise ValueError(
                 f"no multiplication of {getattr(self.fn, '__name__', 'the function')} has a weight: say which argument "
                 f"holds the weights, by naming it one of {', '.join(PARAMETERS[:6])} or by quantized(..., weights='its "
                 "name'); weights=() if there are none"
             )
-        if any(site.rule is not None or any(site.quantized) for site in sites) or context.cache:
+        if self.on_unmatched == "ignore" or context.cache:
+            return
+        if any(site.rule is not None or any(site.quantized) for site in sites):
             return
         if not sites:
             what = "it multiplies nothing that could be quantized (no dot_general, convolution or ragged_dot)"

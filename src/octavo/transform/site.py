@@ -1,12 +1,13 @@
 """One multiplication in a function: where it is, what it multiplies, and which rule decides about it."""
 
 import dataclasses
-import math
 from typing import Any
 
 from octavo.ops import DotConfig, Matmul
+from octavo.qarray import QArray
 from octavo.rules import QuantizationRule, dot_config, find
-from octavo.transform.frame import BACKWARD, Context, Frame, Value, is_einsum, scope_names
+from octavo.transform.flops import product_flops
+from octavo.transform.frame import BACKWARD, Context, Frame, Value, is_einsum, module_of, scope_names
 from octavo.transform.jaxprs import PRODUCTS, Equation, scope
 from octavo.transform.origin import Origin, common_module
 
@@ -25,16 +26,16 @@ class Site:
     out: tuple[tuple[int, ...], str]
     origins: tuple[Origin, Origin]
     numbers: Any
-    rule: QuantizationRule | None
-    config: DotConfig | None
-    reason: str | None
-    """Why it is left alone, if it is."""
-    gradient: str | None
-    """ "dlhs" or "drhs" where the function holds its own backward pass."""
     trips: int
     flops: int
-    quantized: tuple[bool, bool] = (False, False)
+    quantized: tuple[bool, bool]
     """Which operands are QArrays already."""
+    gradient: str | None = None
+    """ "dlhs" or "drhs" where the function holds its own backward pass."""
+    rule: QuantizationRule | None = None
+    config: DotConfig | None = None
+    reason: str | None = None
+    """Why it is left alone, if it is."""
 
     @property
     def weights(self) -> tuple[bool, bool]:
@@ -69,22 +70,19 @@ def find_site(eqn: Equation, values: list[Value], frame: Frame) -> Site:
         op = "gmm"
     backward = BACKWARD in names
     path = _path(names, lhs.origin, rhs.origin, frame.context)
+    left, right, out = (_type(v.aval) for v in (*eqn.invars[:2], *eqn.outvars))
     draft = Site(
-        path,
-        op,
-        frame.op_id(path, op),
-        _type(eqn.invars[0].aval),
-        _type(eqn.invars[1].aval),
-        _type(eqn.outvars[0].aval),
-        (lhs.origin, rhs.origin),
-        eqn.params.get("dimension_numbers") or eqn.params.get("ragged_dot_dimension_numbers"),
-        None,
-        None,
-        None,
-        None,
-        frame.trips,
-        flops(eqn) * frame.trips,
-        (not hasattr(lhs.data, "aval") and hasattr(lhs.data, "qtype"), hasattr(rhs.data, "qtype")),
+        path=path,
+        op=op,
+        op_id=frame.op_id(path, op),
+        lhs=left,
+        rhs=right,
+        out=out,
+        origins=(lhs.origin, rhs.origin),
+        numbers=eqn.params.get("dimension_numbers") or eqn.params.get("ragged_dot_dimension_numbers"),
+        trips=frame.trips,
+        flops=frame.trips * product_flops(eqn.primitive.name, eqn.params, left[0], right[0], out[0]),
+        quantized=(isinstance(lhs.data, QArray), isinstance(rhs.data, QArray)),
     )
     if backward:
         draft = dataclasses.replace(draft, gradient="dlhs" if draft.weights[1] else "drhs")
@@ -99,6 +97,8 @@ def _path(names: str, lhs: Origin, rhs: Origin, context: Context) -> str:
     for origin in (rhs, lhs):
         if origin.is_weight and origin.module is not None:
             return origin.module
+    if context.modules is not None:
+        return module_of(names, context.modules)
     given = scope_names(names)
     if context.root is not None and given[:1] == [context.root]:
         given = given[1:]
@@ -143,22 +143,6 @@ def _gradient_config(config: DotConfig, gradient: str) -> DotConfig | None:
     without = [None if o is None else o.replace(tracker=None) for o in (matmul.lhs, rhs)]
     fwd = Matmul(without[0], without[1], rotate=matmul.rotate, accumulator=matmul.accumulator)
     return DotConfig(fwd, lowering=config.lowering, clip_gradient=config.clip_gradient)
-
-
-def flops(eqn: Equation) -> int:
-    """Multiplications and additions of one execution."""
-    lhs, rhs, out = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
-    name, p = eqn.primitive.name, eqn.params
-    if name == "dot_general":
-        (contract, _), _ = p["dimension_numbers"]
-        return 2 * math.prod(out) * math.prod(lhs[a] for a in contract)
-    if name == "conv_general_dilated":
-        spec = p["dimension_numbers"].rhs_spec
-        return 2 * math.prod(out) * math.prod(rhs[a] for a in spec[1:])
-    numbers = p["ragged_dot_dimension_numbers"]
-    (contract, _), _ = numbers.dot_dimension_numbers
-    groups = math.prod(out[:1]) if set(numbers.lhs_ragged_dimensions) & set(contract) else 1
-    return 2 * math.prod(out) // groups * math.prod(lhs[a] for a in contract)
 
 
 def _type(aval: Any) -> tuple[tuple[int, ...], str]:

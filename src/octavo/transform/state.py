@@ -39,9 +39,11 @@ def flat(tree: Mapping[str, Any], known: Mapping[Key, Any]) -> dict[Key, Any]:
 def check_calibrated(state: Mapping[Key, Any]) -> None:
     """Refuse statistics that nothing was counted in, as far as that can be seen before anything runs."""
     for key, value in state.items():
-        if isinstance(value, Mapping) and "count" in value and not isinstance(value["count"], jax.core.Tracer):
-            if np.any(np.asarray(value["count"]) == 0):
-                raise ValueError(
-                    f"{key.name} at {key.path!r} has a static scale that was never calibrated: run on calibration "
-                    "data with statistics being updated first"
-                )
+        count = value.get("count") if isinstance(value, Mapping) else None
+        if count is None or isinstance(count, jax.core.Tracer):
+            continue
+        if np.any(np.asarray(count) == 0):
+            raise ValueError(
+                f"{key.name} at {key.path!r} has a static scale that was never calibrated: run on calibration data "
+                "with statistics being updated first"
+            )

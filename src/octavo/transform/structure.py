@@ -1,5 +1,6 @@
 """Rearranging quantized weights: what reshape, transpose, slice and lookup equations do to a QArray."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ def rearranged(eqn: Equation, q: QArray, others: list[Any]) -> list[QArray] | No
 
 def _broadcast(eqn: Equation, q: QArray, others: list[Any]) -> QArray | None:
     shape, places = eqn.params["shape"], eqn.params["broadcast_dimensions"]
-    in_order = all(a < b for a, b in zip(places, places[1:], strict=False))
+    in_order = all(a < b for a, b in itertools.pairwise(places))
     if not in_order or any(shape[p] != d for p, d in zip(places, q.shape, strict=True)):
         return None
     if any(d != 1 for i, d in enumerate(shape) if i not in places):
