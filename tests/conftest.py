@@ -36,3 +36,16 @@ def _promotion(request):
     else:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of the cases of a test marked `sampled(n)`, every n-th runs by default; all others are slow."""
+    seen: dict[str, int] = {}
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is not None:
+            name = item.nodeid.partition("[")[0]
+            number = seen[name] = seen.get(name, -1) + 1
+            if number % marker.args[0]:
+                item.add_marker("slow")

@@ -228,6 +228,10 @@ class TestParameters:
         kernel = ptq.init(KEY, X)["params"]["Dense_0"]["kernel"].array
         assert kernel.qvalue.names == ("data", "model")
         assert kernel.scale.names == (None, "model")
+        params = Sharded().init(KEY, X)["params"]
+        converted = octavo.quantize_params(params, jax.eval_shape(ptq.init, KEY, X)["params"])
+        assert converted["Dense_0"]["kernel"].array.scale.names == (None, "model")
+        assert ptq.apply({"params": converted}, X).shape == (4, 8)
 
 
 def test_stochastic_rounding_takes_a_stream():
@@ -269,3 +273,30 @@ def test_attention_has_the_paths_of_its_modules():
         ("out", "dot_general"),
     ]
     assert plan.share == 1.0
+
+
+def test_code_that_quantizes_itself_asks_for_its_rule():
+    class Kernel(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            asked.append((octavo.get_current_rule("gmm"), octavo.get_current_rule("einsum")))
+            return nn.Dense(16)(x)
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Kernel(name="body")(x) @ x.T
+
+    asked = []
+    rule = INT8.replace(module_path="body", op_names=("gmm",))
+    low = octavo.quantize_model(
+        Outer(), [rule, INT8.replace(module_path="body/.*"), INT8.replace(op_names=("conv_general_dilated",))]
+    )
+    variables = low.init(KEY, X)
+    asked.clear()
+    low.apply(variables, X)
+    assert asked == [(rule, None)]
+    assert octavo.get_current_rule("gmm") is None
+    # Modules may have names that JAX uses for loops.
+    sites = octavo.frameworks.linen.linen_sites(Outer(), octavo.QtProvider([INT8]), X)
+    assert [s.path for s in sites] == ["body/Dense_0", ""]

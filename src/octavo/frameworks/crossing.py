@@ -1,7 +1,6 @@
 """Calling a model's method through the transformation: what is no array, or comes back unchanged, stays outside."""
 
 import contextlib
-import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,8 +13,7 @@ from octavo.frameworks.params import is_stored, unwrap
 from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
 from octavo.transform.frame import FROM_ROOT
-
-_here: contextvars.ContextVar[str] = contextvars.ContextVar("octavo_module", default="")
+from octavo.transform.provider import module_path
 
 
 class Crossing:
@@ -79,11 +77,11 @@ class Crossing:
 
     def _arrays(self, tree: Any) -> list[Any]:
         given = {id(x): i for i, x in enumerate(jax.tree.leaves(tree)) if isinstance(x, jax.core.Tracer)}
-        token = _here.set("")
+        token = module_path.set("")
         try:
             leaves, self.out_tree = jax.tree.flatten(self.fn(tree))
         finally:
-            _here.reset(token)
+            module_path.reset(token)
         self.passed, computed = [], []
         for leaf in leaves:
             if id(leaf) in given:
@@ -105,17 +103,17 @@ def _prefixes(paths: Iterable[str]) -> Iterator[str]:
 @contextlib.contextmanager
 def inside(path: str) -> Iterator[None]:
     """Name what is traced after a module: its path, as far as the scopes around do not say it already."""
-    here = _here.get()
+    here = module_path.get()
     if not here or f"{path}/".startswith(f"{here}/"):
         name = path[len(here) :].removeprefix("/")
     else:
         name = f"{FROM_ROOT}/{path}".removesuffix("/")
-    token = _here.set(path)
+    token = module_path.set(path)
     try:
         with jax.named_scope(name) if name else contextlib.nullcontext():
             yield
     finally:
-        _here.reset(token)
+        module_path.reset(token)
 
 
 def scoped(method: Callable[..., Any], path_of: Callable[[Any], str]) -> Callable[..., Any]:

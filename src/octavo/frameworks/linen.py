@@ -21,7 +21,7 @@ from octavo.qarray import shardings
 from octavo.transform import QuantizationProvider, Quantized, Site
 from octavo.transform.frame import Frame, Key
 from octavo.transform.paths import is_quantized, key_name
-from octavo.transform.provider import OVERWRITE
+from octavo.transform.provider import OVERWRITE, QUANT_STATS, module_path
 
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("octavo_linen", default=False)
 _PARAMS = "params"
@@ -72,9 +72,21 @@ def _entered() -> Iterator[None]:
     """Within this, methods run as they were written: the whole is being quantized already."""
     token = _inside.set(True)
     try:
-        yield
+        with nn.intercept_methods(_in_module):
+            yield
     finally:
         _inside.reset(token)
+
+
+def _in_module(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
+    """Run a method, with its module's path known to `get_current_rule`."""
+    if context.module.scope is None:
+        return method(*args, **kwargs)
+    token = module_path.set("/".join(map(str, context.module.path)))
+    try:
+        return method(*args, **kwargs)
+    finally:
+        module_path.reset(token)
 
 
 def _public_methods(cls: type) -> list[str]:
@@ -148,7 +160,7 @@ class _Call:
                 new.update(after)
                 return out
 
-            everything = DenyList(tuple(self._own_collections()))
+            everything = DenyList(QUANT_STATS)  # the model itself knows nothing of it
             return lift.pack(inner, (everything,), (everything,), (True,), name="quantized", enable_kwargs=True)
 
         out = transforms.decorator_lift_transform(lifted, method)(module, *args, **kwargs)
@@ -156,10 +168,6 @@ class _Call:
             self._init(method, args, kwargs)
         self._put(new)
         return out
-
-    def _own_collections(self) -> list[str]:
-        """Collections that hold the state of operations, which the model itself knows nothing of."""
-        return ["quant_stats"]
 
     def _quantized(self, pure: Callable[..., Any]) -> Quantized:
         module = self.module
@@ -171,14 +179,14 @@ class _Call:
         return self.module.make_rng(_STREAM) if self.module.has_rng(_STREAM) else None
 
     def _updates(self) -> bool:
-        return self.module.is_mutable_collection("quant_stats")
+        return self.module.is_mutable_collection(QUANT_STATS)
 
     def _init(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Add the first state of operations, and put parameters in low precision where the provider wants them so."""
         module, provider = self.module, self.provider
         if not provider.stateful and not provider.quantizes_params:
             return
-        variables = {c: v for c, v in module.variables.items() if c != "quant_stats"}
+        variables = {c: v for c, v in module.variables.items() if c != QUANT_STATS}
         plain = module.clone(parent=None, name=module.name)
         streams = {name: jax.random.key(0) for name in (*module.scope.rngs, _STREAM)}  # pyrefly: ignore
 

@@ -37,7 +37,8 @@ def quantize_model[M](
 
     `provider` is a provider, a rule or several, or a recipe's name. Flax Linen modules need no inputs; NNX models need
     some where the rules keep state or the provider quantizes parameters, Equinox modules for the latter. All public
-    methods are quantized, or those that `methods` names. The given model stays as it is; no weights are copied.
+    methods are quantized. `methods` limits a Linen model to those that it names, and says of an NNX or Equinox model
+    which methods the inputs are for. The given model stays as it is; no weights are copied.
 
     >>> import flax.linen as nn, jax, octavo
     >>> model = octavo.quantize_model(nn.Dense(4), octavo.QtRule(weight_qtype="int8", act_qtype="int8"))

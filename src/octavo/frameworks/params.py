@@ -86,11 +86,12 @@ def quantize_params(
 ) -> dict[Any, Any]:
     """Float parameters as a quantized model holds them, one after the other and without running the model.
 
-    `params` is a nested dictionary (or an `nnx.State`) of arrays, of NumPy too. `abstract_quantized_params` tells what
-    becomes of each: the parameters of the quantized model or, for NNX, the model itself, either of them abstract
-    (`jax.eval_shape`, `nnx.eval_shape`). The result is a nested dictionary like `params`, with a `WithAux` where the
-    model holds one. With `donate`, each float array is deleted as soon as its codes exist, so that memory never holds
-    both models; nothing may use it afterwards. `allow_extra_params` leaves out what the model has no place for.
+    `params` is a nested dictionary (or an `nnx.State`) of arrays, of NumPy too: all of them, or a part at a time.
+    `abstract_quantized_params` tells what becomes of each: the parameters of the quantized model or, for NNX, the model
+    itself, either of them abstract (`jax.eval_shape`, `nnx.eval_shape`). The result is a nested dictionary like
+    `params`, with a `WithAux` where the model holds one. With `donate`, each float array is deleted as soon as its
+    codes exist, so that memory never holds both models; nothing may use it afterwards. `allow_extra_params` leaves out
+    what the model has no place for.
 
     Quantized models read static ranges from where they were collected (the collection "quant_stats", or QuantStat
     variables), so `quant_stats` is needed only to fill in those of an NNX model: they are added to the result where the
@@ -105,8 +106,13 @@ def quantize_params(
     """
     given, wanted = _by_path(params), _by_path(abstract_quantized_params, only_params=False)
     places = {_text(path): leaf for path, leaf in wanted.items()}
-    needed = {_text(path) for path in _by_path(abstract_quantized_params)}
-    _check_names({_text(path) for path in given}, needed, allow_extra_params)
+    known = {_text(path) for path in _by_path(abstract_quantized_params)}
+    extra = sorted({_text(path) for path in given} - known)
+    if extra and not allow_extra_params:
+        raise ValueError(
+            f"the model has no parameter {_listed(extra)}: pass allow_extra_params=True to leave out what it does not "
+            "have, or check that both were made by the same model"
+        )
     result: dict[tuple[Any, ...], Any] = {}
     for path, leaf in given.items():
         if _text(path) in places:
@@ -117,30 +123,36 @@ def quantize_params(
     return _nested(result)
 
 
-def _check_names(given: set[str], needed: set[str], allow_extra: bool) -> None:
-    if not allow_extra and (extra := sorted(given - needed)):
-        raise ValueError(
-            f"the model has no parameter {_listed(extra)}: pass allow_extra_params=True to leave out what it does not "
-            "have, or check that both were made by the same model"
-        )
-    if missing := sorted(needed - given):
-        raise ValueError(f"params has no {_listed(missing)}, which the quantized model needs")
-
-
 def _converted(name: str, leaf: Any, place: Any, donate: bool) -> Any:
     if is_stored(leaf):
         return leaf
     if not isinstance(leaf, jax.Array | np.ndarray):
         raise TypeError(f"the parameter {name!r} is no array but a {type(leaf).__name__}")
-    if tuple(leaf.shape) != tuple(place.shape):
-        raise ValueError(f"the parameter {name!r} has the shape {leaf.shape}, but the model needs {tuple(place.shape)}")
+    shape = tuple(_unboxed(place).shape)
+    if tuple(leaf.shape) != shape:
+        raise ValueError(f"the parameter {name!r} has the shape {leaf.shape}, but the model needs {shape}")
     if not isinstance(place, WithAux):
         return leaf
-    codes = _quantize(leaf, place.how)
+    codes = _boxed_like(place.array, _quantize(leaf, place.how))
     if donate and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
         jax.block_until_ready(codes)
         leaf.delete()
     return WithAux(codes, place.how)
+
+
+def _is_box(x: Any) -> bool:
+    return hasattr(x, "replace_boxed")
+
+
+def _unboxed(tree: Any) -> Any:
+    """A tree without Flax's boxes around arrays, which name the axes that they are sharded along."""
+    return jax.tree.map(lambda x: x.value if _is_box(x) else x, tree, is_leaf=_is_box)
+
+
+def _boxed_like(template: QArray, codes: QArray) -> QArray:
+    boxes, tree = jax.tree.flatten(template, is_leaf=_is_box)
+    parts = zip(boxes, jax.tree.leaves(codes), strict=True)
+    return jax.tree.unflatten(tree, [box.replace_boxed(x) if _is_box(box) else x for box, x in parts])
 
 
 @functools.partial(jax.jit, static_argnames="how")

@@ -2,7 +2,7 @@
 
 import html as html_escape
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ def _facts(q: "QArray") -> dict[str, str]:
     return facts
 
 
-def _array(x: jax.Array) -> str:
+def _array(x: Any) -> str:
     return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
 
 

@@ -141,7 +141,7 @@ def _all_names(scope: str) -> list[str]:
 
 FROM_ROOT = "~"
 """The name after which a scope's names begin at the root again, as for a module that is called from elsewhere."""
-_NOISE = (FROM_ROOT, "rematted_computation", "checkpoint", "remat", "while", "body", "cond", "scan")
+_NOISE = (FROM_ROOT, "rematted_computation", "checkpoint")
 
 
 def _outer_split(scope: str) -> list[str]:

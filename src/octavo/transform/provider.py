@@ -16,7 +16,7 @@ from octavo.ops import DotConfig, Operand
 from octavo.ops.conv_dims import ConvDims
 from octavo.ops.dims import Dims
 from octavo.qarray import QArray, Quantizer
-from octavo.rules import QuantizationRule, as_rules
+from octavo.rules import QuantizationRule, as_rules, find
 from octavo.transform.frame import Frame, Key
 from octavo.transform.site import Site
 
@@ -35,6 +35,21 @@ class Operation:
 _current: contextvars.ContextVar[Operation | None] = contextvars.ContextVar("octavo_operation", default=None)
 
 
+_tracing: contextvars.ContextVar["QuantizationProvider | None"] = contextvars.ContextVar("octavo_tracing", default=None)
+module_path: contextvars.ContextVar[str] = contextvars.ContextVar("octavo_module", default="")
+"""The module whose method is being traced, where a framework tells."""
+
+
+@contextlib.contextmanager
+def tracing(provider: "QuantizationProvider") -> Iterator[None]:
+    """Trace a function that this provider will rewrite."""
+    token = _tracing.set(provider)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
+
+
 @contextlib.contextmanager
 def operating(operation: Operation | None) -> Iterator[None]:
     """Make an operation the current one."""
@@ -46,15 +61,21 @@ def operating(operation: Operation | None) -> Iterator[None]:
 
 
 def get_current_rule(op_name: str | None = None) -> QuantizationRule | None:
-    """The rule of the operation that is being replaced, for code that a provider runs; None outside of one.
+    """The rule for what is being done now; None outside of a quantized function, or if no rule matches.
 
-    >>> get_current_rule() is None
+    For code that a provider's operation runs, the rule of that operation. For code that quantizes by itself, a Pallas
+    kernel for example, the rule for an operation of this name in the module that is being traced. Ask outside of
+    `jax.jit`, which would remember the answer.
+
+    >>> get_current_rule("gmm") is None
     True
     """
-    operation = _current.get()
-    if operation is None or (op_name is not None and operation.site.op != op_name):
+    operation, provider = _current.get(), _tracing.get()
+    if operation is not None:
+        return operation.site.rule if op_name in (None, operation.site.op) else None
+    if provider is None or op_name is None:
         return None
-    return operation.site.rule
+    return find(provider.rules, module_path.get(), op_name, weights=True)
 
 
 class QuantizationProvider:

@@ -16,7 +16,7 @@ from octavo.transform.frame import Context, Frame, Host, Key, Value
 from octavo.transform.interpret import as_array, evaluate
 from octavo.transform.origin import ACTIVATION, Origin, of_leaf, stored_quantizer
 from octavo.transform.paths import PARAMETERS, Weights, argument_names, is_quantized, leaf_paths, weight_names
-from octavo.transform.provider import QtProvider, QuantizationProvider
+from octavo.transform.provider import QtProvider, QuantizationProvider, tracing
 from octavo.transform.site import Site
 from octavo.transform.state import check_calibrated, flat, nested
 
@@ -98,7 +98,7 @@ class Quantized:
         self._names = names
         self._cache: dict[Any, Any] = {}
         if hasattr(fn, "__name__"):
-            functools.update_wrapper(self, fn)
+            functools.update_wrapper(self, fn, updated=())
 
     @property
     def strict_paths(self) -> bool:
@@ -176,7 +176,8 @@ class Quantized:
             return self.fn(*args, **kwargs)
 
         leaves, tree = jax.tree.flatten((tuple(inputs.abstract), {}))
-        return jaxprs.trace(fn, leaves, tree)
+        with tracing(self.provider):
+            return jaxprs.trace(fn, leaves, tree)
 
     def _context(self, **changes: Any) -> Context:
         return Context(self.provider, **self._options, cache=self._cache, **changes)

@@ -101,7 +101,7 @@ def _path(names: str, lhs: Origin, rhs: Origin, context: Context) -> str:
         return module_of(names, context.modules)
     given = scope_names(names)
     if context.root is not None and given[:1] == [context.root]:
-        given = given[1:]
+        return "/".join(given[1:])
     return "/".join(given) if given else common_module([lhs, rhs]) or ""
 
 
