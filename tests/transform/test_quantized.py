@@ -84,6 +84,27 @@ class TestUnder:
         assert x.is_deleted()
         same(np.asarray(out), np.asarray(jax.jit(by_hand)(normal(2, 8, 16), SQUARE["w"])))
 
+    def test_explicit_meshes_keep_their_types(self):
+        mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+
+        def fn(dot):
+            def run(params, x):
+                x = jax.sharding.reshard(jnp.tanh(dot(x, params["a"]["w"], out_sharding=P("d", "m"))), P("d", None))
+                return dot(x, params["b"]["w"], out_sharding=P("d", None))
+
+            return run
+
+        hand = lambda x, w, out_sharding: octavo.dot(x, w, config=CONFIG, out_sharding=out_sharding)  # noqa: E731
+        with jax.set_mesh(mesh):
+            params = {"a": {"w": jax.device_put(PARAMS["a"]["w"], P(None, "m"))}, "b": PARAMS["b"]}
+            x = jax.device_put(normal(2, 8, 16), P("d", None))
+            grads = [
+                jax.jit(jax.grad(lambda p, x, f=f: jnp.sum(f(p, x) ** 2)))(params, x)
+                for f in (octavo.quantized(fn(jnp.dot), INT8), fn(hand))
+            ]
+        same(*jax.tree.map(np.asarray, grads))
+        assert jax.typeof(grads[0]["a"]["w"]).sharding.spec == P(None, "m")
+
     def test_export_to_accelerators_has_int8_products(self):
         for platform in ("tpu", "cuda"):
             exported = jax.export.export(jax.jit(self.low), platforms=[platform])(PARAMS, X)

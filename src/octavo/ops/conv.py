@@ -14,7 +14,7 @@ from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.conv_dims import ConvDims
 from octavo.ops.convolve import convolve, per_example, per_feature
 from octavo.ops.factor import Factor
-from octavo.ops.lowering import is_explicit
+from octavo.ops.lowering import explicit_shardings
 from octavo.ops.training import (
     Scaling,
     as_input,
@@ -79,8 +79,8 @@ def conv_general_dilated(
     _refuse(config)
     check_scaling(config, scaling or {})
     lhs, rhs = vary_alike(lhs, rhs)
-    shardings = _explicit_sharding(lhs), _explicit_sharding(rhs)
-    return _conv(_Call(dims, config, dtype, precision, out_sharding, *shardings), lhs, rhs, key, scaling or {})
+    call = _Call(dims, config, dtype, precision, out_sharding, *explicit_shardings(lhs, rhs))
+    return _conv(call, lhs, rhs, key, scaling or {})
 
 
 def init_conv_scaling(
@@ -236,11 +236,6 @@ def _operand(operand: Operand | None, x: Factor, axis: int, key, given) -> tuple
     if operand is None or isinstance(x, QArray):
         return x, None
     return quantize_operand(operand, x, _but(axis, x.ndim), (), key, given)
-
-
-def _explicit_sharding(x: Array) -> Any:
-    """The sharding that is part of an array's type: its gradient has the same, and must be told."""
-    return jax.typeof(x).sharding if is_explicit(x) else None
 
 
 def _but(axis: int, ndim: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.dims import Dims
 from octavo.ops.factor import Factor
 from octavo.ops.hadamard import rotate
-from octavo.ops.lowering import is_explicit
+from octavo.ops.lowering import explicit_shardings
 from octavo.ops.multiply import SMALLEST_TILE, multiply
 from octavo.ops.sparsity import nm_mask
 from octavo.ops.training import (
@@ -56,8 +56,7 @@ def quantized_dot(lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Sca
         n, m = call.config.sparsity
         mask = nm_mask(rhs, n, m, axis=call.dims.rhs_contract[-1])
         rhs = masked(rhs, mask)
-    if is_explicit(lhs) or is_explicit(rhs):
-        call = call._replace(operand_shardings=(jax.typeof(lhs).sharding, jax.typeof(rhs).sharding))
+    call = call._replace(operand_shardings=explicit_shardings(lhs, rhs))
     return _dot(call, lhs, rhs, key, scaling)
 
 

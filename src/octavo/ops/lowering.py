@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from octavo._typing import Array
@@ -132,3 +133,15 @@ def is_explicit(x: Array) -> bool:
     """Whether the array's sharding is part of its type, in which case reshapes are not ours to choose."""
     mesh = getattr(jax.typeof(x).sharding, "mesh", None)
     return mesh is not None and any(t == jax.sharding.AxisType.Explicit for t in getattr(mesh, "axis_types", ()))
+
+
+def explicit_shardings(*operands: Array) -> tuple[Any, ...]:
+    """The shardings that are part of the operands' types: their gradients have the same, and must be told.
+
+    None for all of them outside of explicit meshes. An operand that is on no mesh is replicated on that of the others.
+    """
+    mesh = next((jax.typeof(x).sharding.mesh for x in operands if is_explicit(x)), None)
+    if mesh is None:
+        return (None,) * len(operands)
+    everywhere = lambda x: NamedSharding(mesh, PartitionSpec(*(None,) * x.ndim))  # noqa: E731
+    return tuple(jax.typeof(x).sharding if is_explicit(x) else everywhere(x) for x in operands)

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from octavo.qarray import QArray, shardings
-from octavo.transform import interpret, jaxprs
+from octavo.transform import jaxprs
 from octavo.transform.frame import Frame, Key, Value
 from octavo.transform.jaxprs import Equation, Jaxpr, scope
 from octavo.transform.origin import ACTIVATION, Origin, combine, scanned
+from octavo.transform.structure import as_array
 
 
 def concerns(eqn: Equation, values: list[Value], frame: Frame) -> bool:
@@ -45,7 +46,7 @@ class Body:
     def __call__(self, data: list[Any], state: dict[Key, Any], key: Any) -> tuple[list[Any], dict[Key, Any]]:
         inner = self.frame.inner("", counters=dict(self.start), state=state, key=key)
         values = [Value(d, o) for d, o in zip(data, self.origins, strict=True)]
-        outs = interpret.evaluate(self.jaxpr, values, inner)
+        outs = inner.context.evaluate(self.jaxpr, values, inner)
         self.end, self.outs = inner.counters, [v.origin for v in outs]
         return [v.data for v in outs], inner.new
 
@@ -56,7 +57,7 @@ class Body:
 
 
 def _arrays(data: list[Any]) -> list[Any]:
-    return [interpret.as_array(d) for d in data]
+    return [as_array(d) for d in data]
 
 
 def _state_keys(rewrite: Any, eqn: Equation, values: list[Value], frame: Frame) -> list[Key]:
@@ -90,7 +91,7 @@ def _jit(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
     opened = any(rule.inside_custom for rule in frame.context.provider.rules)
     if not jaxprs.products_within(body, opened) or frame.context.init:
         inner = frame.inner(scope(eqn), new=frame.new)
-        return interpret.evaluate(body, values, inner)
+        return inner.context.evaluate(body, values, inner)
     state = _state(_jit, eqn, values, frame)
     made = _jitted(eqn, origins, frame, tuple(sorted(state)))
     run, fn = made

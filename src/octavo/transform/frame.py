@@ -40,6 +40,8 @@ class Context:
     """What stays the same while one call is rewritten."""
 
     provider: "QuantizationProvider"
+    evaluate: Callable[[Any, list[Value], "Frame"], list[Value]]
+    """Evaluates a jaxpr; bodies of loops and calls are evaluated by the same function as the whole."""
     strict_paths: bool = False
     """Whether `module_path` means the module only; otherwise a weight's own name may be part of it."""
     root: str | None = None

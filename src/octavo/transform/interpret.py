@@ -23,7 +23,7 @@ from octavo.transform.jaxprs import (
 from octavo.transform.origin import CONSTANT, flow
 from octavo.transform.provider import Operation, operating, subscripts
 from octavo.transform.site import Site, find_site
-from octavo.transform.structure import rearranged
+from octavo.transform.structure import as_array, rearranged
 
 
 def evaluate(jaxpr: Jaxpr, values: list[Value], frame: Frame) -> list[Value]:
@@ -77,11 +77,6 @@ def _step(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
                 return [Value(*pair) for pair in zip(outs, flow(eqn, [v.origin for v in values]), strict=True)]
         outs = bind(eqn, [as_array(v.data) for v in values])
     return [Value(*pair) for pair in zip(outs, flow(eqn, [v.origin for v in values]), strict=True)]
-
-
-def as_array(data: Any) -> Any:
-    """A value as an array, dequantized if need be."""
-    return data.dequantize() if isinstance(data, QArray) else data
 
 
 def _product(eqn: Equation, values: list[Value], frame: Frame) -> Value:

@@ -13,12 +13,13 @@ from octavo._typing import PRNGKeyArray
 from octavo.qarray import QArray, Quantizer
 from octavo.transform import jaxprs
 from octavo.transform.frame import Context, Frame, Host, Key, Value
-from octavo.transform.interpret import as_array, evaluate
+from octavo.transform.interpret import evaluate
 from octavo.transform.origin import ACTIVATION, Origin, of_leaf, stored_quantizer
 from octavo.transform.paths import PARAMETERS, Weights, argument_names, is_quantized, leaf_paths, weight_names
 from octavo.transform.provider import QtProvider, QuantizationProvider, tracing
 from octavo.transform.site import Site
 from octavo.transform.state import check_calibrated, flat, nested
+from octavo.transform.structure import as_array
 
 _ON_UNMATCHED = ("error", "warn", "ignore")
 
@@ -180,7 +181,7 @@ class Quantized:
             return jaxprs.trace(fn, leaves, tree)
 
     def _context(self, **changes: Any) -> Context:
-        return Context(self.provider, **self._options, cache=self._cache, **changes)
+        return Context(self.provider, evaluate, **self._options, cache=self._cache, **changes)
 
     def _discover(self, args: tuple[Any, ...], kwargs: dict[str, Any], concrete: bool = False):
         """The sites and the first state, from shapes alone unless the state is wanted as arrays."""

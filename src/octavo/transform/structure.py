@@ -10,6 +10,11 @@ from octavo.qarray import QArray
 from octavo.transform.jaxprs import Equation
 
 
+def as_array(data: Any) -> Any:
+    """A value as an array, dequantized if need be."""
+    return data.dequantize() if isinstance(data, QArray) else data
+
+
 def rearranged(eqn: Equation, q: QArray, others: list[Any]) -> list[QArray] | None:
     """The results of an equation whose first input is quantized; None if it does not merely rearrange."""
     handler = _HANDLERS.get(eqn.primitive.name)
