@@ -3,7 +3,17 @@
 from typing import Any
 
 from octavo.calibration import register_calibration
-from octavo.frameworks import WithAux, plan, quantize_model, quantize_params
+from octavo.frameworks import (
+    WithAux,
+    accumulate_gradients,
+    convert,
+    overwrite_with_gradients,
+    plan,
+    quantize_model,
+    quantize_params,
+    served,
+    split_gradients,
+)
 from octavo.numerics import formats, get_format, register_format
 from octavo.ops import (
     DotConfig,
@@ -44,7 +54,9 @@ __all__ = [
     "QuantizationRule",
     "Quantizer",
     "WithAux",
+    "accumulate_gradients",
     "conv_general_dilated",
+    "convert",
     "dequantize",
     "dot",
     "dot_general",
@@ -54,6 +66,7 @@ __all__ = [
     "get_current_rule",
     "get_format",
     "gmm",
+    "overwrite_with_gradients",
     "plan",
     "quantize",
     "quantize_model",
@@ -66,6 +79,8 @@ __all__ = [
     "register_calibration",
     "register_format",
     "register_recipe",
+    "served",
+    "split_gradients",
     "tgmm",
     "verify",
 ]

@@ -1,6 +1,18 @@
 """Model objects: Flax Linen, Flax NNX and Equinox, each a thin way into the transformation."""
 
 from octavo.frameworks.model import plan, quantize_model
+from octavo.frameworks.overwrite import accumulate_gradients, overwrite_with_gradients, split_gradients
 from octavo.frameworks.params import WithAux, quantize_params
+from octavo.frameworks.serving import convert, served
 
-__all__ = ["WithAux", "plan", "quantize_model", "quantize_params"]
+__all__ = [
+    "WithAux",
+    "accumulate_gradients",
+    "convert",
+    "overwrite_with_gradients",
+    "plan",
+    "quantize_model",
+    "quantize_params",
+    "served",
+    "split_gradients",
+]

@@ -13,11 +13,11 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from flax.core import DenyList, lift, meta
+from flax.core import lift, meta
 from flax.linen import transforms
 
 from octavo.frameworks.params import WithAux, unwrap
-from octavo.qarray import shardings
+from octavo.qarray import Quantizer, shardings
 from octavo.transform import QuantizationProvider, Quantized, Site
 from octavo.transform.frame import Frame, Key
 from octavo.transform.paths import is_quantized, key_name
@@ -47,24 +47,30 @@ def quantize_linen(
 
 def linen_sites(model: nn.Module, provider: QuantizationProvider, *args: Any, **kwargs: Any) -> list[Site]:
     """The multiplications of `model.apply(variables, *args)`, with variables as the model itself would make them."""
-    rngs = {name: jax.random.key(0) for name in ("params", "dropout", _STREAM)}
-    variables = jax.eval_shape(lambda args, kwargs: model.init(rngs, *args, **kwargs), args, kwargs)
+    variables = jax.eval_shape(lambda args, kwargs: model.init(_streams(), *args, **kwargs), args, kwargs)
+    return _whole(model, provider).sites(_plain(variables), args, kwargs)
+
+
+def linen_quantizers(
+    model: nn.Module, provider: QuantizationProvider, variables: Any, *args: Any, **kwargs: Any
+) -> dict[str, Quantizer]:
+    """How each parameter that is multiplied in low precision is to be stored, by its path."""
+    return _whole(model, provider).stored_quantizers(_plain(variables), args, kwargs)
+
+
+def _streams() -> dict[str, Any]:
+    return {name: jax.random.key(0) for name in ("params", "dropout", _STREAM)}
+
+
+def _whole(model: nn.Module, provider: QuantizationProvider) -> Quantized:
+    """`model.apply` as a function of variables, arguments and keyword arguments."""
 
     def run(variables, args, kwargs):
         with _entered():
-            return model.apply(variables, *args, **kwargs, rngs=rngs, mutable=True)
+            return model.apply(variables, *args, **kwargs, rngs=_streams(), mutable=True)
 
-    low = Quantized(
-        run,
-        provider,
-        "variables",
-        "ignore",
-        strict_paths=True,
-        root=type(model).__name__,
-        host=_host,
-        names=_leaf_names,
-    )
-    return low.sites(meta.unbox(variables), args, kwargs)
+    root = type(model).__name__
+    return Quantized(run, provider, None, "ignore", strict_paths=True, root=root, host=_host, names=_leaf_names)
 
 
 @contextlib.contextmanager
@@ -160,8 +166,7 @@ class _Call:
                 new.update(after)
                 return out
 
-            everything = DenyList(QUANT_STATS)  # the model itself knows nothing of it
-            return lift.pack(inner, (everything,), (everything,), (True,), name="quantized", enable_kwargs=True)
+            return lift.pack(inner, (True,), (True,), (True,), name="quantized", enable_kwargs=True)
 
         out = transforms.decorator_lift_transform(lifted, method)(module, *args, **kwargs)
         if initializing:
@@ -186,7 +191,7 @@ class _Call:
         module, provider = self.module, self.provider
         if not provider.stateful and not provider.quantizes_params:
             return
-        variables = {c: v for c, v in module.variables.items() if c != QUANT_STATS}
+        variables = module.variables
         plain = module.clone(parent=None, name=module.name)
         streams = {name: jax.random.key(0) for name in (*module.scope.rngs, _STREAM)}  # pyrefly: ignore
 

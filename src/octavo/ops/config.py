@@ -5,7 +5,7 @@ A matmul `out = lhs @ rhs` has the gradients `dlhs = g @ rhs.T` and `drhs = lhs.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo._config import Config
@@ -140,7 +140,8 @@ class DotConfig(Config):
 
     `clip_gradient` zeroes the gradient of values outside the calibrated range. `sparsity` (n, m) keeps, of each m
     weights along the contraction of `rhs`, the n largest. `lowering` forces how the matmuls run: see
-    `octavo.ops.lowerings`.
+    `octavo.ops.lowerings`. `smooth` is SmoothQuant's alpha: the forward divides `lhs` and multiplies `rhs`, for each
+    contracted index k, by max|lhs_k|**alpha / max|rhs_k|**(1 - alpha) before it quantizes them.
 
     >>> DotConfig.qt("int8").fwd.lhs.qtype.name
     'int8'
@@ -152,6 +153,7 @@ class DotConfig(Config):
     clip_gradient: bool = True
     sparsity: tuple[int, int] | None = None
     lowering: str = "auto"
+    smooth: float | None = None
 
     def __post_init__(self):
         if self.fwd.residual != "reuse":
@@ -169,6 +171,46 @@ class DotConfig(Config):
             if not 0 < n < m:
                 raise ValueError(f"sparsity (n, m) keeps n of m weights, 0 < n < m; got {self.sparsity}")
             object.__setattr__(self, "sparsity", (n, m))
+        if self.smooth is not None:
+            self._check_smooth(self.smooth)
+
+    def _check_smooth(self, alpha: float) -> None:
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"smooth is SmoothQuant's alpha, from 0 to 1; got {alpha}")
+        if self.fwd.lhs is None and self.fwd.rhs is None:
+            raise ValueError("smooth makes operands easier to quantize, but the forward quantizes none: smooth=None")
+        if not self.dlhs.residual == self.drhs.residual == "original":
+            raise ValueError(
+                "a smoothed forward leaves smoothed codes behind: use residual='original' on dlhs and drhs"
+            )
+
+    def with_operands(self, **changes: Operand | Mapping[str, Any] | None) -> "DotConfig":
+        """A copy with some operands replaced, or some of their fields.
+
+        A name is an operand (`fwd_lhs`, `fwd_rhs`, `dlhs_lhs`, `dlhs_rhs`, `drhs_lhs`, `drhs_rhs`) or a matmul (`fwd`,
+        `dlhs`, `drhs`) for both of its operands. A mapping changes fields of an operand; an Operand, or None for
+        float, takes its place. Fields given for a matmul leave its float operands as they are.
+
+        >>> DotConfig.qat("int8").with_operands(fwd={"per_tensor": True}, fwd_rhs={"qtype": "int4"}).fwd.rhs.qtype.name
+        'int4'
+        """
+        sides = {f"{m}_{s}": (m, s) for m in ("fwd", "dlhs", "drhs") for s in ("lhs", "rhs")}
+        operands = {name: getattr(getattr(self, m), s) for name, (m, s) in sides.items()}
+        for name, change in changes.items():
+            if name not in (*sides, "fwd", "dlhs", "drhs"):
+                raise ValueError(f"{name!r} is no operand: use one of {tuple(sides)}, or fwd, dlhs, drhs for both")
+            for each in [name] if name in sides else [f"{name}_lhs", f"{name}_rhs"]:
+                if not isinstance(change, Mapping):
+                    operands[each] = change
+                elif operands[each] is not None:
+                    operands[each] = operands[each].replace(**change)
+                elif each == name:
+                    raise ValueError(f"{name} is left in float and has no fields to change: give an Operand")
+        matmuls = {
+            m: getattr(self, m).replace(lhs=operands[f"{m}_lhs"], rhs=operands[f"{m}_rhs"])
+            for m in ("fwd", "dlhs", "drhs")
+        }
+        return self.replace(**matmuls)
 
     @staticmethod
     def qt(qtype: FormatLike = "int8", bwd: FormatLike | None = None, **operand: Any) -> "DotConfig":

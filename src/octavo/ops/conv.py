@@ -10,6 +10,7 @@ import numpy as np
 
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.api import result_dtype
+from octavo.ops.calls import call_known
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.conv_dims import ConvDims
 from octavo.ops.convolve import convolve, per_example, per_feature
@@ -80,7 +81,16 @@ def conv_general_dilated(
     check_scaling(config, scaling or {})
     lhs, rhs = vary_alike(lhs, rhs)
     call = _Call(dims, config, dtype, precision, out_sharding, *explicit_shardings(lhs, rhs))
-    return _conv(call, lhs, rhs, key, scaling or {})
+    return call_known(
+        _conv,
+        call,
+        (lhs, rhs, key, scaling or {}),
+        op="conv_general_dilated",
+        primitive="conv_general_dilated",
+        params=dims.params,
+        config=config,
+        run=lambda *args: _forward(*args)[0],
+    )
 
 
 def init_conv_scaling(
@@ -127,7 +137,7 @@ def _conv(call: _Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling
     return _forward(call, lhs, rhs, key, scaling)[0]
 
 
-def _forward(call: _Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Scaling):
+def _forward(call: _Call, lhs: Factor, rhs: Factor, key: PRNGKeyArray | None, scaling: Scaling):
     keys, fwd, dims = six_keys(key), call.config.fwd, call.dims
     left, seen_lhs = _operand(fwd.lhs, lhs, dims.lhs[0], keys[0], scaling.get("lhs"))
     right, seen_rhs = _operand(fwd.rhs, rhs, dims.rhs[0], keys[1], scaling.get("rhs"))

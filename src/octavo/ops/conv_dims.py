@@ -98,17 +98,24 @@ class ConvDims:
         return jax.lax.conv_general_dilated(
             lhs,
             rhs,
-            window_strides=self.strides,
-            padding=self.padding,
-            lhs_dilation=self.lhs_dilation,
-            rhs_dilation=self.rhs_dilation,
-            dimension_numbers=jax.lax.ConvDimensionNumbers(self.lhs, self.rhs, self.out),
-            feature_group_count=self.feature_groups,
-            batch_group_count=self.batch_groups,
+            **self.params,
             precision=precision,
             preferred_element_type=dtype,
             out_sharding=out_sharding,
         )
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters by which JAX's primitive knows this geometry."""
+        return {
+            "dimension_numbers": jax.lax.ConvDimensionNumbers(self.lhs, self.rhs, self.out),
+            "window_strides": self.strides,
+            "padding": self.padding,
+            "lhs_dilation": self.lhs_dilation,
+            "rhs_dilation": self.rhs_dilation,
+            "feature_group_count": self.feature_groups,
+            "batch_group_count": self.batch_groups,
+        }
 
     @property
     def groups(self) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import Bounds
+from octavo.ops.calls import call_known
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.dims import Dims
 from octavo.ops.factor import Factor
@@ -50,14 +51,23 @@ class Call(NamedTuple):
 
 def quantized_dot(lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Scaling, call: Call) -> Array:
     """The product of two float arrays, each quantized on the way, with quantized gradients."""
-    check_scaling(call.config, scaling)
+    check_scaling(call.config, scaling, smooths=True)
     lhs, rhs = vary_alike(lhs, rhs)
     if call.config.sparsity is not None:
         n, m = call.config.sparsity
         mask = nm_mask(rhs, n, m, axis=call.dims.rhs_contract[-1])
         rhs = masked(rhs, mask)
     call = call._replace(operand_shardings=explicit_shardings(lhs, rhs))
-    return _dot(call, lhs, rhs, key, scaling)
+    return call_known(
+        _dot,
+        call,
+        (lhs, rhs, key, scaling),
+        op="dot_general",
+        primitive="dot_general",
+        params={"dimension_numbers": call.dims.numbers},
+        config=call.config,
+        run=_primal,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -66,12 +76,14 @@ def _dot(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: 
 
 
 @traced_once
-def _primal(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Scaling) -> Array:
+def _primal(call: Call, lhs: Factor, rhs: Factor, key: PRNGKeyArray | None, scaling: Scaling) -> Array:
     return _forward(call, lhs, rhs, key, scaling)[0]
 
 
-def _forward(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Scaling):
+def _forward(call: Call, lhs: Factor, rhs: Factor, key: PRNGKeyArray | None, scaling: Scaling):
     keys = six_keys(key)
+    if call.config.smooth is not None:
+        lhs, rhs = _smoothed(lhs, rhs, call.dims, call.config.smooth)
     left, right, seen = quantize_operands(call.config.fwd, lhs, rhs, call.dims, keys[:2], scaling, ("lhs", "rhs"))
     out = multiply(
         as_input(call.config.fwd.lhs, left),
@@ -83,18 +95,18 @@ def _forward(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scali
         lowering=call.config.lowering,
         accumulator=call.config.fwd.accumulator,
     )
-    return out, (left, right, seen, keys)
+    return out, (left, right, seen, keys, (lhs, rhs))
 
 
 @traced_once
 def _dot_fwd(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Scaling):
-    out, (left, right, seen, keys) = _forward(call, lhs, rhs, key, scaling)
+    out, (left, right, seen, keys, smoothed) = _forward(call, lhs, rhs, key, scaling)
     config = call.config
     # Only what the gradients read is saved, in low precision wherever a gradient takes it so.
     rhs_saved = rhs if config.dlhs.residual == "original" else right
     lhs_saved = lhs if config.drhs.residual == "original" else left
     masks = [
-        gradient_mask(config, operand, x, axes, scaling.get(name)) for operand, x, axes, name in _sides(call, lhs, rhs)
+        gradient_mask(config, operand, x, axes, scaling.get(name)) for operand, x, axes, name in _sides(call, *smoothed)
     ]
     return out, (save((lhs_saved, rhs_saved, masks)), seen, keys, scaling, (trace_of(lhs), trace_of(rhs)))
 
@@ -203,15 +215,41 @@ def _move_scale(q: QArray, other: Array, dims: Dims, *, from_left: bool) -> tupl
     scale = q.scale.astype(jnp.float32)
     if q.outer_scale is not None:
         scale = scale * q.outer_scale.astype(jnp.float32)
-    scale = jnp.transpose(scale, (*mine, *(a for a in range(q.ndim) if a not in mine)))
-    scale = scale.reshape(scale.shape[: len(mine)])
-    # Into the other's order of axes: its kept axes come in with size one.
-    place = dict(zip(theirs, range(len(theirs)), strict=True))
-    scale = jnp.transpose(scale, [place[a] for a in sorted(theirs)])
-    shape = iter(scale.shape)
-    scale = scale.reshape([next(shape) if a in theirs else 1 for a in range(other.ndim)])
     ones = jnp.ones((1,) * q.ndim, jnp.float32)
-    return Scaled(other, scale), q._replace(scale=ones, outer_scale=None)
+    return Scaled(other, _across(scale, mine, theirs, other.ndim)), q._replace(scale=ones, outer_scale=None)
+
+
+def _across(part: Array, mine: tuple[int, ...], theirs: tuple[int, ...], ndim: int) -> Array:
+    """What runs along the shared axes of one operand, laid out for the other, whose kept axes come in with size one."""
+    part = jnp.transpose(part, (*mine, *(a for a in range(part.ndim) if a not in mine)))
+    part = part.reshape(part.shape[: len(mine)])
+    place = dict(zip(theirs, range(len(theirs)), strict=True))
+    part = jnp.transpose(part, [place[a] for a in sorted(theirs)])
+    shape = iter(part.shape)
+    return part.reshape([next(shape) if a in theirs else 1 for a in range(ndim)])
+
+
+def _smoothed(lhs: Factor, rhs: Factor, dims: Dims, alpha: float) -> tuple[Array, Array]:
+    """Both operands with their outliers evened out along the contraction; their product stays what it is.
+
+    Xiao et al., SmoothQuant (2022), equation 4, for each contracted index k (and each batch):
+
+        s_k = max|lhs_k|**alpha / max|rhs_k|**(1 - alpha),   lhs_k / s_k,   rhs_k * s_k
+    """
+    if isinstance(lhs, QArray) or isinstance(rhs, QArray):
+        raise TypeError("smooth scales float operands before they are quantized; a QArray is quantized already")
+    wide = jnp.float64 if jnp.float64 in (lhs.dtype, rhs.dtype) else jnp.float32
+    lhs, rhs = lhs.astype(wide), rhs.astype(wide)
+    mine, theirs = (*dims.lhs_batch, *dims.lhs_contract), (*dims.rhs_batch, *dims.rhs_contract)
+    left = jnp.max(jnp.abs(lhs), axis=dims.lhs_remaining, keepdims=True, initial=0)
+    right = jnp.max(jnp.abs(rhs), axis=dims.rhs_remaining, keepdims=True, initial=0)
+    right = _across(right, theirs, mine, lhs.ndim)
+    s = left**alpha / right ** (1 - alpha)
+    # What is not finite stays so, for its own row alone.
+    s = jnp.where((s > 0) & jnp.isfinite(s), s, 1)
+    # An index whose one side is all zeros adds nothing: the other side must not widen a range with it.
+    used = ((left != 0) & (right != 0)).astype(wide)
+    return lhs * (used / s), rhs * _across(used * s, mine, theirs, rhs.ndim)
 
 
 def _sides(call: Call, lhs: Array, rhs: Array):

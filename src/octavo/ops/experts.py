@@ -14,6 +14,7 @@ import numpy as np
 
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import AbsMax
+from octavo.ops.calls import call_known
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.dims import Dims
 from octavo.ops.dot import quantize_operands
@@ -44,6 +45,7 @@ from octavo.qarray import QArray
 _FWD = Dims(2, 3, (1,), (1,))
 _DLHS = Dims(2, 3, (1,), (2,))
 _DRHS = Dims(2, 2, (0,), (0,))
+_NUMBERS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 
 
 class Call(NamedTuple):
@@ -81,7 +83,17 @@ def quantized_ragged_dot(
         rhs = masked(rhs, nm_mask(rhs, n, m, axis=1))
     # Rows of no group are cut off here, on the way in and on the way out, and thereby in the gradients as well.
     call = Call(config, jnp.dtype(dtype), precision)
-    return masked(_dot(call, masked(lhs, rows.owned), rhs, rows.sizes, key, scaling), rows.owned)
+    out = call_known(
+        _dot,
+        call,
+        (masked(lhs, rows.owned), rhs, rows.sizes, key, scaling),
+        op="ragged_dot",
+        primitive="ragged_dot_general",
+        params={"ragged_dot_dimension_numbers": _NUMBERS},
+        config=config,
+        run=lambda *args: _forward(*args)[0],
+    )
+    return masked(out, rows.owned)
 
 
 def init_ragged_scaling(config: DotConfig, lhs: Any, rhs: Any) -> Scaling:
@@ -108,7 +120,7 @@ def _dot(call: Call, lhs: Array, rhs: Array, sizes: Array, key: PRNGKeyArray | N
     return _forward(call, lhs, rhs, sizes, key, scaling)[0]
 
 
-def _forward(call: Call, lhs: Array, rhs: Array, sizes: Array, key: PRNGKeyArray | None, scaling: Scaling):
+def _forward(call: Call, lhs: Factor, rhs: Factor, sizes: Array, key: PRNGKeyArray | None, scaling: Scaling):
     keys, fwd = six_keys(key), call.config.fwd
     left, right, seen = quantize_operands(fwd, lhs, rhs, _FWD, keys[:2], scaling, ("lhs", "rhs"))
     out = multiply_groups(

@@ -118,7 +118,13 @@ def trackers_of(config: DotConfig):
     return {name: o.tracker for name, o in operands.items() if o is not None and o.tracker is not None}
 
 
-def check_scaling(config: DotConfig, scaling: Scaling) -> None:
+def check_scaling(config: DotConfig, scaling: Scaling, *, smooths: bool = False) -> None:
+    """Raise for ranges that do not belong to a config, and for smoothing in an op that does none."""
+    if config.smooth is not None and not smooths:
+        raise NotImplementedError(
+            "smooth scales the contracted indices of a dot_general or an einsum; a convolution and a ragged dot have "
+            "no such scaling: leave smooth out of their config"
+        )
     if unknown := set(scaling) - {"lhs", "rhs", "dlhs", "drhs"}:
         raise ValueError(f"scaling has ranges for lhs, rhs, dlhs and drhs; got {sorted(unknown)}")
     if missing := set(trackers_of(config)) - set(scaling):

@@ -7,6 +7,7 @@ from octavo.rules.matching import Site, find, nearest, shadowed, unused
 from octavo.rules.mixed import mixed_precision
 from octavo.rules.registry import Recipe, get_recipe, recipe, recipes, register_recipe
 from octavo.rules.rule import QtRule, QuantizationRule
+from octavo.rules.schedule import Schedule
 from octavo.rules.text import RulesLike, as_rules, rules_from_json, rules_from_yaml, rules_to_json, rules_to_yaml
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "QuantizationRule",
     "Recipe",
     "RulesLike",
+    "Schedule",
     "Site",
     "as_rules",
     "dot_config",

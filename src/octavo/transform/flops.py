@@ -11,7 +11,7 @@ Multiplying codes with a scale keeps their origin; mixing two arrays of about th
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ _MOVES = {
     "device_put", "pvary", "pcast", "ppermute", "all_to_all", "all_gather", "all_gather_invariant",
 }
 # fmt: on
-_JOINS = {"concatenate": None, "pad": 2, "dynamic_update_slice": 2}
+_JOINS = {"concatenate": None, "stack": None, "pad": 2, "dynamic_update_slice": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +57,23 @@ class Product:
 
 
 class Tally(NamedTuple):
-    """What a jaxpr does: its products, the kernels that cannot be looked into, the loops of unknown length."""
+    """What a jaxpr does: its products, the kernels that cannot be looked into, the loops of unknown length.
+
+    `codes` are, for both operands of each product, what they were computed from: a dtype, a format where that is known.
+    """
 
     products: tuple[Product, ...] = ()
     opaque: tuple[str, ...] = ()
     loops: tuple[str, ...] = ()
+    codes: tuple[tuple[str | None, str | None], ...] = ()
 
     @property
     def flops(self) -> int:
         return sum(p.flops for p in self.products)
 
     def plus(self, other: "Tally") -> "Tally":
-        return Tally(self.products + other.products, self.opaque + other.opaque, self.loops + other.loops)
+        products, opaque, loops = self.products + other.products, self.opaque + other.opaque, self.loops + other.loops
+        return Tally(products, opaque, loops, self.codes + other.codes)
 
     def times(self, count: int) -> "Tally":
         scaled = (dataclasses.replace(p, flops=p.flops * count, count=p.count * count) for p in self.products)
@@ -79,12 +84,15 @@ class Tally(NamedTuple):
         path, backward = "/".join(scope_names(names)), BACKWARD in names
         join = lambda inner: "/".join(filter(None, (path, inner)))  # noqa: E731
         moved = (dataclasses.replace(p, path=join(p.path), backward=backward or p.backward) for p in self.products)
-        return Tally(tuple(moved), tuple(map(join, self.opaque)), tuple(map(join, self.loops)))
+        return Tally(tuple(moved), tuple(map(join, self.opaque)), tuple(map(join, self.loops)), self.codes)
 
 
-def tally(jaxpr: Jaxpr, *, platform: str) -> Tally:
-    """Everything that a jaxpr does when it runs on a platform."""
-    return _run(jaxpr, [_fresh(v.aval) for v in jaxpr.invars], platform)[0]
+def tally(jaxpr: Jaxpr, *, platform: str, formats: Mapping[int, str] | None = None) -> Tally:
+    """Everything that a jaxpr does when it runs on a platform; `formats` names those of inputs that are codes."""
+    inputs = [_fresh(v.aval) for v in jaxpr.invars]
+    for i, name in (formats or {}).items():
+        inputs[i] = inputs[i]._replace(origin=_Codes(name))
+    return _run(jaxpr, inputs, platform)[0]
 
 
 def dot_flops(lhs: Sequence[int], rhs: Sequence[int], shared: Iterable[int]) -> int:
@@ -122,9 +130,16 @@ def is_low(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits <= 8
 
 
+class _Codes:
+    """Codes as an origin; two are the same only if they are one object."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+
 class _Value(NamedTuple):
     span: int
-    origin: Any = None
+    origin: _Codes | None = None
 
 
 def _size(aval: Any) -> int:
@@ -138,7 +153,7 @@ def _fresh(aval: Any) -> _Value:
 def _coded(value: _Value, aval: Any) -> _Value:
     """The value as new codes, if it has their dtype and comes from no others."""
     is_new = value.origin is None and is_low(getattr(aval, "dtype", np.bool_))
-    return _Value(_size(aval), object()) if is_new else value
+    return _Value(_size(aval), _Codes(str(aval.dtype))) if is_new else value
 
 
 def _within(value: _Value, aval: Any) -> _Value:
@@ -161,7 +176,8 @@ def _equation(eqn: Equation, values: list[_Value], platform: str) -> tuple[Tally
     name = eqn.primitive.name
     outs = [_fresh(v.aval) for v in eqn.outvars]
     if name in PRODUCTS:
-        return Tally((_product(eqn, values),)), outs
+        lhs, rhs = (None if v.origin is None else v.origin.name for v in values[:2])
+        return Tally((_product(eqn, values),), codes=((lhs, rhs),)), outs
     if name in _OPAQUE:
         return Tally(opaque=(name,)), outs
     if name in _CONTROL:
@@ -277,7 +293,8 @@ def _flow(eqn: Equation, values: list[_Value]) -> list[_Value]:
     if name in _JOINS:
         parts = [v for v in values[: _JOINS[name]] if v.span]
         span = min(sum(v.span for v in parts), sizes[0])
-        return [_Value(span, object() if parts and all(v.origin is not None for v in parts) else None)]
+        origins = [v.origin for v in parts if v.origin is not None]
+        return [_Value(span, _Codes(origins[0].name) if origins and len(origins) == len(parts) else None)]
     if name == "gather":
         table, places = values[:2]
         if table.origin is None and places.origin is not None and table.span <= 256:
@@ -293,7 +310,7 @@ def _flow(eqn: Equation, values: list[_Value]) -> list[_Value]:
     return [_fresh(v.aval) for v in eqn.outvars]
 
 
-def _origin(values: list[_Value], *, lone: bool = False) -> Any:
+def _origin(values: list[_Value], *, lone: bool = False) -> _Codes | None:
     """The codes that all of these come from, scales and constants aside; if `lone`, only one of them may."""
     most = max(v.span for v in values)
     large = [v.origin for v in values if v.span * SCALE > most]

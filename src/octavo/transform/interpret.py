@@ -3,9 +3,11 @@
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array
+from octavo.ops import known_call
 from octavo.qarray import QArray
 from octavo.transform import control
 from octavo.transform.frame import Frame, Value
@@ -19,10 +21,11 @@ from octavo.transform.jaxprs import (
     inside,
     is_literal,
     products_within,
+    scope,
 )
-from octavo.transform.origin import CONSTANT, flow
+from octavo.transform.origin import CONSTANT, Origin, flow
 from octavo.transform.provider import Operation, operating, subscripts
-from octavo.transform.site import Site, find_site
+from octavo.transform.site import Site, find_site, own_site
 from octavo.transform.structure import as_array, rearranged
 
 
@@ -63,6 +66,8 @@ def _step(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
         with inside(eqn):
             return [_product(eqn, values, frame)]
     if name in CUSTOM:
+        if (own := _own_product(eqn, values, frame)) is not None:
+            return [own]
         opened = any(rule.inside_custom for rule in frame.context.provider.rules)
         if opened and products_within(custom_body(eqn), True):
             return evaluate(custom_body(eqn), values, frame.inner(control.scope(eqn), new=frame.new))
@@ -81,10 +86,10 @@ def _step(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
 
 def _product(eqn: Equation, values: list[Value], frame: Frame) -> Value:
     site = find_site(eqn, values, frame)
-    data = [v.data for v in values]
+    data = [_operand(v.data) for v in values]
     origin = flow(eqn, [v.origin for v in values[:2]])[0]
     if not origin.is_weight and not origin.constant:
-        origin = type(origin)(module=site.path)
+        origin = Origin(module=site.path)
     if site.config is None and not any(isinstance(x, QArray) for x in data[:2]):
         return Value(bind(eqn, data)[0], origin)
     frame.context.provider._seen.update(() if site.rule is None else (site.rule,))
@@ -94,6 +99,26 @@ def _product(eqn: Equation, values: list[Value], frame: Frame) -> Value:
     if tuple(out.shape) != tuple(wanted.shape):
         raise ValueError(f"{site.op_id} at {site.path!r} must give the shape {wanted.shape}, but gave {out.shape}")
     return Value(jnp.asarray(out, wanted.dtype), origin)
+
+
+def _operand(data: Any) -> Any:
+    """An argument of an operation: numbers that are written into the program become arrays."""
+    return data if isinstance(data, QArray) else jnp.asarray(data)
+
+
+def _own_product(eqn: Equation, values: list[Value], frame: Frame) -> Value | None:
+    """A product that was written with a config of its own: left as it is, or done with its weight's codes."""
+    first = eqn.params["num_consts"]
+    atoms, args = eqn.invars[first:], values[first:]
+    known = known_call(scope(eqn), tuple(tuple(a.aval.shape) for a in atoms))  # pyrefly: ignore
+    if known is None:
+        return None
+    site = own_site(eqn, list(atoms[:2]), args[:2], frame, known)
+    origin = Origin(module=site.path)
+    with inside(eqn):
+        if not any(site.quantized):
+            return Value(bind(eqn, [as_array(v.data) for v in values])[0], origin)
+        return Value(known.run(*jax.tree.unflatten(known.tree, [_operand(v.data) for v in args])), origin)
 
 
 def _call(eqn: Equation, data: list[Any], site: Site, frame: Frame) -> Array:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
+from octavo.ops import is_known_call
+
 Jaxpr = core.Jaxpr
 Equation = core.JaxprEqn
 
@@ -138,10 +140,13 @@ def custom_body(eqn: Equation) -> Jaxpr:
 
 @functools.lru_cache(maxsize=4096)
 def products_within(jaxpr: Jaxpr, opaque: bool) -> bool:
-    """Whether a jaxpr multiplies anywhere, bodies of loops and calls included (and opaque ones, if asked)."""
+    """Whether a jaxpr multiplies anywhere, bodies of loops and calls included (and opaque ones, if asked).
+
+    Products that were written with a config of their own count as well.
+    """
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name in PRODUCTS:
+        if name in PRODUCTS or (name in CUSTOM and is_known_call(scope(eqn))):
             return True
         if name == "pallas_call" or (name in CUSTOM and not opaque):
             continue

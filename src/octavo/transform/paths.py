@@ -72,7 +72,7 @@ def weight_names(paths: Sequence[tuple[str, ...]], leaves: Sequence[Any], weight
     statistics, optimizer state) is none, and the name begins after it.
     """
     chosen = _chooser(weights, args)
-    collections = {path[0] for path in paths if "params" in path[:3]}
+    collections = {path[0] for path in paths if "params" in path[1:3]}
     names: list[str | None] = []
     for path, leaf in zip(paths, leaves, strict=True):
         if not hasattr(leaf, "shape"):
@@ -85,7 +85,7 @@ def weight_names(paths: Sequence[tuple[str, ...]], leaves: Sequence[Any], weight
         if chosen is not None:
             is_weight = chosen(path, name, leaf)
         elif path[0] in collections:
-            is_weight = "params" in path[:3]
+            is_weight = "params" in path[1:3]
         else:
             is_weight = path[0] in PARAMETERS or isinstance(leaf, QArray)
         names.append(name if is_weight else None)
@@ -93,7 +93,7 @@ def weight_names(paths: Sequence[tuple[str, ...]], leaves: Sequence[Any], weight
 
 
 def _params_at(path: tuple[str, ...]) -> int:
-    return path.index("params") if "params" in path[:3] else 0
+    return path.index("params", 1) if "params" in path[1:3] else 0
 
 
 def _chooser(weights: Weights, args: Sequence[str]) -> Callable[[tuple[str, ...], str, Any], bool] | None:

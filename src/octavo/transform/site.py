@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from octavo.ops import DotConfig, Matmul
+from octavo.ops import DotConfig, KnownCall, Matmul
+from octavo.ops.ragged import GMM
 from octavo.qarray import QArray
 from octavo.rules import QuantizationRule, dot_config, find
 from octavo.transform.flops import product_flops
@@ -61,17 +62,43 @@ class Site:
 
 def find_site(eqn: Equation, values: list[Value], frame: Frame) -> Site:
     """The site of an equation that multiplies, with its rule; counts its operation."""
-    lhs, rhs = values[:2]
-    names = "/".join(s for s in (frame.scope, scope(eqn)) if s)
+    names = _names(eqn, frame)
     op = PRODUCTS[eqn.primitive.name]
     if op == "dot_general" and is_einsum(names):
         op = "einsum"
-    if op == "ragged_dot" and "octavo.gmm" in names:
+    if op == "ragged_dot" and GMM in names:
         op = "gmm"
-    backward = BACKWARD in names
-    path = _path(names, lhs.origin, rhs.origin, frame.context)
-    left, right, out = (_type(v.aval) for v in (*eqn.invars[:2], *eqn.outvars))
-    draft = Site(
+    draft = _draft(eqn, eqn.invars[:2], values[:2], frame, op, eqn.primitive.name, eqn.params)
+    if BACKWARD in names:
+        draft = dataclasses.replace(draft, gradient="dlhs" if draft.weights[1] else "drhs")
+    rule = _rule(draft, frame.context)
+    reason, config = _decide(draft, rule)
+    return _noted(dataclasses.replace(draft, rule=rule, config=config, reason=reason), frame)
+
+
+def own_site(eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame, known: KnownCall) -> Site:
+    """The site of a product that was written with a config of its own; rules have no say in it."""
+    op = "gmm" if GMM in _names(eqn, frame) else known.op
+    draft = _draft(eqn, atoms, values, frame, op, known.primitive, known.params)
+    return _noted(dataclasses.replace(draft, config=known.config), frame)
+
+
+def _names(eqn: Equation, frame: Frame) -> str:
+    return "/".join(s for s in (frame.scope, scope(eqn)) if s)
+
+
+def _noted(site: Site, frame: Frame) -> Site:
+    frame.context.sites[site.path, site.op_id, site.gradient] = site
+    return site
+
+
+def _draft(
+    eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame, op: str, primitive: str, params: dict[str, Any]
+) -> Site:
+    lhs, rhs = values
+    path = _path(_names(eqn, frame), lhs.origin, rhs.origin, frame.context)
+    left, right, out = (_type(v.aval) for v in (*atoms, *eqn.outvars))
+    return Site(
         path=path,
         op=op,
         op_id=frame.op_id(path, op),
@@ -79,18 +106,11 @@ def find_site(eqn: Equation, values: list[Value], frame: Frame) -> Site:
         rhs=right,
         out=out,
         origins=(lhs.origin, rhs.origin),
-        numbers=eqn.params.get("dimension_numbers") or eqn.params.get("ragged_dot_dimension_numbers"),
+        numbers=params.get("dimension_numbers") or params.get("ragged_dot_dimension_numbers"),
         trips=frame.trips,
-        flops=frame.trips * product_flops(eqn.primitive.name, eqn.params, left[0], right[0], out[0]),
+        flops=frame.trips * product_flops(primitive, params, left[0], right[0], out[0]),
         quantized=(isinstance(lhs.data, QArray), isinstance(rhs.data, QArray)),
     )
-    if backward:
-        draft = dataclasses.replace(draft, gradient="dlhs" if draft.weights[1] else "drhs")
-    rule = _rule(draft, frame.context)
-    reason, config = _decide(draft, rule)
-    site = dataclasses.replace(draft, rule=rule, config=config, reason=reason)
-    frame.context.sites[path, site.op_id, site.gradient] = site
-    return site
 
 
 def _path(names: str, lhs: Origin, rhs: Origin, context: Context) -> str:

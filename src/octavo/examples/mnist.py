@@ -1,0 +1,209 @@
+"""Train a small convolutional network on handwritten digits in low precision, then serve it from low-precision weights.
+
+    python -m octavo.examples.mnist quantization=int8
+
+The network is a Flax Linen module that takes its products from outside, as `conv_general_dilated` and `dot_general`.
+What is served are the codes that training multiplied with, so both give the same logits, bit for bit.
+"""
+
+import dataclasses
+import difflib
+import functools
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import octavo
+from octavo.examples.digits import Data, digits
+
+try:
+    import flax.linen as nn
+    import optax
+except ModuleNotFoundError as error:
+    raise SystemExit("this is a Flax model, and Flax is missing: pip install 'octavo[examples,flax]'") from error
+
+LEARNING_RATE = 5e-3
+ADAM = optax.scale_by_adam()
+
+# How a product and its two gradients are quantized. None: not at all.
+
+CONFIGS: dict[str, octavo.DotConfig | None] = {
+    "float": None,
+    "int8": octavo.DotConfig.qt("int8"),
+    "fp8": octavo.DotConfig.qt("fp8", bwd="e5m2"),
+    "int4": octavo.DotConfig.qt("int4", bwd="int8"),
+    "int4w": octavo.DotConfig.weight_only("int4"),
+}
+
+
+class Cnn(nn.Module):
+    """Two convolutions and two dense layers, all quantized by one config."""
+
+    config: octavo.DotConfig | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        conv = functools.partial(octavo.conv_general_dilated, config=self.config)
+        dot = functools.partial(octavo.dot_general, config=self.config)
+        x = nn.relu(nn.Conv(32, (3, 3), conv_general_dilated=conv)(x))
+        x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        x = nn.relu(nn.Conv(32, (3, 3), conv_general_dilated=conv)(x))
+        x = nn.max_pool(x, (2, 2), strides=(2, 2)).reshape(len(x), -1)
+        x = nn.relu(nn.Dense(64, dot_general=dot)(x))
+        return nn.Dense(10, dot_general=dot)(x)
+
+
+# Training: Adam, with a learning rate that falls to zero.
+
+
+def loss(params: Any, model: Cnn, x: jax.Array, y: jax.Array) -> jax.Array:
+    logits: Any = model.apply({"params": params}, x)
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
+
+
+# Jitted by the step: inside of `scan`, XLA's convolutions took seven times as long on a CPU.
+@functools.partial(jax.jit, static_argnames="model")
+def step(params: Any, state: Any, model: Cnn, x: jax.Array, y: jax.Array, rate: jax.Array):
+    value, grads = jax.value_and_grad(loss)(params, model, x, y)
+    updates, state = ADAM.update(grads, state)
+    return jax.tree.map(lambda p, u: p - rate * u, params, updates), state, value
+
+
+def train(model: Cnn, data: Data, *, epochs: int, batch: int, seed: int) -> Any:
+    """Parameters, trained from scratch."""
+    x, y = data
+    params = jax.jit(model.init)(jax.random.key(seed), x[:1])["params"]
+    state, rng, start = ADAM.init(params), np.random.default_rng(seed), time.perf_counter()
+    for epoch in range(epochs):
+        rows = rng.permutation(len(x))[: len(x) // batch * batch].reshape(-1, batch)
+        value = jnp.float32(0)
+        for number, picked in enumerate(rows):
+            rate = jnp.float32(LEARNING_RATE * (1 - (epoch + number / len(rows)) / epochs))
+            params, state, value = step(params, state, model, x[picked], y[picked], rate)
+        if (epoch + 1) % max(1, epochs // 3) == 0:
+            print(f"epoch {epoch + 1:3}   loss {value:.4f}   {time.perf_counter() - start:.1f} s", flush=True)
+    return params
+
+
+# Serving: the same network, its weights stored as codes and scales.
+
+
+def convert(model: Cnn, params: Any, x: jax.Array) -> tuple[Any, Any]:
+    """The model that takes weights in low precision, and those weights; two codes of four bits share a byte."""
+    # No rules: each product says by its own config how its weight is stored.
+    served = octavo.quantize_model(model, octavo.PtqProvider(()))
+    abstract = jax.eval_shape(served.init, jax.random.key(0), x)["params"]
+    stored = octavo.quantize_params(params, abstract)
+    pack = lambda w: dataclasses.replace(w, array=w.array.pack()) if is_low(w) else w  # noqa: E731
+    return served, jax.tree.map(pack, stored, is_leaf=is_low)
+
+
+def is_low(x: Any) -> bool:
+    return isinstance(x, octavo.WithAux)
+
+
+def size(params: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(params, is_leaf=is_low))
+
+
+class Found(NamedTuple):
+    """What a run found: percent of the held-out digits, and bytes of the parameters."""
+
+    trained: float
+    served: float
+    float_bytes: int
+    served_bytes: int
+
+
+def run(quantization: str, data: tuple[Data, Data], *, epochs: int, batch: int, seed: int) -> Found:
+    """Train, convert, and hold both models against the digits that were kept back."""
+    model, (x, y) = Cnn(CONFIGS[quantization]), data[1]
+    params = train(model, data[0], epochs=epochs, batch=batch, seed=seed)
+    served, stored = convert(model, params, x)
+    logits = [jax.jit(m.apply)({"params": p}, x) for m, p in ((model, params), (served, stored))]
+    np.testing.assert_array_equal(logits[1], logits[0], "the served logits are not those of the trained model")
+    trained, low = (float(100 * np.mean(np.argmax(z, axis=1) == y)) for z in map(np.asarray, logits))
+    return Found(trained, low, size(params), size(stored))
+
+
+# The command.
+
+DEFAULTS: dict[str, str | int] = {"quantization": "int8", "epochs": 20, "batch": 32, "seed": 0, "seeds": 1}
+LEAST = {"epochs": 1, "batch": 1, "seed": 0, "seeds": 1}
+HELP = f"""
+  quantization  {", ".join(CONFIGS)}
+  epochs        times through the training digits
+  batch         digits in a step
+  seed          of the initial weights and the batches
+  seeds         how many runs, with this seed and those after it
+By default: {" ".join(f"{k}={v}" for k, v in DEFAULTS.items())}"""
+
+
+def parse(args: Sequence[str], largest_batch: int) -> dict[str, Any]:
+    """`key=value` arguments over the defaults; a SystemExit that says what is wrong with them."""
+    options = dict(DEFAULTS)
+    for arg in args:
+        key, equals, value = arg.partition("=")
+        if key not in DEFAULTS:
+            _refuse(f"there is no argument {arg!r}", key, DEFAULTS)
+        if not equals:
+            _refuse(f"{key!r} needs a value: {key}={DEFAULTS[key]}")
+        if key == "quantization":
+            if value not in CONFIGS:
+                _refuse(f"there is no {arg}", value, CONFIGS)
+            options[key] = value
+            continue
+        least, most = LEAST[key], largest_batch if key == "batch" else 2**31
+        if not value.isdecimal() or not least <= int(value) <= most:
+            upper = f"to {most}" if key == "batch" else "up"
+            _refuse(f"{arg} is not a whole number from {least} {upper}: try {key}={DEFAULTS[key]}")
+        options[key] = int(value)
+    return options
+
+
+def _refuse(message: str, given: str = "", known: Sequence[str] | dict[str, Any] = ()) -> None:
+    if known:
+        near = difflib.get_close_matches(given.lower().lstrip("-"), list(known), n=1, cutoff=0.3)
+        hint = f"did you mean {near[0]}? It is " if near else "it is "
+        message = f"{message}; {hint}one of {', '.join(known)}"
+    print(message, file=sys.stderr)
+    raise SystemExit(2)
+
+
+def main(args: Sequence[str] | None = None) -> list[Found]:
+    args = sys.argv[1:] if args is None else args
+    if {"-h", "--help"} & set(args):
+        print(f"{__doc__}{HELP}")
+        return []
+    train_data, test_data = ((x.reshape(-1, 8, 8, 1), y) for x, y in digits())
+    options = parse(args, len(train_data[0]))
+    name, first = options["quantization"], options["seed"]
+    found = []
+    for seed in range(first, first + options["seeds"]):
+        print(f"quantization {name}, seed {seed}: training on {len(train_data[0])} digits", flush=True)
+        how = {"epochs": options["epochs"], "batch": options["batch"], "seed": seed}
+        found.append(run(name, (train_data, test_data), **how))
+        report(found[-1], len(test_data[0]))
+    if len(found) > 1:
+        mean, spread = np.mean([f.served for f in found]), np.std([f.served for f in found], ddof=1)
+        print(f"{len(found)} seeds of {name}: {mean:.2f} % on average, standard deviation {spread:.2f} points\n")
+    other = "int8" if name == "float" else "float"
+    print(f"Next: python -m octavo.examples.mnist quantization={other:6} the same digits in {other}")
+    print(f"      python -m octavo.examples.mnist quantization={name} seeds=10   how much is chance")
+    return found
+
+
+def report(found: Found, count: int) -> None:
+    bits = 32 * found.served_bytes / found.float_bytes
+    print(f"  trained   {found.trained:.2f} % of {count} held-out digits")
+    print(f"  served    {found.served:.2f} %, the same logits bit for bit")
+    print(f"  weights   {found.float_bytes:,} bytes trained, {found.served_bytes:,} served: {bits:.2f} bits each\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Operations to inject into Flax Linen layers: AQT's way in, with a config for each, or rules by the layer's path."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from octavo import ops
+from octavo._typing import Array
+from octavo.calibration import RunningMean
+from octavo.ops import DotConfig, Operand
+from octavo.qarray import Quantizer
+from octavo.rules import QuantizationRule, dot_config, find
+from octavo.transform.provider import OVERWRITE, QUANT_STATS
+
+type How = DotConfig | tuple[QuantizationRule, ...] | None
+"""A config; or rules, of which the first that matches the path of the layer decides; or nothing: float."""
+
+
+class _Injected(nn.Module):
+    """What the injected operations share: their config, remembered ranges and random keys.
+
+    `how` is a `DotConfig`, or rules whose `module_path` is matched with the path of the layer that this is injected
+    into, or None. `static` remembers the range of the activation, in the collection "quant_stats": it is updated while
+    that collection is mutable and frozen otherwise. Trackers of a config (delayed scaling) keep their state in
+    "_overwrite_with_gradient", where its gradient is its new value. Stochastic rounding takes the stream
+    "stochastic_rounding"; without it only the forward pass can be computed.
+    """
+
+    how: Any = None
+    static: bool = False
+
+    def _config(self, op: str) -> DotConfig | None:
+        if self.how is None or isinstance(self.how, DotConfig):
+            return self.how
+        rule = find(self.how, "/".join(map(str, self.path[:-1])), op, weights=True)
+        return None if rule is None else dot_config(rule, lhs_weight=False, rhs_weight=True)
+
+    def _key(self) -> Array | None:
+        return self.make_rng("stochastic_rounding") if self.has_rng("stochastic_rounding") else None
+
+    def _scaling(
+        self, config: DotConfig, lhs: Array, quantizer: Callable[[Operand], Quantizer], init: Callable[[], Any]
+    ) -> dict[str, Any]:
+        scaling: dict[str, Any] = {}
+        if ops.trackers_of(config):
+            scaling |= self.variable(OVERWRITE, "scaling", init).value
+        if self.static and config.fwd.lhs is not None:
+            scaling["lhs"] = self._static_range(quantizer(config.fwd.lhs), lhs)
+        return scaling
+
+    def _static_range(self, how: Quantizer, x: Array) -> dict[str, Array]:
+        measured = how.measure(jax.lax.stop_gradient(x))
+        measured = {k: jnp.mean(v.astype(jnp.float32), keepdims=True) for k, v in measured.items()}
+        tracker = RunningMean()
+        stat = self.variable(QUANT_STATS, "lhs", tracker.init, measured)
+        if self.is_initializing():
+            return measured
+        if not self.is_mutable_collection(QUANT_STATS):
+            return tracker.read(stat.value)
+        stat.value = tracker.update(stat.value, measured)
+        return tracker.read(stat.value, measured)
+
+
+class DotGeneral(_Injected):
+    """`jax.lax.dot_general` in low precision, for layers that take a `dot_general` or a `dot_general_cls`.
+
+    >>> import functools
+    >>> dense = nn.Dense(4, dot_general_cls=functools.partial(DotGeneral, DotConfig.qt("int8")))
+    >>> dense.init_with_output(jax.random.key(0), jnp.ones((2, 8)))[0].shape
+    (2, 4)
+    """
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+    ) -> Array:
+        kinds = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+        config = self._config("dot_general")
+        if config is None:
+            return jax.lax.dot_general(lhs, rhs, dimension_numbers, **kinds)
+        dims = ops.Dims.of(dimension_numbers, lhs.ndim, rhs.ndim)
+        how = lambda o: o.quantizer(lhs.ndim, contracting=dims.lhs_contract, batch=dims.lhs_batch)  # noqa: E731
+        scaling = self._scaling(config, lhs, how, lambda: ops.init_scaling(config, lhs, rhs, dimension_numbers))
+        return ops.dot_general(lhs, rhs, dimension_numbers, **kinds, config=config, key=self._key(), scaling=scaling)
+
+
+class Einsum(_Injected):
+    """`jax.numpy.einsum` in low precision, for layers that take an einsum.
+
+    >>> model = Einsum(DotConfig.qt("int8"))
+    >>> model.init_with_output(jax.random.key(0), "bi,io->bo", jnp.ones((2, 8)), jnp.ones((8, 4)))[0].shape
+    (2, 4)
+    """
+
+    @nn.compact
+    def __call__(self, subscripts: str, *operands: Array, **kwargs: Any) -> Array:
+        config = self._config("einsum")
+        if config is None:
+            return jnp.einsum(subscripts, *operands, **kwargs)
+        if self.static or ops.trackers_of(config):
+            raise NotImplementedError(
+                "an injected einsum has no remembered ranges: use a config without trackers and static=False, or "
+                "octavo.quantize_model with rules"
+            )
+        return ops.einsum(subscripts, *operands, **kwargs, config=config, key=self._key())
+
+
+class ConvGeneralDilated(_Injected):
+    """`jax.lax.conv_general_dilated` in low precision, for layers that take a `conv_general_dilated_cls`.
+
+    >>> import functools
+    >>> conv = nn.Conv(4, (3, 3), conv_general_dilated_cls=functools.partial(ConvGeneralDilated, DotConfig.qt("int8")))
+    >>> conv.init_with_output(jax.random.key(0), jnp.ones((1, 8, 8, 2)))[0].shape
+    (1, 8, 8, 4)
+    """
+
+    @nn.compact
+    def __call__(self, lhs: Array, rhs: Array, window_strides: Any, padding: Any, **kwargs: Any) -> Array:
+        config = self._config("conv_general_dilated")
+        if config is None:
+            return jax.lax.conv_general_dilated(lhs, rhs, window_strides, padding, **kwargs)
+        names = ("lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count", "batch_group_count")
+        shape = {k: v for k, v in kwargs.items() if k in names}
+        example = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, kwargs.get("dimension_numbers")).lhs_spec[0]
+        how = lambda o: o.quantizer(lhs.ndim, contracting=[a for a in range(lhs.ndim) if a != example])  # noqa: E731
+        init = lambda: ops.init_conv_scaling(config, lhs, rhs, window_strides, padding, **shape)  # noqa: E731
+        scaling = self._scaling(config, lhs, how, init)
+        return ops.conv_general_dilated(
+            lhs, rhs, window_strides, padding, **kwargs, config=config, key=self._key(), scaling=scaling
+        )

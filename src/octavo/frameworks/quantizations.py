@@ -1,0 +1,219 @@
+"""Quantization objects as MaxText's layers take them: each gives a `dot_general_cls` and an `einsum` to inject.
+
+All of them are faces of one thing, a config or rules; only Flax's own float8 operations, which keep amax histories
+themselves, stand for themselves.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from octavo.frameworks.injected import ConvGeneralDilated, DotGeneral, Einsum
+from octavo.numerics import nearest_names
+from octavo.ops import DotConfig, aqt
+from octavo.qarray import QArray
+from octavo.rules import dot_config, mixed_precision, recipe, recipes
+
+MODES = ("train", "calibrate", "convert", "serve")
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """A config (or rules by the path of the layer) as operations for Flax Linen layers.
+
+    `mesh_axes` are accepted where MaxText passes them: scales take their sharding from the parameter's own when it is
+    converted, so they are not needed. `static` remembers the range of activations, which mode "calibrate" collects.
+    """
+
+    how: Any = None
+    quant_mode: str = "train"
+    static: bool = False
+    replicate_scale: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "quant_mode", get_quant_mode(self.quant_mode))
+
+    def dot_general_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
+        """What `nn.Dense` and its like take as `dot_general_cls`."""
+        del mesh_axes
+        return functools.partial(DotGeneral, self.how, static=self.static)
+
+    def einsum(self, mesh_axes: Sequence[str] = ()) -> Any:
+        """A module that is called as `jnp.einsum` is."""
+        del mesh_axes
+        return Einsum(self.how)
+
+    def conv_general_dilated_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
+        """What `nn.Conv` takes as `conv_general_dilated_cls`."""
+        del mesh_axes
+        return functools.partial(ConvGeneralDilated, self.how, static=self.static)
+
+
+class AqtQuantization(Quantization):
+    """AQT's numerics: `how` is a config that `octavo.ops.aqt` makes, or the rules of a mixed-precision table."""
+
+
+def qwix_quantization(
+    act_calibration_method: str = "absmax",
+    weight_calibration_method: str = "absmax",
+    bwd_calibration_method: str = "absmax",
+) -> Quantization:
+    """The `fp8_full` recipe as operations to inject: e4m3 forward, e5m2 gradients."""
+    methods = (act_calibration_method, weight_calibration_method, bwd_calibration_method)
+    rules = recipe(
+        "fp8_full",
+        exclude=None,
+        act_calibration_method=methods[0],
+        weight_calibration_method=methods[1],
+        bwd_calibration_method=methods[2],
+    )
+    return Quantization(rules)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Quantization(Quantization):
+    """Delayed scaling by Flax's own operations, for NVIDIA's float8 formats."""
+
+    def dot_general_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
+        del mesh_axes
+        return nn.Fp8DirectDotGeneralOp
+
+    def einsum(self, mesh_axes: Sequence[str] = (), dtype: Any = jnp.float32) -> Any:
+        del mesh_axes
+        return _Fp8Einsum(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class NANOOFp8Quantization(Quantization):
+    """Delayed scaling by Flax's own operations, for the fnuz formats of AMD's MI300."""
+
+    def dot_general_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
+        del mesh_axes
+        return nn.NANOOFp8DotGeneralOp
+
+
+class _Fp8Einsum(nn.Module):
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, subscripts: str, lhs: Any, rhs: Any, **kwargs: Any) -> Any:
+        # Flax takes the dtype of the computation from the right operand.
+        return nn.Fp8Einsum(name="fp8_einsum")(subscripts, lhs, rhs.astype(self.dtype), **kwargs)
+
+
+def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quantization | None:
+    """The quantization that a MaxText-like config asks for; None for `quantization=""`.
+
+    Read are `quantization`, `quantization_local_shard_count`, `quant_cfg_path`, `constant_bound_config`,
+    `replicate_quant_scale` and the three calibration methods; all but the first may be missing.
+
+    >>> import types
+    >>> configure_quantization(types.SimpleNamespace(quantization="int8")).how.fwd.rhs.qtype.name
+    'int8'
+    """
+    name = config.quantization or ""
+    options = {"quant_mode": quant_mode_str, "replicate_scale": getattr(config, "replicate_quant_scale", False)}
+    methods = {
+        side: getattr(config, f"{short}_quantization_calibration_method", None) or "absmax"
+        for side, short in (("act", "act"), ("weight", "weight"), ("bwd", "bwd"))
+    }
+    match name:
+        case "":
+            return None
+        case "int8":
+            return AqtQuantization(_int8(getattr(config, "quantization_local_shard_count", 1)), **options)
+        case "intmp":
+            return AqtQuantization(mixed_precision(_table(config), exclude=None), **options)
+        case "fp8":
+            return Fp8Quantization(**options)
+        case "nanoo_fp8":
+            return NANOOFp8Quantization(**options)
+        case "aqt_fp8":
+            return AqtQuantization(aqt.config_fwd_fp8("e4m3"), **options)
+        case "aqt_fp8_full":
+            return AqtQuantization(_fp8_full(tuple(getattr(config, "constant_bound_config", ()) or ())), **options)
+        case "fp8_full":
+            found = qwix_quantization(*(methods[side] for side in ("act", "weight", "bwd")))
+            return dataclasses.replace(found, **options)
+    if name not in recipes():
+        raise ValueError(f"quantization={name!r} is no recipe: {nearest_names(name, recipes())}")
+    return Quantization(recipe(name, exclude=None), **options)
+
+
+def _int8(shards: int) -> DotConfig:
+    """Int8 in all three matmuls; the weight gradient in as many pieces as there are shards, or with 0 in float."""
+    local = aqt.LocalAqt(contraction_axis_shard_count=shards if shards > 0 else jax.local_device_count())
+    return aqt.config_v3(
+        fwd_bits=8, dlhs_bits=8, drhs_bits=8 if shards else None, drhs_local_aqt=local if shards else None
+    )
+
+
+def _fp8_full(bounds: tuple[int | float, ...]) -> DotConfig:
+    """e4m3 forward and e5m2 gradients, one scale per tensor: its own, or the six constant bounds that are given."""
+    if len(bounds) not in (0, 6):
+        raise ValueError(f"constant_bound_config has six bounds (fwd, dlhs, drhs; lhs and rhs of each), got {bounds}")
+    compiled = dot_config(recipe("aqt_fp8_full", exclude=None)[0], lhs_weight=False, rhs_weight=True)
+    assert compiled is not None
+    names = [f"{matmul}_{side}" for matmul in ("fwd", "dlhs", "drhs") for side in ("lhs", "rhs")]
+    changes = {name: {"calibration": f"constant,{bound}"} for name, bound in zip(names, bounds, strict=False)}
+    return compiled.with_operands(**changes)
+
+
+def _table(config: Any) -> dict[str, Any]:
+    path = getattr(config, "quant_cfg_path", "")
+    if not path:
+        raise ValueError("quantization=intmp needs quant_cfg_path, a JSON file of bits by layer")
+    return json.loads(Path(path).read_text(encoding="utf8"))
+
+
+def get_quant_mode(mode: str = "train") -> str:
+    """A mode by its name.
+
+    >>> get_quant_mode("serve")
+    'serve'
+    """
+    if mode not in MODES:
+        raise ValueError(f"a mode is one of {', '.join(MODES)}; got {mode!r}")
+    return mode
+
+
+def in_convert_mode(quant: Quantization | None) -> bool:
+    """Whether a quantization is to convert."""
+    return quant is not None and quant.quant_mode == "convert"
+
+
+def in_serve_mode(quant: Quantization | None) -> bool:
+    """Whether a quantization is to serve."""
+    return quant is not None and quant.quant_mode == "serve"
+
+
+def match_quantized_params(quantized: Any, params: Any) -> list[tuple[Any, ...]]:
+    """The paths of the float parameters that have a counterpart in low precision."""
+    stored = {path for path, leaf in _leaves(quantized) if isinstance(leaf, QArray)}
+    found = [path for path, _ in _leaves(params) if path in stored]
+    if missing := stored - set(found):
+        raise ValueError(f"quantized parameters without a float one: {sorted(map(str, missing))[:5]}")
+    return found
+
+
+def remove_quantized_params(params: Any, quantized: Any) -> Any:
+    """Float parameters without those that are in low precision elsewhere: `{}` stands in their place.
+
+    >>> import octavo
+    >>> params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+    >>> remove_quantized_params(params, {"w": octavo.quantize(params["w"], "int8"), "b": params["b"]})["w"]
+    {}
+    """
+    gone = set(match_quantized_params(quantized, params))
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: {} if path in gone else leaf, params)
+
+
+def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, QArray))

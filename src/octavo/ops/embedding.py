@@ -1,0 +1,67 @@
+"""Rows of a table in low precision, looked up by number."""
+
+import jax.numpy as jnp
+
+from octavo._typing import Array, Float, PRNGKeyArray, Shaped
+from octavo.numerics import BlockFormat, FormatLike
+from octavo.qarray import QArray, Quantizer, fake_quant
+
+
+def embedding_lookup(
+    table: Float[Array, "..."] | QArray,
+    ids: Shaped[Array, "..."],
+    *,
+    quantizer: Quantizer | FormatLike | None = None,
+    key: PRNGKeyArray | None = None,
+) -> Float[Array, "..."]:
+    """Rows of a table, in the shape of `ids` followed by that of a row.
+
+    Of a QArray, the codes and scales of the rows are gathered and only those are dequantized. A float table is rounded
+    as the quantizer says: after the gather where every row has scales of its own (`channelwise_axes=(0,)`) and rounding
+    is to nearest, else as a whole. The gradient is added to the rows of the table that were looked up, straight through
+    the rounding.
+
+    Numbers are those of `jnp.take(table, ids, axis=0, mode="fill")`: negative ones count from the end, and a row that
+    does not exist is NaN and has no gradient.
+
+    >>> import octavo
+    >>> table = octavo.quantize(jnp.asarray([[1.0, 2.0], [30.0, 40.0]]), "int8", channelwise_axes=(0,))
+    >>> embedding_lookup(table, jnp.asarray([1, 5])).round(1).tolist()
+    [[30.1..., 39.79...], [nan, nan]]
+    """
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"rows are looked up by integers, got ids of dtype {ids.dtype}")
+    if table.ndim == 0:
+        raise ValueError("a table has rows: its rank is at least 1, got a scalar")
+    if isinstance(table, QArray):
+        if quantizer is not None:
+            raise TypeError("the table is quantized already: leave the quantizer out, or dequantize the table first")
+        return _rows_of_codes(table, ids)
+    if quantizer is None:
+        return _take(table, ids)
+    how = quantizer if isinstance(quantizer, Quantizer) else Quantizer(quantizer)
+    if not _by_row(how, table.shape, ids.size):
+        return _take(fake_quant(table, how, key=key), ids)
+    rows = fake_quant(_take(table, ids.reshape(-1)), how, key=key)
+    return rows.reshape(*ids.shape, *table.shape[1:])
+
+
+def _take(table: Array, ids: Array) -> Array:
+    return jnp.take(table, ids, axis=0, mode="fill")
+
+
+def _rows_of_codes(table: QArray, ids: Array) -> Array:
+    size = table.shape[0]
+    there = (ids >= -size) & (ids < size)
+    rows = table[jnp.where(there, ids, 0)].dequantize()
+    there = there.reshape(*ids.shape, *(1,) * (table.ndim - 1))
+    return jnp.where(there, rows, jnp.asarray(jnp.nan, rows.dtype))
+
+
+def _by_row(how: Quantizer, table: tuple[int, ...], count: int) -> bool:
+    """Whether rows are rounded alike in their table and among the `count` that are looked up."""
+    outer = isinstance(how.qtype, BlockFormat) and how.qtype.outer
+    if outer or how.rounding.stochastic:
+        return False
+    # At least two rows, because a single one is a tile of its own in any case.
+    return all(how.tiles((max(2, rows), *table[1:])).sizes[0] == 1 for rows in (table[0], count))

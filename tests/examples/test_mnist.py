@@ -1,0 +1,113 @@
+"""The convolutional example trains in every precision that it offers, and serves what it trained."""
+
+import runpy
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+from octavo.examples import mnist
+from tests.ops.walk import dot_types
+
+pytestmark = pytest.mark.standard_promotion
+
+
+@pytest.mark.parametrize(("name", "most_bits"), [("float", 32), ("int8", 8.5), ("int4w", 4.5)])
+def test_a_short_run_learns_and_serves_what_it_learned(name, most_bits, capsys):
+    pytest.importorskip("sklearn")
+    (found,) = mnist.main([f"quantization={name}", "epochs=3", "batch=64"])
+    assert found.served == found.trained > 85
+    assert 32 * found.served_bytes / found.float_bytes <= most_bits
+    printed = capsys.readouterr().out
+    assert f"trained   {found.trained:.2f} % of 899 held-out digits" in printed
+    assert f"served    {found.served:.2f} %, the same logits bit for bit" in printed
+    assert f"{found.float_bytes:,} bytes trained, {found.served_bytes:,} served" in printed
+    assert "Next: python -m octavo.examples.mnist quantization=" in printed
+
+
+@pytest.mark.parametrize("name", ["int4", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_converted_weights_give_the_logits_of_the_float_ones_bit_for_bit(name):
+    model, x = mnist.Cnn(mnist.CONFIGS[name]), jax.random.uniform(jax.random.key(1), (5, 8, 8, 1))
+    params = jax.jit(model.init)(jax.random.key(0), x)["params"]
+    served, stored = mnist.convert(model, params, x)
+    assert all(mnist.is_low(layer["kernel"]) for layer in stored.values())
+    want, got = jax.jit(model.apply)({"params": params}, x), jax.jit(served.apply)({"params": stored}, x)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_products_and_gradients_are_int8():
+    model, x = mnist.Cnn(mnist.CONFIGS["int8"]), jnp.ones((2, 8, 8, 1))
+    params = jax.jit(model.init)(jax.random.key(0), x)["params"]
+    types = dot_types(jax.grad(mnist.loss), params, model, x, jnp.zeros(2, jnp.int32), static_argnums=1)
+    assert len(types) >= 3 * len(params)
+    assert set(types) == {("int8", "int8", "int32")}
+
+
+def test_logits_that_differ_are_an_error(monkeypatch):
+    start = lambda model, data, **_: jax.jit(model.init)(jax.random.key(0), data[0])["params"]  # noqa: E731
+    monkeypatch.setattr(mnist, "train", start)
+    monkeypatch.setattr(mnist, "convert", lambda model, params, x: (model, jax.tree.map(lambda p: 2 * p, params)))
+    data = jax.random.uniform(jax.random.key(1), (4, 8, 8, 1)), jnp.zeros(4, jnp.int32)
+    with pytest.raises(AssertionError, match="the served logits are not those of the trained model"):
+        mnist.run("float", (data, data), epochs=1, batch=2, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("arg", "message"),
+    [
+        (
+            "quantisation=int8",
+            "there is no argument 'quantisation=int8'; did you mean quantization? It is one of quantization, epochs, "
+            "batch, seed, seeds",
+        ),
+        ("--epoch=3", "there is no argument '--epoch=3'; did you mean epochs? It is one of "),
+        (
+            "quantization=int9",
+            "there is no quantization=int9; did you mean int8? It is one of float, int8, fp8, int4, int4w",
+        ),
+        ("quantization=zzz", "there is no quantization=zzz; it is one of float, int8, fp8, int4, int4w"),
+        ("epochs=0", "epochs=0 is not a whole number from 1 up: try epochs=20"),
+        ("seed=one", "seed=one is not a whole number from 0 up: try seed=0"),
+        ("batch=9999", "batch=9999 is not a whole number from 1 to 898: try batch=32"),
+        ("seed", "'seed' needs a value: seed=0"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_status_2(arg, message, capsys):
+    pytest.importorskip("sklearn")
+    with pytest.raises(SystemExit) as stopped:
+        mnist.main([arg])
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(message)
+    assert printed.err.count("\n") == 1
+
+
+def test_help_names_every_argument_and_choice(capsys):
+    assert mnist.main(["--help"]) == []
+    printed = capsys.readouterr().out
+    for name in (*mnist.DEFAULTS, *mnist.CONFIGS):
+        assert name in printed
+
+
+def test_missing_flax_is_named(monkeypatch):
+    for name in ("flax", "flax.linen"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SystemExit, match=r"pip install 'octavo\[examples,flax\]'"):
+        runpy.run_path(mnist.__file__)
+
+
+@pytest.mark.slow
+def test_ten_seeds_are_as_accurate_as_float():
+    pytest.importorskip("sklearn")
+    mean = {}
+    for name in ("float", "int8", "int4"):
+        found = mnist.main([f"quantization={name}", "seeds=10"])
+        assert all(f.served == f.trained for f in found)
+        mean[name] = np.mean([f.served for f in found])
+    assert mean["float"] > 98
+    assert abs(mean["int8"] - mean["float"]) < 0.3
+    assert abs(mean["int4"] - mean["float"]) < 1.5
