@@ -66,7 +66,7 @@ def loss(params: Any, model: Cnn, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
 
 
-# Jitted by the step: inside of `scan`, XLA's convolutions took seven times as long on a CPU.
+# Jitted by the step: inside of `scan`, XLA's convolutions are slow on CPUs.
 @functools.partial(jax.jit, static_argnames="model")
 def step(params: Any, state: Any, model: Cnn, x: jax.Array, y: jax.Array, rate: jax.Array):
     value, grads = jax.value_and_grad(loss)(params, model, x, y)

@@ -76,7 +76,7 @@ def quantize_operand(operand: Operand, x: Array | Scaled, contract, batch, key, 
     if isinstance(x, Scaled) and isinstance(operand.calibration, AbsMax) and given is None:
         # -(g s) has the range of g s. Written so, the range is found in the pass that multiplies; were it the same
         # expression as the one that is rounded, CPUs would write the product to memory in float32 for both uses.
-        bounds, measured = how.measure(x.value.astype(jnp.float32) * -x.scale), None
+        bounds, measured = how.measure(x.value.astype(jnp.float32) * -x.scale, witness=x.value), None
         q = how.quantize(array, key=key, bounds=bounds, own=True)
     else:
         bounds, measured = _bounds(operand, how, array, given)

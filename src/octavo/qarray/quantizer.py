@@ -116,13 +116,17 @@ class Quantizer(Config):
             channelwise = (*channelwise, *(axis for axis in range(len(shape)) if axis not in along))
         return Tiles.of(shape, channelwise, tiled)
 
-    def measure(self, x: Float[Array, "..."]) -> Bounds:
-        """The range of `x`, group by group, in the shape of the scale."""
+    def measure(self, x: Float[Array, "..."], *, witness: Float[Array, "..."] | None = None) -> Bounds:
+        """The range of `x`, group by group, in the shape of the scale; NaN where a value is.
+
+        With a `witness`, an array of the same shape, it is the values of that which are looked at for NaN.
+        """
         tiles = self.tiles(x.shape)
         split = tiles.split(x).astype(self._arithmetic.compute_dtype(_float_dtype(x)))
-        return {k: tiles.merge(v) for k, v in self._measure(split, tiles, x.dtype).items()}
+        seen = split if witness is None else tiles.split(witness).astype(split.dtype)
+        return {k: tiles.merge(v) for k, v in self._measure(split, tiles, x.dtype, seen).items()}
 
-    def _measure(self, split: Array, tiles: Tiles, dtype: np.dtype) -> Bounds:
+    def _measure(self, split: Array, tiles: Tiles, dtype: np.dtype, witness: Array) -> Bounds:
         if not split.size:
             return {k: jnp.zeros([1 if a in tiles.axes else d for a, d in enumerate(split.shape)], split.dtype)
                     for k in (("min", "max") if self.calibration.asymmetric else ("absmax",))}  # fmt: skip
@@ -134,7 +138,8 @@ class Quantizer(Config):
             codes = self._arithmetic.encode(split, fmt, scale, zero_point, None)
             return self._arithmetic.decode(codes, fmt, scale, zero_point, split.dtype)
 
-        return self.calibration.measure(split, axes=tiles.axes, mask=tiles.mask(), round_trip=round_trip)
+        bounds = self.calibration.measure(split, axes=tiles.axes, mask=tiles.mask(), round_trip=round_trip)
+        return bounds if self.calibration.finite else _with_nan(bounds, witness, tiles.axes)
 
     def _scale(self, bounds: Bounds, dtype: np.dtype) -> tuple[Array, Array | None, Array | None, np.dtype]:
         how = self._arithmetic
@@ -162,7 +167,7 @@ class Quantizer(Config):
         split = tiles.split(x).astype(how.compute_dtype(dtype))
         given = bounds is not None and not own
         if bounds is None:
-            bounds = self._measure(split, tiles, dtype)
+            bounds = self._measure(split, tiles, dtype, split)
         else:
             bounds = {k: tiles.split_scale(v).astype(split.dtype) for k, v in bounds.items()}
             if ("min" in bounds) and not fmt.asymmetric:
@@ -189,6 +194,16 @@ class Quantizer(Config):
         """Bits that one value of an array of this shape takes, packed, its share of scales and padding included."""
         q = jax.eval_shape(lambda: self.quantize(jnp.zeros(shape), key=jax.random.key(0)).pack())
         return 8 * q.nbytes / max(1, q.size)
+
+
+def _with_nan(bounds: Bounds, x: Array, axes: tuple[int, ...]) -> Bounds:
+    """Bounds that are NaN where a value is.
+
+    XLA's CPU backend loses NaN in the maximum of an array that is not small (jaxlib 0.12.0, YNNPACK's reduction), but
+    not in a sum, which costs next to nothing beside it. A sum of huge values may be NaN without any of them being so.
+    """
+    lost = jnp.isnan(jnp.sum(x, axis=axes, keepdims=True))
+    return {k: jnp.where(lost & (jnp.abs(v) < 1e30), jnp.asarray(jnp.nan, v.dtype), v) for k, v in bounds.items()}
 
 
 def _poison(split: Array, bounds: Bounds, fmt: Format, tiles: Tiles) -> tuple[Array, Bounds]:
