@@ -110,6 +110,70 @@ def test_nnx_layers_serve_what_they_trained(name):
     np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(served, x), nnx.jit(lambda m, x: m(x))(model, x))
 
 
+class NnxModel(nnx.Module):
+    """A convolution, a dense layer and experts, all with configs of their own."""
+
+    def __init__(self, config, dense, rngs):
+        self.config = config
+        conv = functools.partial(octavo.conv_general_dilated, config=config)
+        self.conv = nnx.Conv(3, 8, (3, 3), strides=2, conv_general_dilated=conv, rngs=rngs)
+        self.dense = nnx.Linear(32, 64, dot_general=functools.partial(octavo.dot_general, config=dense), rngs=rngs)
+        self.experts = nnx.Param(nnx.initializers.lecun_normal(batch_axis=0)(rngs.params(), (2, 64, 16)))
+
+    def __call__(self, x):
+        x = nnx.relu(self.dense(nnx.relu(self.conv(x)).reshape(-1, 32)))
+        sizes = jnp.asarray([x.shape[0] // 4, 3 * x.shape[0] // 4], jnp.int32)
+        return octavo.ragged_dot(x, self.experts[...], sizes, config=self.config)
+
+
+@pytest.mark.parametrize(
+    ("name", "dense"),
+    [
+        pytest.param(name, dense, marks=() if name == "int8" else pytest.mark.slow)
+        for name, dense in (
+            ("int8", octavo.DotConfig.weight_only("int4", tile=16)),  # mixed precision, with tiles
+            ("int4", CONFIGS["int4"]),
+            ("fp8", CONFIGS["fp8"]),
+        )
+    ],
+)
+def test_nnx_models_serve_what_they_trained(name, dense):
+    model = NnxModel(CONFIGS[name], dense, nnx.Rngs(0))
+    served = octavo.quantize_model(model, octavo.PtqProvider(()), X)
+    for param in (served.conv.kernel, served.dense.kernel, served.experts):
+        assert isinstance(param.get_value(), octavo.WithAux)
+    run = nnx.jit(lambda model, x: model(x))
+    np.testing.assert_array_equal(run(served, X), run(model, X))
+
+
+def test_frozen_scales_of_weights_whose_values_still_change():
+    model = nn.Dense(8, use_bias=False, dot_general_cls=functools.partial(DotGeneral, CONFIGS["int8"], static="rhs"))
+    x = jax.random.normal(KEY, (4, 16))
+    variables = model.init(KEY, x)
+    assert variables["quant_stats"]["DotGeneral_0"]["rhs"]["sum_of_absmax"].shape == (1, 8)
+    _, stats = model.apply(variables, x, mutable="quant_stats")
+    frozen = {**variables, **stats}
+    kernel = variables["params"]["kernel"]
+    bounds = {"rhs": {"absmax": jnp.max(jnp.abs(kernel), axis=0, keepdims=True)}}
+    moved = {**frozen, "params": {"kernel": 0.5 * kernel}}
+    wanted = octavo.dot(x, 0.5 * kernel, config=CONFIGS["int8"], scaling=bounds)
+    np.testing.assert_array_equal(model.apply(moved, x), wanted)
+
+
+@pytest.mark.parametrize("replicate", [False, True])
+def test_names_of_sharded_axes_go_to_codes_and_scales(replicate):
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+    config = octavo.DotConfig.weight_only("int8", tile=8)
+    model = nn.Dense(8, kernel_init=init, dot_general_cls=functools.partial(DotGeneral, config))
+    x = jax.random.normal(KEY, (4, 16))
+    variables = model.init(KEY, x)
+    kernel = octavo.convert(model, variables, x, replicate_scale=replicate)["params"]["kernel"]
+    assert kernel.qvalue.names == ("embed", "mlp")
+    assert kernel.scale.names == ((None, None) if replicate else ("embed", "mlp"))  # two tiles along the first axis
+    converted = octavo.convert(model, variables, x)
+    np.testing.assert_array_equal(octavo.served(model).apply(converted, x), model.apply(variables, x))
+
+
 def test_training_falls_and_gradients_flow_through_conv_dense_and_experts():
     model = Model(CONFIGS["int8"])
     params = model.init(KEY, X)["params"]

@@ -23,14 +23,15 @@ class _Injected(nn.Module):
     """What the injected operations share: their config, remembered ranges and random keys.
 
     `how` is a `DotConfig`, or rules whose `module_path` is matched with the path of the layer that this is injected
-    into, or None. `static` remembers the range of the activation, in the collection "quant_stats": it is updated while
-    that collection is mutable and frozen otherwise. Trackers of a config (delayed scaling) keep their state in
+    into, or None. `static` remembers the range of the activation (True, or "lhs"), of the weight ("rhs": its scales are
+    frozen and its values are not), or of both ("both"), in the collection "quant_stats": it is updated while that
+    collection is mutable and frozen otherwise. Trackers of a config (delayed scaling) keep their state in
     "_overwrite_with_gradient", where its gradient is its new value. Stochastic rounding takes the stream
     "stochastic_rounding"; without it only the forward pass can be computed.
     """
 
     how: Any = None
-    static: bool = False
+    static: bool | str = False
 
     def _config(self, op: str) -> DotConfig | None:
         if self.how is None or isinstance(self.how, DotConfig):
@@ -42,20 +43,31 @@ class _Injected(nn.Module):
         return self.make_rng("stochastic_rounding") if self.has_rng("stochastic_rounding") else None
 
     def _scaling(
-        self, config: DotConfig, lhs: Array, quantizer: Callable[[Operand], Quantizer], init: Callable[[], Any]
+        self,
+        config: DotConfig,
+        operands: tuple[Array, Array],
+        quantizer: Callable[[Operand, int], Quantizer],
+        init: Callable[[], Any],
     ) -> dict[str, Any]:
+        sides = {False: (), True: ("lhs",), "lhs": ("lhs",), "rhs": ("rhs",), "both": ("lhs", "rhs")}
+        if self.static not in sides:
+            raise ValueError(f"static is True, False, 'lhs', 'rhs' or 'both', got {self.static!r}")
         scaling: dict[str, Any] = {}
         if ops.trackers_of(config):
             scaling |= self.variable(OVERWRITE, "scaling", init).value
-        if self.static and config.fwd.lhs is not None:
-            scaling["lhs"] = self._static_range(quantizer(config.fwd.lhs), lhs)
+        for side in sides[self.static]:
+            operand, place = getattr(config.fwd, side), ("lhs", "rhs").index(side)
+            if operand is not None:
+                scaling[side] = self._static_range(side, quantizer(operand, place), operands[place])
         return scaling
 
-    def _static_range(self, how: Quantizer, x: Array) -> dict[str, Array]:
-        measured = how.measure(jax.lax.stop_gradient(x))
-        measured = {k: jnp.mean(v.astype(jnp.float32), keepdims=True) for k, v in measured.items()}
+    def _static_range(self, side: str, how: Quantizer, x: Array) -> dict[str, Array]:
+        measured = {k: v.astype(jnp.float32) for k, v in how.measure(jax.lax.stop_gradient(x)).items()}
+        if side == "lhs":
+            # One range for batches of any size; a weight has as many rows in every step.
+            measured = {k: jnp.mean(v, keepdims=True) for k, v in measured.items()}
         tracker = RunningMean()
-        stat = self.variable(QUANT_STATS, "lhs", tracker.init, measured)
+        stat = self.variable(QUANT_STATS, side, tracker.init, measured)
         if self.is_initializing():
             return measured
         if not self.is_mutable_collection(QUANT_STATS):
@@ -89,8 +101,10 @@ class DotGeneral(_Injected):
         if config is None:
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, **kinds)
         dims = ops.Dims.of(dimension_numbers, lhs.ndim, rhs.ndim)
-        how = lambda o: o.quantizer(lhs.ndim, contracting=dims.lhs_contract, batch=dims.lhs_batch)  # noqa: E731
-        scaling = self._scaling(config, lhs, how, lambda: ops.init_scaling(config, lhs, rhs, dimension_numbers))
+        contract, batch = (dims.lhs_contract, dims.rhs_contract), (dims.lhs_batch, dims.rhs_batch)
+        ndim = (lhs.ndim, rhs.ndim)
+        how = lambda o, i: o.quantizer(ndim[i], contracting=contract[i], batch=batch[i])  # noqa: E731
+        scaling = self._scaling(config, (lhs, rhs), how, lambda: ops.init_scaling(config, lhs, rhs, dimension_numbers))
         return ops.dot_general(lhs, rhs, dimension_numbers, **kinds, config=config, key=self._key(), scaling=scaling)
 
 
@@ -131,10 +145,11 @@ class ConvGeneralDilated(_Injected):
             return jax.lax.conv_general_dilated(lhs, rhs, window_strides, padding, **kwargs)
         names = ("lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count", "batch_group_count")
         shape = {k: v for k, v in kwargs.items() if k in names}
-        example = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, kwargs.get("dimension_numbers")).lhs_spec[0]
-        how = lambda o: o.quantizer(lhs.ndim, contracting=[a for a in range(lhs.ndim) if a != example])  # noqa: E731
+        numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, kwargs.get("dimension_numbers"))
+        kept = numbers.lhs_spec[0], numbers.rhs_spec[0]
+        how = lambda o, i: o.quantizer(lhs.ndim, contracting=[a for a in range(lhs.ndim) if a != kept[i]])  # noqa: E731
         init = lambda: ops.init_conv_scaling(config, lhs, rhs, window_strides, padding, **shape)  # noqa: E731
-        scaling = self._scaling(config, lhs, how, init)
+        scaling = self._scaling(config, (lhs, rhs), how, init)
         return ops.conv_general_dilated(
             lhs, rhs, window_strides, padding, **kwargs, config=config, key=self._key(), scaling=scaling
         )

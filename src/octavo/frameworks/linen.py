@@ -17,7 +17,7 @@ from flax.core import lift, meta
 from flax.linen import transforms
 
 from octavo.frameworks.params import WithAux, unwrap
-from octavo.qarray import Quantizer, shardings
+from octavo.qarray import QArray, Quantizer, shardings
 from octavo.transform import QuantizationProvider, Quantized, Site
 from octavo.transform.frame import Frame, Key
 from octavo.transform.paths import is_quantized, key_name
@@ -234,12 +234,20 @@ def _replaced(tree: Any, path: Sequence[str], how: Any) -> Any:
         return {**tree, path[0]: _replaced(tree[path[0]], path[1:], how)}
     if not isinstance(tree, meta.AxisMetadata):
         return WithAux(how.quantize(tree), how)
-    q = how.quantize(tree.unbox())
-    if not isinstance(tree, nn.Partitioned):
-        return tree.replace_boxed(WithAux(q, how))
-    specs = shardings(q, jax.sharding.PartitionSpec(*tree.names))
-    boxed = jax.tree.map(lambda x, s: nn.Partitioned(x, tuple(s) + (None,) * (x.ndim - len(s)), tree.mesh), q, specs)
-    return WithAux(boxed, how)
+    return WithAux(boxed(how.quantize(tree.unbox()), tree), how)
+
+
+def boxed(q: QArray, box: Any, *, replicate_scale: bool = False) -> QArray:
+    """Codes and scales in boxes of their own, with the names of axes that the parameter's box had."""
+    if not isinstance(box, nn.Partitioned):
+        return jax.tree.map(box.replace_boxed, q)
+    specs = shardings(q, jax.sharding.PartitionSpec(*box.names))
+
+    def put(x: Any, spec: Any) -> Any:
+        kept = tuple(spec) if x is q.qvalue or not replicate_scale else ()
+        return nn.Partitioned(x, kept + (None,) * (x.ndim - len(kept)), box.mesh)
+
+    return jax.tree.map(put, q, specs)
 
 
 def _plain(tree: Any) -> Any:

@@ -50,21 +50,32 @@ def convert(
     each is deleted as soon as its codes exist. Parameters that are multiplied in float stay as they are.
     """
     how = _quantizers(model, PtqProvider(rules), params, inputs, kwargs)
-    names = _names(model, params)
-    leaves, tree = jax.tree.flatten(params, is_leaf=is_quantized)
+    names = _names(params)
+    leaves, tree = jax.tree.flatten(params, is_leaf=_is_whole)
     new = []
     for name, leaf in zip(names, leaves, strict=True):
-        if name in how and not isinstance(leaf, QArray):
-            new.append(_converted(leaf, how[name], replicate_scale, donate))
-        else:
+        if name not in how or isinstance(leaf, QArray):
             new.append(leaf)
+        elif hasattr(leaf, "replace_boxed"):
+            from octavo.frameworks.linen import boxed
+
+            codes = _converted(leaf.value, how[name], replicate_scale, donate)
+            new.append(boxed(codes, leaf, replicate_scale=replicate_scale))
+        else:
+            new.append(_converted(leaf, how[name], replicate_scale, donate))
     return jax.tree.unflatten(tree, new)
 
 
-def _names(model: Any, params: Any) -> list[str | None]:
+def _is_whole(x: Any) -> bool:
+    """A parameter: an array, a QArray, or one in a box of Flax's that names its axes."""
+    return is_quantized(x) or hasattr(x, "replace_boxed")
+
+
+def _names(params: Any) -> list[str | None]:
     fn: Callable[..., Any] = lambda params: None  # noqa: E731
-    paths = leaf_paths(fn, (params,), {})
-    return weight_names(paths, jax.tree.leaves(params, is_leaf=is_quantized), "params", ["params"])
+    bare = jax.tree.map(lambda x: x.value if hasattr(x, "replace_boxed") else x, params, is_leaf=_is_whole)
+    paths = leaf_paths(fn, (bare,), {})
+    return weight_names(paths, jax.tree.leaves(bare, is_leaf=is_quantized), "params", ["params"])
 
 
 def _quantizers(model: Any, provider: PtqProvider, params: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]):
