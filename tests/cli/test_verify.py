@@ -65,6 +65,7 @@ def test_gradients_are_those_of_the_first_argument_unless_told(capsys, weights, 
     assert other in (backward["lhs"], backward["rhs"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rules", ["int8", "fp8_gpu", "te_nvfp4_no_rht"])
 @pytest.mark.parametrize("target", ["toy:predict", "toy_models:linen", "toy_models:nnx_model"])
 @pytest.mark.standard_promotion

@@ -15,6 +15,7 @@ from tests.ops.walk import dot_types
 pytestmark = pytest.mark.standard_promotion
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "most_bits"), [("float", 32), ("int8", 8.5), ("int4w", 4.5)])
 def test_a_short_run_learns_and_serves_what_it_learned(name, most_bits, capsys):
     pytest.importorskip("sklearn")

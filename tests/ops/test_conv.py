@@ -130,6 +130,7 @@ def reference(name, x, w, g):
     return out, dx, dw
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_training_equals_fake_quantization(name):
     x, w, _, g = operands(name)
@@ -211,6 +212,7 @@ def exact(conv, x, w):
         return np.asarray(conv(*(jnp.asarray(v) for v in wide)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mix", MIXES)
 def test_qarrays_in_any_mix(mix):
     for name in ("same", "grouped", "batch_groups") if mix == "minmax" else ("same",):
@@ -288,6 +290,7 @@ RECIPES = {
 TOLERANCE = {"int4": 0.2, "fp8": 0.1}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes(recipe):
     """Each recipe has the float gradients, to within its rounding, by products of the types that it says."""

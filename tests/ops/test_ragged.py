@@ -103,6 +103,7 @@ def operands(name, x, w):
     return lhs, w if right is None else octavo.quantize(w, right, **how_right)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPERANDS)
 def test_values_are_those_of_a_loop_over_groups(name):
     x, w, _ = data()
@@ -220,6 +221,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_are_those_of_fake_quantization(recipe):
     x, w, ct = data(1)

@@ -10,6 +10,7 @@ from octavo import Quantizer, fake_quant, formats
 X = jnp.asarray(np.random.default_rng(0).standard_t(3, size=(5, 48)), jnp.float32)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(n for n, f in formats().items() if f.signed))
 def test_values_are_those_of_the_quantizer(name):
     np.testing.assert_array_equal(fake_quant(X, name), Quantizer(name).quantize(X).dequantize())

@@ -39,6 +39,7 @@ def float_gradients(fn=product, params=W, x=X):
     return jax.grad(lambda p, x: jnp.sum(fn(p, x) ** 2), argnums=(0, 1))(params, x)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bwd", ["float8_e5m2", "int3", "int5"])
 def test_b7_stochastic_rounding_of_gradients_happens_in_every_format(bwd):
     rule = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype=bwd, bwd_stochastic_rounding="uniform")
@@ -57,6 +58,7 @@ def test_b9_tiles_leave_no_product_of_the_backward_pass_in_float():
         assert error(got, wanted) < 0.03
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("groups", [2, 4])
 @pytest.mark.parametrize("bwd", [None, "int8"])
 def test_c4_gradients_of_grouped_and_depthwise_convolutions(groups, bwd):
@@ -85,6 +87,7 @@ def test_c5_weight_only_experts_and_convolutions():
             assert 0 < error(low(params, x), fn(params, x)) < (0.02 if act is None else 0.15)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -23,8 +23,9 @@ from octavo.transform.jaxprs import (
     products_within,
     scope,
 )
+from octavo.transform.notation import subscripts
 from octavo.transform.origin import CONSTANT, Origin, flow
-from octavo.transform.provider import Operation, operating, subscripts
+from octavo.transform.provider import Operation, operating
 from octavo.transform.site import Site, find_site, own_site
 from octavo.transform.structure import as_array, rearranged
 

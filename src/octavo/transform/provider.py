@@ -3,24 +3,23 @@
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from octavo import ops
 from octavo._typing import Array
-from octavo.calibration import Bounds, RunningMean
 from octavo.ops import DotConfig, Operand
 from octavo.ops.conv_dims import ConvDims
 from octavo.ops.dims import Dims
 from octavo.qarray import QArray, Quantizer
 from octavo.rules import QuantizationRule, as_rules, find
 from octavo.transform.frame import Frame, Key
+from octavo.transform.notation import dimension_numbers
+from octavo.transform.ranges import QUANT_STATS, static_ranges
 from octavo.transform.site import Site
 
-QUANT_STATS = "quant_stats"
 OVERWRITE = "_overwrite_with_gradient"
 
 
@@ -138,7 +137,7 @@ class QuantizationProvider:
         )
 
     def einsum(self, subscripts: str, lhs: Any, rhs: Any, **kwargs: Any) -> Array:
-        numbers = _numbers(subscripts)
+        numbers = dimension_numbers(subscripts)
         return QuantizationProvider.dot_general(self, lhs, rhs, numbers, **kwargs)
 
     def conv_general_dilated(self, lhs: Any, rhs: Any, window_strides: Any, padding: Any, **geometry: Any) -> Array:
@@ -257,7 +256,7 @@ def _run(
     site, frame, config = operation.site, operation.frame, operation.site.config
     if config is None:
         return op(*operands, *args, **kwargs)
-    scaling = _static_ranges(operation, config, operands, quantizer)
+    scaling = static_ranges(site, frame, config, operands, quantizer)
     if any(isinstance(x, QArray) for x in operands):
         sides = zip((config.fwd.lhs, config.fwd.rhs), operands, ("lhs", "rhs"), strict=True)
         quantized = [
@@ -288,75 +287,3 @@ def _rounding_key(operation: Operation, config: DotConfig) -> Array | None:
             "'stochastic_rounding'"
         )
     return key
-
-
-def _static_ranges(operation: Operation, config: DotConfig, operands: Sequence[Any], quantizer: Any) -> dict[str, Any]:
-    """The remembered range of each activation, for a rule with static scales, updated by what is seen now."""
-    site, frame = operation.site, operation.frame
-    rule = site.rule
-    if rule is None or not rule.act_static_scale or site.gradient is not None:
-        return {}
-    ranges = {}
-    for side, name in enumerate(("lhs", "rhs")):
-        operand = (config.fwd.lhs, config.fwd.rhs)[side]
-        if operand is None or site.weights[side] or isinstance(operands[side], QArray):
-            continue
-        ranges[name] = _remembered(frame, site, name, quantizer(operand, operands[side], side), operands[side], rule)
-    return ranges
-
-
-def _remembered(frame: Frame, site: Site, name: str, how: Quantizer, x: Array, rule: QuantizationRule) -> Bounds:
-    axes = tuple(range(x.ndim)) if rule.act_batch_axes is None else tuple(a % x.ndim for a in rule.act_batch_axes)
-    measured = how.measure(jax.lax.stop_gradient(x))
-    measured = {k: jnp.mean(v.astype(jnp.float32), axis=axes, keepdims=True) for k, v in measured.items()}
-    if frame.manual_axes:
-        measured = {k: jax.lax.pmean(v, frame.manual_axes) for k, v in measured.items()}
-    tracker = RunningMean()
-    key = Key(QUANT_STATS, site.path, f"{site.op_id}_{name}")
-    state = frame.read(key, lambda: tracker.init(measured))
-    stored = next(v for k, v in state.items() if k != "count")
-    now = next(iter(measured.values()))
-    if stored.shape != now.shape:
-        raise ValueError(
-            f"the statistics of {key.name} at {key.path!r} have the shape {stored.shape}, but this input gives "
-            f"{now.shape}: act_batch_axes={rule.act_batch_axes} keeps axes whose length changed. Leave act_batch_axes "
-            "out for one scale per tensor"
-        )
-    if frame.context.init:
-        return measured
-    if not frame.context.updates(site.path):
-        try:
-            return tracker.read(state)
-        except ValueError as error:
-            raise ValueError(
-                f"{key.name} at {key.path!r} has a static scale that was never calibrated: run the model on "
-                "calibration data with statistics being updated first"
-            ) from error
-    state = tracker.update(state, measured)
-    frame.write(key, state)
-    return tracker.read(state, measured)
-
-
-def _numbers(subscripts: str) -> Any:
-    """The dimension numbers of an einsum of two operands in the order of a dot_general."""
-    left, right = subscripts.split("->")[0].split(",")
-    out = subscripts.split("->")[1]
-    batch = [c for c in left if c in right and c in out]
-    contract = [c for c in left if c in right and c not in out]
-    place = lambda term, chars: tuple(term.index(c) for c in chars)  # noqa: E731
-    return (place(left, contract), place(right, contract)), (place(left, batch), place(right, batch))
-
-
-def subscripts(numbers: Any, lhs_ndim: int, rhs_ndim: int) -> str:
-    """A dot_general written as an einsum."""
-    (lc, rc), (lb, rb) = numbers
-    letters = iter("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    left = [next(letters) for _ in range(lhs_ndim)]
-    right = [""] * rhs_ndim
-    for a, b in (*zip(lb, rb, strict=True), *zip(lc, rc, strict=True)):
-        right[b] = left[a]
-    right = [c or next(letters) for c in right]
-    rest_left = [c for a, c in enumerate(left) if a not in lc and a not in lb]
-    rest_right = [c for a, c in enumerate(right) if a not in rc and a not in rb]
-    out = [left[a] for a in lb] + rest_left + rest_right
-    return f"{''.join(left)},{''.join(right)}->{''.join(out)}"
