@@ -4,6 +4,9 @@
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
+# Thousands of small programs are compiled once and run once; without LLVM's costly passes that takes half the time.
+# `make test-slow` compiles as users do.
+QUICK := --xla_backend_optimization_level=1
 BENCHMARKS := $(filter-out benchmarks/timing.py,$(sort $(wildcard benchmarks/*.py)))
 
 # Install again when the interpreter is gone or the tree was moved: an editable install knows its path.
@@ -17,7 +20,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 test: $(STAMP) ## run the tests (ARGS="-k rounding" narrows them)
-	$(PYTHON) -m pytest $(ARGS)
+	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m pytest $(ARGS)
 
 test-slow: $(STAMP) ## run the tests marked slow
 	$(PYTHON) -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]
