@@ -145,6 +145,7 @@ def test_gradients_are_those_by_hand(model, low):
     np.testing.assert_allclose(jitted.first.weight, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_updates_and_surgery_keep_it_quantized(low):
     grads = eqx.filter_grad(lambda m: m(X).sum())(low)
     updated = eqx.apply_updates(low, jax.tree.map(lambda g: -0.1 * g, grads))

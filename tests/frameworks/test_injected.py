@@ -322,7 +322,7 @@ class TestDelayedScaling:
 
 
 class TestConfigure:
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize(
         ("name", "kind", "forward"),
         [

@@ -235,10 +235,8 @@ QUICK = {
     ("function", True, True, "grad", "int8_qt"),
     ("linen", True, False, "shard_map", "int8_qt"),
     ("nnx", False, True, "grad", "fp8"),
-    ("nnx", True, False, "jit", "int4_weights"),
     ("equinox", False, True, "shard_map", "int8_qat"),
     ("equinox", True, False, "grad", "int4_weights"),
-    ("linen", False, True, "jit", "int8_qat"),
 }
 assert not QUICK - set(CASES)
 

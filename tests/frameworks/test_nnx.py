@@ -262,6 +262,7 @@ def test_jit_of_split_state_and_of_a_closure(low):
         jax.jit(lambda x: low(x))(X)
 
 
+@pytest.mark.slow
 def test_remat_scan_and_vmap_over_stacked_layers():
     model = Stacked(nnx.Rngs(0))
     low = quantize_nnx(model, QtProvider(RULE))
@@ -424,6 +425,7 @@ def test_c1_scanned_layers_quantize_params(cls):
     assert_same(nnx.jit(lambda m, x: m(x))(abstract, X), nnx.jit(lambda m, x: m(x))(direct, X))
 
 
+@pytest.mark.slow
 def test_from_training_to_serving_with_static_ranges():
     trained = quantize_nnx(Stacked(nnx.Rngs(0)), QtProvider(STATIC), X)
     trained(X)

@@ -13,7 +13,7 @@ ALL = sorted(formats())
 DRAWS = 20_000
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("bits", [24, 8])
 @pytest.mark.parametrize("name", ALL)
 def test_mean_of_stochastic_rounding_is_the_value(name, bits):

@@ -38,7 +38,7 @@ def data(shapes):
     return [jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("equation", "shapes"), [(e, s) for e, *s in CASES], ids=[c[0] for c in CASES])
 def test_every_equation(equation, shapes):
     xs = data(shapes)

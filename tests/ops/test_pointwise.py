@@ -8,6 +8,8 @@ import pytest
 import octavo
 from octavo import Quantizer, fake_quant, ops
 
+pytestmark = pytest.mark.sampled(3)
+
 ROWS = Quantizer("int8", channelwise_axes=(0,))
 
 

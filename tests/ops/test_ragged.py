@@ -18,6 +18,8 @@ from octavo.ops.grouped import Rows, group_absmax, rows_by_groups, rows_by_rows
 from octavo.ops.ragged import gmm, ragged_dot, ragged_dot_general, tgmm
 from tests.ops.walk import dot_types
 
+pytestmark = pytest.mark.sampled(3)
+
 M, K, N, G = 48, 32, 24, 4
 SIZES = {
     "even": [12, 12, 12, 12],
@@ -103,7 +105,7 @@ def operands(name, x, w):
     return lhs, w if right is None else octavo.quantize(w, right, **how_right)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", OPERANDS)
 def test_values_are_those_of_a_loop_over_groups(name):
     x, w, _ = data()
@@ -221,7 +223,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_are_those_of_fake_quantization(recipe):
     x, w, ct = data(1)
@@ -569,6 +571,7 @@ def relative(actual, expected):
     return np.linalg.norm(np.asarray(actual) - expected) / np.linalg.norm(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_qwix_multiplies_the_indices_of_nf4():
     qwix = pytest.importorskip("qwix")
@@ -595,6 +598,7 @@ def test_qwix_has_no_weight_only_ragged_dot():
     assert relative(ours, loop(x, w, SIZES["even"])) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_qwix_shares_a_scale_among_experts():
     pytest.importorskip("qwix")

@@ -76,6 +76,7 @@ def test_c4_gradients_of_grouped_and_depthwise_convolutions(groups, bwd):
         assert 0 < error(g, w) < 0.05
 
 
+@pytest.mark.slow
 def test_c5_weight_only_experts_and_convolutions():
     sizes = jnp.asarray([3, 5], jnp.int32)
     experts, rows = {"w": normal(0, 2, 16, 8)}, normal(1, 8, 16)
