@@ -1,6 +1,6 @@
 # `make` lists the targets. The first one that needs Python makes .venv; later runs start at once.
 .DEFAULT_GOAL := help
-.PHONY: help test test-slow lint format train bench docs lock clean FORCE
+.PHONY: help test test-slow lint format train data bench docs lock clean FORCE
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -38,6 +38,9 @@ format: $(STAMP) ## format the code and fix what ruff can
 
 train: $(STAMP) ## train the digits example in float and quantized
 	$(PYTHON) -m octavo.examples.digits $(ARGS)
+
+data: $(STAMP) ## fetch real data into .cache/data (ARGS="enwik8" for some of it)
+	$(PYTHON) scripts/data $(ARGS)
 
 bench: $(STAMP) ## run every script in benchmarks/, in order
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(PYTHON) $$script; done

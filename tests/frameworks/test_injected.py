@@ -280,13 +280,45 @@ def test_one_injected_operation_shared_by_two_layers():
     np.testing.assert_array_equal(jax.jit(octavo.served(model).apply)(converted, x), jax.jit(model.apply)(variables, x))
 
 
+def touching(fn, *args):
+    """The primitives of a program that read or make a float array of the weight's size, wherever they are."""
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    big = lambda v: getattr(v.aval, "size", 0) == 32 * 48 and jnp.issubdtype(v.aval.dtype, jnp.floating)  # noqa: E731
+    names = {e.primitive.name for e in every_equation(jaxpr) if any(map(big, (*e.invars, *e.outvars)))}
+    return names | ({"input"} if any(map(big, jaxpr.jaxpr.invars)) else set())
+
+
+def every_equation(jaxpr):
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for sub in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(sub, "eqns") or hasattr(getattr(sub, "jaxpr", None), "eqns"):
+                    yield from every_equation(sub)
+
+
+@pytest.mark.parametrize("name", ["int8", "aqt"])
+def test_aqt_16_a_served_program_has_no_float_weight_and_does_not_quantize_it(name):
+    """AQT declares the float parameter when it serves, and quantizes it once more."""
+    model = nn.Dense(48, dot_general_cls=functools.partial(DotGeneral, CONFIGS[name]))
+    x = jax.random.normal(KEY, (8, 32))
+    variables = model.init(KEY, x)
+    assert {"input", "round"} <= touching(model.apply, variables, x)  # as it is trained
+    served, low = octavo.served(model), octavo.convert(model, variables, x)
+    assert touching(served.apply, low, x) == set()
+    made = jax.eval_shape(served.init, KEY, x)["params"]
+    floats = [leaf.shape for leaf in jax.tree.leaves(made) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert sorted(floats) == [(1, 48), (48,)]  # scales and the bias
+
+
 def test_einsum_is_injected():
     model = Einsum(CONFIGS["int8"])
     x, w = jax.random.normal(KEY, (4, 8)), jax.random.normal(KEY, (8, 2))
     out = model.apply({}, "bi,io->bo", x, w)
     np.testing.assert_array_equal(out, octavo.einsum("bi,io->bo", x, w, config=CONFIGS["int8"]))
-    with pytest.raises(NotImplementedError, match="no remembered ranges"):
-        Einsum(CONFIGS["int8"], static=True).apply({}, "bi,io->bo", x, w)
+    with pytest.raises(ValueError, match="static is True, False, 'lhs', 'rhs' or 'both', got 'left'"):
+        Einsum(CONFIGS["int8"], static="left").init(KEY, "bi,io->bo", x, w)
 
 
 class TestDelayedScaling:

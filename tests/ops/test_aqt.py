@@ -40,7 +40,10 @@ pytestmark = [
 # 14 slicing by a traced index, and of biases       qarray/test_structure.py, test_a_traced_index_works and
 #                                                   test_slicing_is_slicing_the_values
 # 15 residuals are saved three times                test_aqt_15_one_residual_per_operand; ops/test_dot.py
+# 16 serving quantizes the float weight again       frameworks/test_injected.py, test_aqt_16_*
 # 17 a config is copied at every call               test_aqt_17_configs_are_hashable_and_traced_once
+# 18 int4 is widened on CPUs by a stale workaround  test_aqt_18_int4_runs_as_the_plan_says_on_every_platform
+# 19 interception replaces jax.lax.dot_general      transform/test_peer_bugs.py, test_aqt_19_*
 
 PLAIN = (((1,), (0,)), ((), ()))
 BATCH = (((2,), (1,)), ((0,), (0,)))
@@ -634,6 +637,24 @@ def test_aqt_17_configs_are_hashable_and_traced_once():
     static(x, w, aqt.config_v4())
     static(x, w, aqt.config_v4())
     assert static._cache_size() == 1
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_aqt_18_int4_runs_as_the_plan_says_on_every_platform(platform):
+    """AQT asks for the backend when it traces, and on CPUs multiplies other numbers than elsewhere."""
+    x, w = data((8, 64), (64, 16))
+    config = aqt.config_v4(4, None, None)
+    fn = lambda params, x: octavo.dot(x, params["w"], config=config)  # noqa: E731
+    row = octavo.plan(fn, (), {"w": w}, x).rows[0]
+    assert row.fwd == "int4 x int4"
+    assert row.lowering == "int8 -> int32"
+    found = octavo.verify(fn, {"w": w}, x, platform=platform)
+    assert [(p.lhs_dtype, p.rhs_dtype, p.out_dtype) for p in found.products] == [("int8", "int8", "int32")]
+    assert {tuple(t.split("x")[-1] for t in (r.lhs, r.rhs, r.out)) for r in found.lowered} == {("i8", "i8", "i32")}
+    codes = [octavo.quantize(a, config.fwd.lhs.qtype, channelwise_axes=[i]) for i, a in ((0, x), (1, w))]
+    assert {str(q.qvalue.dtype) for q in codes} == {"int4"}
+    sums = np.asarray(codes[0].qvalue, np.int32) @ np.asarray(codes[1].qvalue, np.int32)
+    np.testing.assert_allclose(fn({"w": w}, x), sums * codes[0].scale * codes[1].scale, rtol=1e-6)
 
 
 def test_formats_of_bits():

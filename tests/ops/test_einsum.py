@@ -7,6 +7,7 @@ import pytest
 
 import octavo
 from octavo import DotConfig
+from octavo.calibration import AmaxHistory
 from tests.ops.walk import dot_types
 
 CASES = [
@@ -93,3 +94,31 @@ def test_lists_of_axes_and_dtypes():
 def test_bad_equations_are_refused(equation, shapes, message):
     with pytest.raises(ValueError, match=message):
         octavo.einsum(equation, *data(shapes))
+
+
+class TestScaling:
+    x, w, v, outer = data(((4, 8), (8, 6), (6, 5), (3,)))
+
+    def test_bounds_of_the_one_contraction_are_those_of_a_dot(self):
+        config = DotConfig.qt("int8")
+        bounds = {"lhs": {"absmax": jnp.full((4, 1), 5.0)}, "rhs": {"absmax": jnp.full((1, 6), 4.0)}}
+        got = octavo.einsum("bi,io->bo", self.x, self.w, config=config, scaling=bounds)
+        np.testing.assert_array_equal(got, octavo.dot(self.x, self.w, config=config, scaling=bounds))
+        assert np.any(got != octavo.dot(self.x, self.w, config=config))
+
+    def test_an_outer_product_takes_no_ranges(self):
+        text, operands = "bi,k,ij->bjk", (self.x, self.outer, self.w)
+        delayed = {"tracker": AmaxHistory(4), "per_tensor": True}
+        config = DotConfig.qt("int8").with_operands(fwd_lhs=delayed)
+        state = octavo.ops.init_einsum_scaling(config, text, *operands)
+        assert list(state) == ["lhs"]  # of one contraction, not of two
+        new = jax.grad(lambda s: jnp.sum(octavo.einsum(text, *operands, config=config, scaling=s)))(state)
+        assert float(new["lhs"]["amax_history"].ravel()[0]) > 0
+
+    def test_ranges_have_to_be_those_of_all_contractions(self):
+        config, one = DotConfig.qt("int8"), {"lhs": {"absmax": jnp.ones((1, 1))}}
+        with pytest.raises(ValueError, match=r"contracts 2 times, but scaling has the ranges of 1"):
+            octavo.einsum("bi,ij,jk->bk", self.x, self.w, self.v, config=config, scaling=one)
+        low = config.with_operands(fwd_lhs={"tracker": AmaxHistory(4), "per_tensor": True})
+        with pytest.raises(ValueError, match=r"the trackers of \['lhs'\] need their state.*init_einsum_scaling"):
+            octavo.einsum("bi,io->bo", self.x, self.w, config=low)

@@ -1,8 +1,10 @@
-"""Bugs of Qwix that touch interception, rules and parameters, each with a test that it is not here.
+"""Bugs of Qwix and AQT that touch interception, rules and parameters, each with a test that it is not here.
 
 The letters are those by which the bugs were filed. B1, B4, B5, C1 and C9 stand in test_quantized.py, C11 in
 test_state.py, B10 in tests/frameworks/test_linen.py and C10 in tests/frameworks/test_nnx.py.
 """
+
+import threading
 
 import flax.linen as nn
 import jax
@@ -168,3 +170,53 @@ def test_precision_and_preferred_type_reach_the_product():
     products = list(equations(jaxpr, ("dot_general",)))
     assert {e.params["precision"] for e in products} == {(jax.lax.Precision.HIGHEST,) * 2}
     assert jaxpr.out_avals[0].dtype == jnp.float32
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("kind", ["function", "linen"])
+def test_aqt_19_nothing_is_replaced_and_threads_do_not_meet(kind):
+    """AQT and Qwix exchange `jax.lax.dot_general` for all threads while a function is traced."""
+    originals = jax.lax.dot_general, jax.numpy.einsum, jax.lax.conv_general_dilated
+    meet, seen, found = threading.Barrier(2, timeout=60), [], {}
+
+    class Model(nn.Module):
+        width: int
+
+        @nn.compact
+        def __call__(self, x):
+            return run({"w": self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], self.width))}, x)
+
+    def run(params, x):
+        seen.append((jax.lax.dot_general, jax.numpy.einsum, jax.lax.conv_general_dilated))
+        if threading.current_thread() is not threading.main_thread():
+            meet.wait()  # both are in the middle of a trace
+        return x @ params["w"]
+
+    def low(rule, width):
+        if kind == "function":
+            return {"w": normal(width, 256, width)}, octavo.quantized(lambda params, x: run(params, x), rule)
+        model = octavo.quantize_model(Model(width), rule)
+        return {"params": {"w": normal(width, 256, width)}}, model.apply
+
+    rules = {
+        "int8": octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8"),
+        "e4m3": octavo.QuantizationRule(weight_qtype="e4m3", act_qtype="e4m3"),
+    }
+    widths = {"int8": 64, "e4m3": 32}
+
+    def work(name):
+        params, fn = low(rules[name], widths[name])
+        found[name] = fn(params, X)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in rules]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    assert all(now == originals for now in seen)
+    assert (jax.lax.dot_general, jax.numpy.einsum, jax.lax.conv_general_dilated) == originals
+    for name, rule in rules.items():
+        w = normal(widths[name], 256, widths[name])
+        config = octavo.rules.dot_config(rule, lhs_weight=False, rhs_weight=True)
+        np.testing.assert_array_equal(found[name], octavo.dot(X, w, config=config))

@@ -1,6 +1,7 @@
 """The `octavo` command. Each subcommand's module is imported only when it runs, so that `--help` is instant."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_plan(commands)
     _add_verify(commands)
+    # These two take key=value words and print their own help, so `main` passes their words on.
+    commands.add_parser("train", add_help=False, help="train a language model in a number format")
+    commands.add_parser("compare", add_help=False, help="train in float and in recipes side by side, over seeds")
     return parser
 
 
@@ -129,8 +133,17 @@ def _share(text: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["train"]:
+        from octavo.cli import train
+
+        return train.run(words[1:])
+    if words[:1] == ["compare"]:
+        from octavo.cli import compare
+
+        return compare.run(words[1:])
     parser = _parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(words)
     if args.command == "doctor":
         from octavo.cli import doctor
 

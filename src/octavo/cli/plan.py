@@ -7,16 +7,7 @@ import sys
 from pathlib import Path
 
 import octavo
-from octavo.cli.target import (
-    UsageError,
-    explaining,
-    find_inputs,
-    find_rules,
-    find_target,
-    find_weights,
-    print_recipes,
-    refusing,
-)
+from octavo.cli.target import Asked, UsageError, answering, explaining
 from octavo.transform import Plan
 
 _PAGE = """<!doctype html>
@@ -29,26 +20,20 @@ _PAGE = """<!doctype html>
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan and return the exit status."""
-    return refusing(_run, args)
+    return answering(_plan, args, needs_rules="octavo plan --rules list prints the recipes")
 
 
-def _run(args: argparse.Namespace) -> int:
-    if args.rules == "list":
-        return print_recipes()
-    target = find_target(args.target, args.weights)
-    if args.rules is None:
-        raise UsageError("--rules is missing: a recipe's name or a file; octavo plan --rules list prints the recipes")
-    rules = find_rules(args.rules)
-    inputs = find_inputs(target, args.inputs)
-    weights = find_weights(target, inputs, args.weights)
+def _plan(asked: Asked, args: argparse.Namespace) -> int:
     on_unmatched = "warn" if args.allow_unmatched else "error"
     with explaining():
-        plan = octavo.plan(target.value, rules, *inputs, on_unmatched=on_unmatched, weights=weights)
+        plan = octavo.plan(
+            asked.target.value, asked.rules, *asked.inputs, on_unmatched=on_unmatched, weights=asked.weights
+        )
     if args.json:
         print(plan.to_json())
         return 0
     if args.html:
-        _write(plan, args.html, target.name)
+        _write(plan, args.html, asked.target.name)
     else:
         # What the notes say was a warning already.
         _show(Plan(plan.rows, plan.rules))

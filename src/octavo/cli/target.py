@@ -46,14 +46,40 @@ class Target:
     module: types.ModuleType
 
 
-def refusing(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """The exit status of a command: 2, and a line on stderr, where it refuses."""
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A target with what goes with it: inputs, which of them holds the weights, and rules, if any."""
+
+    target: Target
+    rules: tuple[QuantizationRule, ...] | None
+    inputs: tuple[Any, ...]
+    weights: str | int | None
+
+
+def answering(
+    command: Callable[[Asked, argparse.Namespace], int], args: argparse.Namespace, *, needs_rules: str | None = None
+) -> int:
+    """The exit status of a command: 2, and a line on stderr, where it refuses; for `--rules list` the recipes.
+
+    `needs_rules` is what to say to those who give no rules where there have to be some.
+    """
     try:
         with _importable(os.getcwd()), _warnings_as_lines():
-            return command(args)
+            if args.rules == "list":
+                return print_recipes()
+            return command(_asked(args, needs_rules), args)
     except UsageError as refusal:
         print(refusal, file=sys.stderr)
         return 2
+
+
+def _asked(args: argparse.Namespace, needs_rules: str | None) -> Asked:
+    target = find_target(args.target, args.weights)
+    if args.rules is None and needs_rules is not None:
+        raise UsageError(f"--rules is missing: a recipe's name or a file; {needs_rules}")
+    rules = None if args.rules is None else find_rules(args.rules)
+    inputs = find_inputs(target, args.inputs)
+    return Asked(target, rules, inputs, find_weights(target, inputs, args.weights))
 
 
 def print_recipes() -> int:

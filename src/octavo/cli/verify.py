@@ -10,18 +10,9 @@ import jax
 import jax.numpy as jnp
 
 import octavo
-from octavo.cli.target import (
-    Target,
-    UsageError,
-    explaining,
-    find_inputs,
-    find_rules,
-    find_target,
-    find_weights,
-    print_recipes,
-    refusing,
-)
+from octavo.cli.target import Asked, Target, UsageError, answering, explaining
 from octavo.transform import QtProvider
+from octavo.transform.jaxprs import of_arrays
 from octavo.transform.paths import PARAMETERS, argument_names
 
 # The random streams that Linen models ask for, as octavo.plan gives them.
@@ -39,18 +30,13 @@ class Call:
 
 def run(args: argparse.Namespace) -> int:
     """Print the verification and return the exit status."""
-    return refusing(_run, args)
+    return answering(_verify, args)
 
 
-def _run(args: argparse.Namespace) -> int:
-    if args.rules == "list":
-        return print_recipes()
-    target = find_target(args.target, args.weights)
-    provider = None if args.rules is None else QtProvider(find_rules(args.rules))
-    inputs = find_inputs(target, args.inputs)
-    weights = find_weights(target, inputs, args.weights)
+def _verify(asked: Asked, args: argparse.Namespace) -> int:
+    provider = None if asked.rules is None else QtProvider(asked.rules)
     with explaining():
-        call = _CALLS[target.framework](target, provider, inputs, weights)
+        call = _CALLS[asked.target.framework](asked.target, provider, asked.inputs, asked.weights)
         fn = value_and_grad(call.fn) if args.grad else call.fn
         found = octavo.verify(fn, call.weights, call.rest, platform=args.platform)
     print(found.to_json() if args.json else found)
@@ -158,10 +144,5 @@ _CALLS = {None: _function, "linen": _linen, "nnx": _nnx, "equinox": _equinox}
 
 def _shapes(fn: Callable[..., Any], *args: Any) -> Any:
     """What a function returns, as shapes; what its arguments hold beside arrays is passed on."""
-    leaves, tree = jax.tree.flatten(args)
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
-
-    def of_arrays(arrays: dict[int, Any]) -> Any:
-        return fn(*jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]))
-
-    return jax.eval_shape(of_arrays, arrays)
+    flat, arrays = of_arrays(fn, args, {})
+    return jax.eval_shape(flat, *arrays)

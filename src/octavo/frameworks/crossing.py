@@ -13,7 +13,8 @@ from octavo.frameworks.params import is_stored, unwrap
 from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
 from octavo.transform.frame import FROM_ROOT
-from octavo.transform.provider import module_path
+from octavo.transform.provider import OVERWRITE, module_path
+from octavo.transform.state import keeping, without
 
 
 class Crossing:
@@ -57,9 +58,9 @@ class Crossing:
         self.quantized._cache = cache
 
     def run(self, state: Mapping[str, Any], key: Any, update: bool | frozenset[str]) -> tuple[Any, dict[str, Any]]:
-        """The result and the new state of operations."""
+        """The result and the new state of operations; that of others has itself for a gradient, so that it is kept."""
         arrays, new = self.quantized._run((self.inputs,), {}, state, key, update)
-        computed = iter(arrays)
+        computed = iter(keeping(arrays, without(state.get(OVERWRITE, {}), new.get(OVERWRITE, {}))))
         leaves = [leaf if passed else next(computed) for passed, leaf in self.passed]
         return jax.tree.unflatten(self.out_tree, leaves), new
 

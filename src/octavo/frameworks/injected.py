@@ -54,12 +54,22 @@ class _Injected(nn.Module):
             raise ValueError(f"static is True, False, 'lhs', 'rhs' or 'both', got {self.static!r}")
         scaling: dict[str, Any] = {}
         if ops.trackers_of(config):
-            scaling |= self.variable(OVERWRITE, "scaling", init).value
+            scaling |= self._own_state(init)
         for side in sides[self.static]:
             operand, place = getattr(config.fwd, side), ("lhs", "rhs").index(side)
             if operand is not None:
                 scaling[side] = self._static_range(side, quantizer(operand, place), operands[place])
         return scaling
+
+    def _own_state(self, init: Callable[[], Any]) -> dict[str, Any]:
+        """The state of trackers, of one product only: the gradients of two would be added up, and they are states."""
+        if self.is_initializing() and self.has_variable(OVERWRITE, "scaling"):
+            raise ValueError(
+                f"{type(self).__name__} at {'/'.join(self.path)!r} is used by two products, but delayed scaling keeps "
+                "the state of one: give each layer an operation of its own (dot_general_cls=, not one dot_general= for "
+                f"all), and in nn.scan and nn.vmap give the state an axis, variable_axes={{{OVERWRITE!r}: 0}}"
+            )
+        return self.variable(OVERWRITE, "scaling", init).value
 
     def _static_range(self, side: str, how: Quantizer, x: Array) -> dict[str, Array]:
         measured = {k: v.astype(jnp.float32) for k, v in how.measure(jax.lax.stop_gradient(x)).items()}
@@ -111,6 +121,8 @@ class DotGeneral(_Injected):
 class Einsum(_Injected):
     """`jax.numpy.einsum` in low precision, for layers that take an einsum.
 
+    Each contraction of two operands is a `DotGeneral` of its own, named "product0" and so on, with ranges of its own.
+
     >>> model = Einsum(DotConfig.qt("int8"))
     >>> model.init_with_output(jax.random.key(0), "bi,io->bo", jnp.ones((2, 8)), jnp.ones((8, 4)))[0].shape
     (2, 4)
@@ -121,12 +133,11 @@ class Einsum(_Injected):
         config = self._config("einsum")
         if config is None:
             return jnp.einsum(subscripts, *operands, **kwargs)
-        if self.static or ops.trackers_of(config):
-            raise NotImplementedError(
-                "an injected einsum has no remembered ranges: use a config without trackers and static=False, or "
-                "octavo.quantize_model with rules"
-            )
-        return ops.einsum(subscripts, *operands, **kwargs, config=config, key=self._key())
+
+        def product(lhs: Array, rhs: Array, numbers: Any, *, step: int, **kinds: Any) -> Array:
+            return DotGeneral(config, self.static, name=f"product{step}")(lhs, rhs, numbers, **kinds)
+
+        return ops.pairwise(product, subscripts, *operands, **kwargs)
 
 
 class ConvGeneralDilated(_Injected):

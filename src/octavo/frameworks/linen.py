@@ -13,18 +13,17 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from flax.core import lift, meta
+from flax.core import lift
 from flax.linen import transforms
 
-from octavo.frameworks.params import WithAux, unwrap
-from octavo.qarray import QArray, Quantizer, shardings
+from octavo.frameworks.linen_state import PARAMS, host, leaf_names, nest, plain, replaced
+from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
-from octavo.transform.frame import Frame, Key
-from octavo.transform.paths import is_quantized, key_name
 from octavo.transform.provider import OVERWRITE, QUANT_STATS, module_path
+from octavo.transform.scheduled import StageProvider, united
+from octavo.transform.state import flat, keeping, merged, nested
 
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("octavo_linen", default=False)
-_PARAMS = "params"
 _STREAM = "stochastic_rounding"
 
 
@@ -48,14 +47,14 @@ def quantize_linen(
 def linen_sites(model: nn.Module, provider: QuantizationProvider, *args: Any, **kwargs: Any) -> list[Site]:
     """The multiplications of `model.apply(variables, *args)`, with variables as the model itself would make them."""
     variables = jax.eval_shape(lambda args, kwargs: model.init(_streams(), *args, **kwargs), args, kwargs)
-    return _whole(model, provider).sites(_plain(variables), args, kwargs)
+    return _whole(model, provider).sites(plain(variables), args, kwargs)
 
 
 def linen_quantizers(
     model: nn.Module, provider: QuantizationProvider, variables: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Quantizer]:
     """How each parameter that is multiplied in low precision is to be stored, by its path."""
-    return _whole(model, provider).stored_quantizers(_plain(variables), args, kwargs)
+    return _whole(model, provider).stored_quantizers(plain(variables), args, kwargs)
 
 
 def _streams() -> dict[str, Any]:
@@ -70,7 +69,7 @@ def _whole(model: nn.Module, provider: QuantizationProvider) -> Quantized:
             return model.apply(variables, *args, **kwargs, rngs=_streams(), mutable=True)
 
     root = type(model).__name__
-    return Quantized(run, provider, None, "ignore", strict_paths=True, root=root, host=_host, names=_leaf_names)
+    return Quantized(run, provider, None, "ignore", strict_paths=True, root=root, host=host, names=leaf_names)
 
 
 @contextlib.contextmanager
@@ -159,12 +158,11 @@ class _Call:
                 self.low = self._quantized(pure)
                 if initializing:
                     return pure(variables, rngs, *args, **kwargs)
-                state = {c: _nest(v, self.prefix) for c, v in module.variables.items() if c != _PARAMS}
-                out, after = self.low._run(
-                    (_plain(variables), rngs, *args), kwargs, state, self._key(), self._updates()
-                )
+                state = {c: nest(v, self.prefix) for c, v in module.variables.items() if c != PARAMS}
+                inputs = plain(variables), rngs, *args
+                out, after = self.low._run(inputs, kwargs, state, self._key(), self._updates())
                 new.update(after)
-                return out
+                return keeping(out, self._unused(pure, inputs, kwargs, state))
 
             return lift.pack(inner, (True,), (True,), (True,), name="quantized", enable_kwargs=True)
 
@@ -174,39 +172,49 @@ class _Call:
         self._put(new)
         return out
 
-    def _quantized(self, pure: Callable[..., Any]) -> Quantized:
-        module = self.module
-        root = module.name or type(module).__name__
-        names = functools.partial(_leaf_names, prefix=self.prefix)
-        return Quantized(pure, self.provider, None, "ignore", strict_paths=True, root=root, host=_host, names=names)
+    def _quantized(self, pure: Callable[..., Any], provider: QuantizationProvider | None = None) -> Quantized:
+        provider = self.provider if provider is None else provider
+        root = self.module.name or type(self.module).__name__
+        names = functools.partial(leaf_names, prefix=self.prefix)
+        return Quantized(pure, provider, None, "ignore", strict_paths=True, root=root, host=host, names=names)
+
+    def _others(self) -> list[QuantizationProvider]:
+        """The other stages of a schedule, as far as they keep state."""
+        return [p for p in self.provider.others if p.stateful] if isinstance(self.provider, StageProvider) else []
+
+    def _unused(self, pure: Callable[..., Any], args: Any, kwargs: Any, state: Mapping[str, Any]) -> Any:
+        """What delayed scaling keeps for other stages and not for this one."""
+        if not (others := self._others()) or OVERWRITE not in state:
+            return {}
+        own, *rest = (self._quantized(pure, p)._discover(args, kwargs)[1] for p in (self.provider, *others))
+        keys = {key: None for known in rest for key in known if key.collection == OVERWRITE and key not in own}
+        return list(flat(state, keys).values())
 
     def _key(self) -> Any:
         return self.module.make_rng(_STREAM) if self.module.has_rng(_STREAM) else None
 
     def _updates(self) -> bool:
-        return self.module.is_mutable_collection(QUANT_STATS)
+        frozen = isinstance(self.provider, StageProvider) and not self.provider.updates
+        return self.module.is_mutable_collection(QUANT_STATS) and not frozen
 
     def _init(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Add the first state of operations, and put parameters in low precision where the provider wants them so."""
         module, provider = self.module, self.provider
-        if not provider.stateful and not provider.quantizes_params:
+        stateful = [p for p in (provider, *self._others()) if p.stateful]
+        if not stateful and not provider.quantizes_params:
             return
         variables = module.variables
-        plain = module.clone(parent=None, name=module.name)
+        bare = module.clone(parent=None, name=module.name)
         streams = {name: jax.random.key(0) for name in (*module.scope.rngs, _STREAM)}  # pyrefly: ignore
 
         def pure(variables, args, kwargs):
             with _entered():
-                return plain.apply(variables, *args, **kwargs, method=method, mutable=True, rngs=streams)
+                return bare.apply(variables, *args, **kwargs, method=method, mutable=True, rngs=streams)
 
-        root = module.name or type(module).__name__
-        names = functools.partial(_leaf_names, prefix=self.prefix)
-        low = Quantized(pure, provider, None, "ignore", strict_paths=True, root=root, host=_host, names=names)
-        inputs = (_plain(variables), args, kwargs)
-        if provider.stateful:
-            self._put(low.init(*inputs))
+        inputs = (plain(variables), args, kwargs)
+        self._put(nested(united(self._quantized(pure, p)._initial(inputs, {}) for p in stateful)))
         if provider.quantizes_params:
-            self._quantize(low.stored_quantizers(*inputs))
+            self._quantize(self._quantized(pure).stored_quantizers(*inputs))
 
     def _put(self, state: Mapping[str, Any]) -> None:
         """Write state into this module's collections, under the modules that it belongs to."""
@@ -218,95 +226,10 @@ class _Call:
                 continue
             for name, value in tree.items():
                 old = module.get_variable(collection, name, {})
-                merged = _merged(old, value) if isinstance(old, Mapping) else value
-                module.put_variable(collection, name, merged)
+                module.put_variable(collection, name, merged(old, value))
 
     def _quantize(self, quantizers: Mapping[str, Any]) -> None:
         for path, how in quantizers.items():
             own = path[len(self.prefix) :].lstrip("/").split("/")
-            tree = self.module.get_variable(_PARAMS, own[0])
-            self.module.put_variable(_PARAMS, own[0], _replaced(tree, own[1:], how))
-
-
-def _replaced(tree: Any, path: Sequence[str], how: Any) -> Any:
-    """A parameter tree with one leaf in low precision, its sharding names kept on codes and scales."""
-    if path:
-        return {**tree, path[0]: _replaced(tree[path[0]], path[1:], how)}
-    if not isinstance(tree, meta.AxisMetadata):
-        return WithAux(how.quantize(tree), how)
-    return WithAux(boxed(how.quantize(tree.unbox()), tree), how)
-
-
-def boxed(q: QArray, box: Any, *, replicate_scale: bool = False) -> QArray:
-    """Codes and scales in boxes of their own, with the names of axes that the parameter's box had."""
-    if not isinstance(box, nn.Partitioned):
-        return jax.tree.map(box.replace_boxed, q)
-    specs = shardings(q, jax.sharding.PartitionSpec(*box.names))
-
-    def put(x: Any, spec: Any) -> Any:
-        kept = tuple(spec) if x is q.qvalue or not replicate_scale else ()
-        return nn.Partitioned(x, kept + (None,) * (x.ndim - len(kept)), box.mesh)
-
-    return jax.tree.map(put, q, specs)
-
-
-def _plain(tree: Any) -> Any:
-    """Variables without boxes and wrappers: arrays and QArrays."""
-    return unwrap(meta.unbox(tree))
-
-
-def _merged(old: Mapping[str, Any], new: Any) -> Any:
-    if not isinstance(new, Mapping):
-        return new
-    return {**old, **{k: _merged(old[k], v) if isinstance(old.get(k), Mapping) else v for k, v in new.items()}}
-
-
-def _nest(tree: Any, prefix: str) -> Any:
-    for part in reversed(prefix.split("/") if prefix else []):
-        tree = {part: tree}
-    return tree
-
-
-def _leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str = "") -> list[str | None]:
-    """Parameters, in the first argument, by their path in the model; everything else is none."""
-    names: list[str | None] = []
-    for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_quantized):
-        keys = [key_name(k) for k in path]
-        if keys[:2] != ["0", "0"] or _PARAMS not in keys:
-            names.append(None)
-            continue
-        own = keys[keys.index(_PARAMS) + 1 :]
-        names.append("/".join([prefix, *own] if prefix else own))
-    return names
-
-
-class _Place(nn.Module):
-    """A module in which an overriding operation may make modules of its own."""
-
-    fn: Callable[[], Any]
-
-    @nn.compact
-    def __call__(self):
-        return self.fn()
-
-
-def _host(frame: Frame, site: Site, call: Callable[[], Any]) -> Any:
-    """Run an overridden operation where it may hold Linen variables, which are state under the operation's module."""
-    place, path = _Place(call, parent=None), site.path
-    if frame.context.init:
-        out, made = place.init_with_output(jax.random.key(0))
-        for collection, tree in made.items():
-            for name, value in tree.items():
-                frame.read(Key(collection, path, name), lambda value=value: value)
-        return out
-    variables: dict[str, Any] = {}
-    for key, value in frame.state.items():
-        if key.path == path and key.name == site.op_id:
-            variables.setdefault(key.collection, {})[key.name] = value
-    mutable = [c for c in variables if c != OVERWRITE] if frame.context.update else []
-    rngs = {} if frame.key is None else {"params": frame.key}
-    out, after = place.apply(variables, mutable=mutable or ["intermediates"], rngs=rngs)  # pyrefly: ignore
-    for collection in mutable:
-        for name, value in after[collection].items():
-            frame.write(Key(collection, path, name), value)
-    return out
+            tree = self.module.get_variable(PARAMS, own[0])
+            self.module.put_variable(PARAMS, own[0], replaced(tree, own[1:], how))

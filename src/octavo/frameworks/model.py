@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
+from octavo.frameworks.scheduled import ScheduledLinen, ScheduledModel, ScheduledNnx
+from octavo.rules.schedule import Schedule
 from octavo.transform import Plan, QtProvider, QuantizationProvider
 from octavo.transform import plan as plan_function
 from octavo.transform.plan import plan_of
@@ -30,15 +32,28 @@ def _provider(rules: Any) -> QuantizationProvider:
     return rules if isinstance(rules, QuantizationProvider) else QtProvider(rules)
 
 
+@overload
+def quantize_model(
+    model: Any, provider: Schedule, *model_inputs: Any, methods: Sequence[str] | None = None, **kwargs: Any
+) -> ScheduledModel: ...
+
+
+@overload
 def quantize_model[M](
     model: M, provider: Any, *model_inputs: Any, methods: Sequence[str] | None = None, **kwargs: Any
-) -> M:
+) -> M: ...
+
+
+def quantize_model(
+    model: Any, provider: Any, *model_inputs: Any, methods: Sequence[str] | None = None, **kwargs: Any
+) -> Any:
     """The model with the multiplications that the rules match done in low precision.
 
     `provider` is a provider, a rule or several, or a recipe's name. Flax Linen modules need no inputs; NNX models need
     some where the rules keep state or the provider quantizes parameters, Equinox modules for the latter. All public
     methods are quantized. `methods` limits a Linen model to those that it names, and says of an NNX or Equinox model
-    which methods the inputs are for. The given model stays as it is; no weights are copied.
+    which methods the inputs are for. The given model stays as it is; no weights are copied. Of a `Schedule` comes a
+    `ScheduledModel`, whose `at(step)` is the quantized model of a step.
 
     >>> import flax.linen as nn, jax, octavo
     >>> model = octavo.quantize_model(nn.Dense(4), octavo.QtRule(weight_qtype="int8", act_qtype="int8"))
@@ -51,15 +66,24 @@ def quantize_model[M](
 
         if model_inputs or kwargs:
             raise ValueError("a Linen model is quantized without inputs: they come with init and apply")
-        return quantize_linen(model, _provider(provider), methods=methods)  # pyrefly: ignore
+        if isinstance(provider, Schedule):
+            return ScheduledLinen(model, provider, methods)
+        return quantize_linen(model, _provider(provider), methods=methods)
+    if framework == "nnx" and isinstance(provider, Schedule):
+        return ScheduledNnx(model, provider, model_inputs, methods, **kwargs)
     if framework == "nnx":
         from octavo.frameworks.nnx import quantize_nnx
 
-        return quantize_nnx(model, _provider(provider), *model_inputs, methods=methods, **kwargs)  # pyrefly: ignore
+        return quantize_nnx(model, _provider(provider), *model_inputs, methods=methods, **kwargs)
+    if framework == "equinox" and isinstance(provider, Schedule):
+        raise TypeError(
+            "an Equinox module is trained as a pytree, so a schedule goes with a function of it: "
+            "octavo.transform.scheduled(lambda model, x: model(x), schedule)"
+        )
     if framework == "equinox":
         from octavo.frameworks.equinox import quantize_equinox
 
-        return quantize_equinox(model, _provider(provider), *model_inputs, methods=methods, **kwargs)  # pyrefly: ignore
+        return quantize_equinox(model, _provider(provider), *model_inputs, methods=methods, **kwargs)
     raise TypeError(
         f"quantize_model takes a Flax Linen, Flax NNX or Equinox module, got {type(model).__name__}; any function is "
         "quantized by octavo.quantized(fn, rules)"

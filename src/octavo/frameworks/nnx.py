@@ -15,7 +15,7 @@ from octavo.frameworks.params import WithAux, is_stored
 from octavo.transform.provider import QuantizationProvider
 from octavo.transform.site import Site
 
-__all__ = ["OverwriteWithGradient", "QuantStat", "nnx_sites", "quantize_nnx"]
+__all__ = ["OverwriteWithGradient", "QuantStat", "nnx_sites", "quantize_nnx", "staged"]
 
 _TAG = "octavo"
 _CONTAINERS = (nnx.List, nnx.Dict)
@@ -36,7 +36,7 @@ class Family:
         """
         if cls not in self.classes:
             # A model that is only run keeps the ranges that it was calibrated with.
-            frozen = self.provider.quantizes_params
+            frozen = self.provider.quantizes_params or not getattr(self.provider, "updates", True)
             same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
             shared = {**same, "_octavo": (self, cls), "disable_quant_stats_update": frozen, "qwix_rngs": None}
             methods = dict(public_methods(cls, nnx.Module, self.methods))
@@ -97,9 +97,14 @@ def nnx_sites(model: Any, provider: QuantizationProvider, *args: Any, **kwargs: 
         return crossing.sites()
 
 
-def _converted(model: Any, provider: QuantizationProvider, methods: Collection[str]) -> Any:
-    """A model of its own, of the same arrays, whose modules know where they are."""
-    model = nnx.clone(model)
+def staged(model: Any, provider: QuantizationProvider, methods: Collection[str] | None) -> Any:
+    """A quantized model with other rules that has its variables: what changes them in one changes them in both."""
+    return _converted(model, provider, methods or (), share=True)
+
+
+def _converted(model: Any, provider: QuantizationProvider, methods: Collection[str], *, share: bool = False) -> Any:
+    """A model of its own, of the same arrays or variables, whose modules know where they are."""
+    model = nnx.clone(model, variables=not share)
     family = Family(provider, methods)
     for path, module in [*nnx.iter_modules(model)]:
         place: Any = module
@@ -152,7 +157,7 @@ def _entry(family: Family, name: str, method: Any) -> Callable[..., Any]:
 def _call(family: Family, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rngs = args[0].qwix_rngs
     key = rngs.stochastic_rounding() if isinstance(rngs, nnx.Rngs) else None
-    places = state_places((args, kwargs)) if family.provider.stateful else {}
+    places = state_places((args, kwargs))
     state: dict[str, Any] = {}
     for place, variable in places.items():
         level(state, place)[place.name] = variable.get_value()

@@ -6,6 +6,7 @@ from flax import nnx
 
 from octavo.transform.frame import Key
 from octavo.transform.provider import OVERWRITE, QUANT_STATS
+from octavo.transform.state import kind_of
 
 
 class QuantStat(nnx.Variable):
@@ -34,6 +35,11 @@ def put(modules: dict[str, Any], key: Key, value: Any) -> None:
         attribute = f"{last}/{attribute}"
     if not hasattr(modules[path], attribute):
         setattr(modules[path], attribute, VARIABLES[key.collection](value))
+    elif kind_of(getattr(modules[path], attribute).get_value()) != kind_of(value):
+        raise ValueError(
+            f"{key.name} at {key.path!r} has another state already: give static ranges the same act_batch_axes in all "
+            "stages of a schedule, and quantize the float model rather than one that is quantized by other rules"
+        )
 
 
 def state_places(tree: Any) -> dict[Key, Any]:

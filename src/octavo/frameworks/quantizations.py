@@ -48,7 +48,7 @@ class Quantization:
     def einsum(self, mesh_axes: Sequence[str] = ()) -> Any:
         """A module that is called as `jnp.einsum` is."""
         del mesh_axes
-        return Einsum(self.how)
+        return Einsum(self.how, static=self.static)
 
     def conv_general_dilated_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
         """What `nn.Conv` takes as `conv_general_dilated_cls`."""
@@ -92,20 +92,26 @@ class Fp8Quantization(Quantization):
 
 @dataclasses.dataclass(frozen=True)
 class NANOOFp8Quantization(Quantization):
-    """Delayed scaling by Flax's own operations, for the fnuz formats of AMD's MI300."""
+    """Delayed scaling for the fnuz formats of AMD's MI300: Flax's own operation, and an einsum, which Flax has not."""
 
     def dot_general_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
         del mesh_axes
         return nn.NANOOFp8DotGeneralOp
 
+    def einsum(self, mesh_axes: Sequence[str] = (), dtype: Any = jnp.float32) -> Any:
+        del mesh_axes
+        return _Fp8Einsum(dtype, functools.partial(Einsum, recipe("nanoo_fp8", exclude=None)))
+
 
 class _Fp8Einsum(nn.Module):
     dtype: Any
+    op: Callable[..., Any] = nn.Fp8Einsum
 
     @nn.compact
     def __call__(self, subscripts: str, lhs: Any, rhs: Any, **kwargs: Any) -> Any:
-        # Flax takes the dtype of the computation from the right operand.
-        return nn.Fp8Einsum(name="fp8_einsum")(subscripts, lhs, rhs.astype(self.dtype), **kwargs)
+        # The right operand is the weight; Flax takes the dtype of the computation from it.
+        lhs, rhs = (x.astype(self.dtype) for x in (lhs, rhs))
+        return self.op(name="fp8_einsum")(subscripts, lhs, rhs, **kwargs)
 
 
 def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quantization | None:
@@ -128,7 +134,7 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
         case "":
             return None
         case "int8":
-            return AqtQuantization(_int8(getattr(config, "quantization_local_shard_count", 1)), **options)
+            return AqtQuantization(aqt_int(8, getattr(config, "quantization_local_shard_count", 1)), **options)
         case "intmp":
             return AqtQuantization(mixed_precision(_table(config), exclude=None), **options)
         case "fp8":
@@ -138,7 +144,9 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
         case "aqt_fp8":
             return AqtQuantization(aqt.config_fwd_fp8("e4m3"), **options)
         case "aqt_fp8_full":
-            return AqtQuantization(_fp8_full(tuple(getattr(config, "constant_bound_config", ()) or ())), **options)
+            return AqtQuantization(
+                constant_bounds(tuple(getattr(config, "constant_bound_config", ()) or ())), **options
+            )
         case "fp8_full":
             found = qwix_quantization(*(methods[side] for side in ("act", "weight", "bwd")))
             return dataclasses.replace(found, **options)
@@ -147,15 +155,18 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
     return Quantization(recipe(name, exclude=None), **options)
 
 
-def _int8(shards: int) -> DotConfig:
-    """Int8 in all three matmuls; the weight gradient in as many pieces as there are shards, or with 0 in float."""
+def aqt_int(bits: int, shards: int = 1) -> DotConfig:
+    """Integers in all three matmuls as AQT has them; the weight gradient in so many pieces (-1: one for each device).
+
+    With 0 pieces the weight gradient stays in float.
+    """
     local = aqt.LocalAqt(contraction_axis_shard_count=shards if shards > 0 else jax.local_device_count())
     return aqt.config_v3(
-        fwd_bits=8, dlhs_bits=8, drhs_bits=8 if shards else None, drhs_local_aqt=local if shards else None
+        fwd_bits=bits, dlhs_bits=bits, drhs_bits=bits if shards else None, drhs_local_aqt=local if shards else None
     )
 
 
-def _fp8_full(bounds: tuple[int | float, ...]) -> DotConfig:
+def constant_bounds(bounds: tuple[int | float, ...]) -> DotConfig:
     """e4m3 forward and e5m2 gradients, one scale per tensor: its own, or the six constant bounds that are given."""
     if len(bounds) not in (0, 6):
         raise ValueError(f"constant_bound_config has six bounds (fwd, dlhs, drhs; lhs and rhs of each), got {bounds}")

@@ -57,7 +57,7 @@ def convert(
         if name not in how or isinstance(leaf, QArray):
             new.append(leaf)
         elif hasattr(leaf, "replace_boxed"):
-            from octavo.frameworks.linen import boxed
+            from octavo.frameworks.linen_state import boxed
 
             codes = _converted(leaf.value, how[name], replicate_scale, donate)
             new.append(boxed(codes, leaf, replicate_scale=replicate_scale))

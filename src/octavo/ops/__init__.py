@@ -5,7 +5,7 @@ from octavo.ops.calls import KnownCall, is_known_call, known_call
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.conv import conv_general_dilated, init_conv_scaling
 from octavo.ops.dims import Dims
-from octavo.ops.einsum import einsum
+from octavo.ops.einsum import einsum, init_einsum_scaling, pairwise
 from octavo.ops.embedding import embedding_lookup
 from octavo.ops.experts import init_ragged_scaling
 from octavo.ops.hadamard import rotate
@@ -31,6 +31,7 @@ __all__ = [
     "embedding_lookup",
     "gmm",
     "init_conv_scaling",
+    "init_einsum_scaling",
     "init_ragged_scaling",
     "init_scaling",
     "is_known_call",
@@ -39,6 +40,7 @@ __all__ = [
     "lowering_of",
     "lowerings",
     "nm_mask",
+    "pairwise",
     "quantized_sum",
     "ragged_dot",
     "ragged_dot_general",

@@ -6,52 +6,32 @@ which for float32 inputs gives AQT's bits. Pass `arithmetic="float32"` with bflo
 and quotients AQT rounds to those dtypes.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 
-from octavo._config import Config
 from octavo._typing import DTypeLike
-from octavo.numerics import Format, IntFormat, Stochastic, get_format
-from octavo.ops.config import DotConfig, Matmul, Operand
+from octavo.numerics import Stochastic
+from octavo.ops.aqt_parts import SKIP, Bits, LocalAqt, int_symmetric, make
+from octavo.ops.config import DotConfig
 
-SKIP: Literal["skip"] = "skip"
-"""AQT's word for an argument that changes nothing."""
-
-type Bits = int | str | None
-"""None for float, 1 to 8 for an integer, "e4m3" or "e5m2" for a float8."""
+__all__ = [
+    "SKIP",
+    "Bits",
+    "LocalAqt",
+    "config_fwd_fp8",
+    "config_v3",
+    "config_v4",
+    "conv_general_dilated_make",
+    "default_unquantized_config",
+    "dot_general_make",
+    "fully_quantized",
+    "int_symmetric",
+    "set_stochastic_rounding",
+]
 
 _NOISE_BITS = {"jax.uniform": 24, "custom-1": 16}
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class LocalAqt(Config):
-    """Scales for each of n shards of a gradient's first contracted axis, which is where a batch is sharded.
-
-    >>> config_v4(drhs_bits=8, drhs_local_aqt=LocalAqt(contraction_axis_shard_count=4)).drhs.lhs.tile
-    0.25
-    """
-
-    contraction_axis_shard_count: int
-
-    def __post_init__(self):
-        if self.contraction_axis_shard_count < 1:
-            raise ValueError(f"a contraction has at least one shard, got {self.contraction_axis_shard_count}")
-
-
-def int_symmetric(bits: int, preserve_zero: bool = True, preserve_max_val: bool = False) -> Format:
-    """AQT's IntSymmetric: integers about zero, in one of four conventions.
-
-    With `preserve_zero` zero is representable; without it the values lie at the halves. With `preserve_max_val` the end
-    of the range is the centre of the last bucket, without it that bucket's far edge.
-
-    >>> [int_symmetric(8, zero, top).bound for zero in (True, False) for top in (False, True)]
-    [127.5, 127.0, 128.0, 127.5]
-    """
-    # Buckets at the halves are symmetric already.
-    return IntFormat(bits=bits, preserve_zero=preserve_zero, preserve_max=preserve_max_val, narrow=preserve_zero)
 
 
 def config_v3(
@@ -128,7 +108,7 @@ def config_v4(
         )
     if fwd_bits is None and True in (dlhs_use_fwd_quant, drhs_use_fwd_quant):
         raise ValueError("use_fwd_quant takes the forward's low-bit values, but the forward is in float: give fwd_bits")
-    config = _make(
+    config = make(
         fwd=(fwd_bits, fwd_bits),
         bwd=(dlhs_bits, drhs_bits),
         reuse=(dlhs_use_fwd_quant is True, drhs_use_fwd_quant is True),
@@ -170,7 +150,7 @@ def fully_quantized(
         )
     if use_stochastic_rounding is not None:
         sides = (use_stochastic_rounding, use_stochastic_rounding)
-    config = _make(
+    config = make(
         fwd=(fwd_bits, fwd_bits),
         bwd=(bwd_bits, bwd_bits),
         reuse=(use_fwd_quant, use_fwd_quant),
@@ -189,7 +169,7 @@ def config_fwd_fp8(fwd_bits: str = "e4m3", *, arithmetic: str = "aqt") -> DotCon
     """
     if fwd_bits not in ("e4m3", "e5m2"):
         raise ValueError(f"config_fwd_fp8 takes 'e4m3' or 'e5m2', got {fwd_bits!r}")
-    return _make(fwd=(fwd_bits, fwd_bits), arithmetic=arithmetic)
+    return make(fwd=(fwd_bits, fwd_bits), arithmetic=arithmetic)
 
 
 def dot_general_make(
@@ -207,7 +187,7 @@ def dot_general_make(
     >>> dot_general_make(None, 4).fwd.rhs.qtype.name
     'int4'
     """
-    return _make(
+    return make(
         fwd=(lhs_bits, rhs_bits),
         bwd=(bwd_bits, bwd_bits),
         reuse=(use_fwd_quant, use_fwd_quant),
@@ -228,7 +208,7 @@ def conv_general_dilated_make(
     """
     if spatial_dimensions < 1:
         raise ValueError(f"a convolution has at least one spatial dimension, got {spatial_dimensions}")
-    return _make(fwd=(lhs_bits, rhs_bits), arithmetic=arithmetic)
+    return make(fwd=(lhs_bits, rhs_bits), arithmetic=arithmetic)
 
 
 def default_unquantized_config() -> DotConfig:
@@ -237,7 +217,7 @@ def default_unquantized_config() -> DotConfig:
     >>> default_unquantized_config()
     DotConfig(clip_gradient=False)
     """
-    return _make()
+    return make()
 
 
 def set_stochastic_rounding(
@@ -269,52 +249,3 @@ def set_stochastic_rounding(
             plain = {"rounding": "nearest", "arithmetic": forward[0] if forward else operand.arithmetic}
             changes[f"{name}_{side}"] = {"rounding": noise, "arithmetic": "float32"} if wanted else plain
     return config.with_operands(**changes)
-
-
-def _make(
-    *,
-    fwd: tuple[Bits, Bits] = (None, None),
-    bwd: tuple[Bits, Bits] = (None, None),
-    reuse: tuple[bool, bool] = (False, False),
-    local: tuple[LocalAqt | None, LocalAqt | None] = (None, None),
-    accumulators: tuple[DTypeLike | None, DTypeLike | None, DTypeLike | None] = (None, None, None),
-    **operand: Any,
-) -> DotConfig:
-    """A config from the bits of the forward's two sides and of dlhs and drhs, everything rounded to nearest."""
-    left, right = (_operand(bits, **operand) for bits in fwd)
-    gradients = []
-    # The residual of dlhs is the forward's rhs, that of drhs its lhs.
-    for bits, again, shards, saved, accumulator in zip(bwd, reuse, local, (right, left), accumulators[1:], strict=True):
-        tiles = {} if shards is None else {"tile": 1 / shards.contraction_axis_shard_count, "tile_axis": 0}
-        one = _operand(bits, **tiles, **operand)
-        low = "reuse" if one is None else "requantize"
-        residual = low if again and saved is not None else "original"
-        gradients.append(Matmul(one, one, residual=residual, accumulator=_accumulator(accumulator, one, one)))
-    forward = Matmul(left, right, accumulator=_accumulator(accumulators[0], left, right))
-    # AQT masks no gradient unless it is asked to.
-    return DotConfig(forward, *gradients, clip_gradient=False)
-
-
-def _operand(bits: Bits, **fields: Any) -> Operand | None:
-    return None if bits is None else Operand(_format(bits), **fields)
-
-
-def _format(bits: int | str) -> Format:
-    if bits in ("e4m3", "e5m2"):
-        return get_format(bits)
-    if isinstance(bits, int) and not isinstance(bits, bool) and 1 <= bits <= 8:
-        return int_symmetric(bits, preserve_zero=bits > 1)
-    raise ValueError(f"bits are None, 1 to 8, 'e4m3' or 'e5m2'; got {bits!r}")
-
-
-def _accumulator(dtype: DTypeLike | None, lhs: Operand | None, rhs: Operand | None) -> str | None:
-    """An accumulator as a Matmul has it: integers sum in int32 without being told."""
-    if dtype is None or (isinstance(dtype, str) and dtype == SKIP):
-        return None
-    name = jnp.dtype(dtype).name
-    integers = all(o is not None and isinstance(o.qtype, IntFormat) for o in (lhs, rhs))
-    if name == "int32" and not integers:
-        raise ValueError("an int32 accumulator needs integers on both sides: pass None for the accumulator of floats")
-    if name.startswith("int") and name != "int32":
-        raise ValueError(f"integers are summed in int32, got {name}: pass None or int32")
-    return None if name == "int32" else name

@@ -31,6 +31,7 @@ from octavo.ops.training import (
     updated_scaling,
     vary_alike,
 )
+from octavo.ops.watch import seen_by
 from octavo.qarray import QArray
 
 
@@ -139,8 +140,8 @@ def _conv(call: _Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling
 
 def _forward(call: _Call, lhs: Factor, rhs: Factor, key: PRNGKeyArray | None, scaling: Scaling):
     keys, fwd, dims = six_keys(key), call.config.fwd, call.dims
-    left, seen_lhs = _operand(fwd.lhs, lhs, dims.lhs[0], keys[0], scaling.get("lhs"))
-    right, seen_rhs = _operand(fwd.rhs, rhs, dims.rhs[0], keys[1], scaling.get("rhs"))
+    left, seen_lhs = _operand(fwd.lhs, lhs, dims.lhs[0], keys[0], scaling, "lhs")
+    right, seen_rhs = _operand(fwd.rhs, rhs, dims.rhs[0], keys[1], scaling, "rhs")
     out = convolve(
         as_input(fwd.lhs, left),
         as_input(fwd.rhs, right),
@@ -150,7 +151,7 @@ def _forward(call: _Call, lhs: Factor, rhs: Factor, key: PRNGKeyArray | None, sc
         out_sharding=call.out_sharding,
         accumulator=fwd.accumulator,
     )
-    return out, (left, right, {"lhs": seen_lhs, "rhs": seen_rhs}, keys)
+    return out, (left, right, seen_lhs | seen_rhs, keys)
 
 
 def _conv_fwd(call: _Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Scaling):
@@ -172,18 +173,16 @@ def _conv_fwd(call: _Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, sca
 def _conv_bwd(call: _Call, residuals: Any, g: Array):
     (lhs, rhs, masks), seen, keys, scaling, like = residuals
     g = once_differentiable(g, *like)
-    dlhs, seen_dlhs = _dlhs(call, g, rhs, keys[2:4], scaling.get("dlhs"))
-    drhs, seen_drhs = _drhs(call, g, lhs, keys[4:6], scaling.get("drhs"))
+    dlhs, seen_dlhs = _dlhs(call, g, rhs, keys[2:4], scaling)
+    drhs, seen_drhs = _drhs(call, g, lhs, keys[4:6], scaling)
     grads = [finish(grad, x, mask) for grad, x, mask in zip((dlhs, drhs), like, masks, strict=True)]
-    seen = seen | {"dlhs": seen_dlhs, "drhs": seen_drhs}
-    tracked = {name: bounds for name, bounds in seen.items() if bounds is not None}
-    return *grads, None, updated_scaling(call.config, scaling, tracked)
+    return *grads, None, updated_scaling(call.config, scaling, seen | seen_dlhs | seen_drhs)
 
 
 _conv.defvjp(_conv_fwd, _conv_bwd)
 
 
-def _dlhs(call: _Call, g: Array, rhs: Factor, keys, given):
+def _dlhs(call: _Call, g: Array, rhs: Factor, keys, scaling: Scaling):
     """g with the turned kernel: g has a scale per example, the kernel one per input feature."""
     dims, matmul = call.dims, call.config.dlhs
     scale, rhs, how = _residual(matmul, call.config.fwd.rhs, rhs)
@@ -191,22 +190,22 @@ def _dlhs(call: _Call, g: Array, rhs: Factor, keys, given):
         g = g.astype(jnp.float32) * per_feature(scale, dims, g.shape)
     turned = rhs._replace(qvalue=dims.kernel(rhs.qvalue)) if isinstance(rhs, QArray) else dims.kernel(rhs)
     grad = dims.dlhs()
-    left, seen = _operand(matmul.lhs, g, grad.lhs[0], keys[0], given)
-    right, _ = _operand(how, turned, grad.rhs[0], keys[1], None)
+    left, seen = _operand(matmul.lhs, g, grad.lhs[0], keys[0], scaling, "dlhs")
+    right, _ = _operand(how, turned, grad.rhs[0], keys[1], {}, None)
     # Groups of examples come out as groups of features, with the shape and so the sharding of something else.
     sharding = call.lhs_sharding if dims.batch_groups == 1 else None
     return dims.arrange(_product(call, matmul, (matmul.lhs, left), (how, right), grad, sharding)), seen
 
 
-def _drhs(call: _Call, g: Array, lhs: Factor, keys, given):
+def _drhs(call: _Call, g: Array, lhs: Factor, keys, scaling: Scaling):
     """The input with g: g has a scale per output feature, the input one per feature."""
     dims, matmul = call.dims, call.config.drhs
     scale, lhs, how = _residual(matmul, call.config.fwd.lhs, lhs)
     if scale is not None:
         g = g.astype(jnp.float32) * per_example(scale, dims, g.shape)
     grad = dims.drhs()
-    right, seen = _operand(matmul.lhs, g, grad.rhs[0], keys[0], given)
-    left, _ = _operand(how, lhs, grad.lhs[0], keys[1], None)
+    right, seen = _operand(matmul.lhs, g, grad.rhs[0], keys[0], scaling, "drhs")
+    left, _ = _operand(how, lhs, grad.lhs[0], keys[1], {}, None)
     return _product(call, matmul, (how, left), (matmul.lhs, right), grad, call.rhs_sharding), seen
 
 
@@ -241,11 +240,16 @@ def _residual(matmul: Matmul, forward: Operand | None, x: Factor) -> tuple[Array
     return scale, x._replace(scale=jnp.ones((1,) * x.ndim, jnp.float32), outer_scale=None), None
 
 
-def _operand(operand: Operand | None, x: Factor, axis: int, key, given) -> tuple[Factor, Any]:
-    """An operand with a scale for each index of an axis, and the bounds that a tracker measured."""
+def _operand(
+    operand: Operand | None, x: Factor, axis: int, key, scaling: Scaling, name: str | None
+) -> tuple[Factor, dict[str, Any]]:
+    """An operand with a scale for each index of an axis, and by its name what was measured of it."""
     if operand is None or isinstance(x, QArray):
-        return x, None
-    return quantize_operand(operand, x, _but(axis, x.ndim), (), key, given)
+        return x, {}
+    given = None if name is None else scaling.get(name)
+    q, measured = quantize_operand(operand, x, _but(axis, x.ndim), (), key, given)
+    seen: dict[str, Any] = seen_by(scaling, name, x, q)
+    return q, seen if name is None or measured is None else seen | {name: measured}
 
 
 def _but(axis: int, ndim: int) -> tuple[int, ...]:

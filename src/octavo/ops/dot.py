@@ -34,6 +34,7 @@ from octavo.ops.training import (
     updated_scaling,
     vary_alike,
 )
+from octavo.ops.watch import seen_by
 from octavo.qarray import QArray
 
 
@@ -175,6 +176,7 @@ def quantize_operands(matmul: Matmul, lhs: Any, rhs: Factor, dims: Dims, keys, s
         q, measured = quantize_operand(operand, x, contract, batch, key, scaling.get(name))
         if measured is not None:
             seen[name] = measured
+        seen.update(seen_by(scaling, name, x.product() if isinstance(x, Scaled) else x, q))
         return q
 
     if matmul.rhs is not None and matmul.rhs.dequant == "other":

@@ -1,5 +1,6 @@
 """Any einsum, its pairwise contractions in low precision."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,9 +9,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
-from octavo.ops.api import dot_general
+from octavo.ops.api import dot_general, init_scaling
 from octavo.ops.config import DotConfig
 from octavo.ops.factor import Factor
+from octavo.ops.training import Scaling
 from octavo.qarray import QArray
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -26,34 +28,87 @@ def einsum(
     out_sharding: Any = None,
     config: DotConfig | None = None,
     key: PRNGKeyArray | None = None,
+    scaling: Scaling | Sequence[Scaling] | None = None,
 ) -> Array:
     """`jax.numpy.einsum` in low precision: any number of operands, ellipses, repeated and summed-out indices.
 
     Operands may be QArrays in any mix with arrays; with a `config`, the float operands of every contraction of two are
     quantized, the one that comes first in the call being its lhs. What contracts nothing (an outer product, a
-    diagonal, a sum over one operand's own index) is no matmul and stays in float.
+    diagonal, a sum over one operand's own index) is no matmul and stays in float. `scaling` holds ranges from outside,
+    as for `dot_general`: of the one contraction, or a sequence with those of each.
 
     >>> import octavo
     >>> x, w = jnp.ones((2, 3, 4)), jnp.ones((4, 5))
     >>> octavo.einsum("...d,df->...f", x, w, config=octavo.DotConfig.qt("int8")).shape
     (2, 3, 5)
     """
-    terms, out, arrays = _parse(subscripts, operands)
-    if config is not None and any(isinstance(x, QArray) for x in arrays):
+    if config is not None and any(isinstance(x, QArray) for x in operands):
         raise TypeError("a config quantizes float operands; QArrays are quantized already: leave the config out")
+    ranges = [scaling] if isinstance(scaling, Mapping) else [*(scaling or ())]
+    done = 0
+
+    def product(lhs: Factor, rhs: Factor, numbers: Any, *, step: int, **kinds: Any) -> Array:
+        nonlocal done
+        own = None if key is None else jax.random.fold_in(key, step)
+        given = ranges[done] if done < len(ranges) else None
+        done += 1
+        return dot_general(lhs, rhs, numbers, **kinds, config=config, key=own, scaling=given)
+
+    kinds = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    out = pairwise(product, subscripts, *operands, optimize=optimize, **kinds)
+    if ranges and done != len(ranges):
+        raise ValueError(f"einsum {subscripts!r} contracts {done} times, but scaling has the ranges of {len(ranges)}")
+    return out
+
+
+def init_einsum_scaling(
+    config: DotConfig, subscripts: Any, /, *operands: Any, optimize: Any = "optimal"
+) -> Scaling | tuple[Scaling, ...]:
+    """The first state of every tracker in a config, for an einsum of operands of these shapes.
+
+    >>> from octavo.calibration import AmaxHistory
+    >>> delayed = {"tracker": AmaxHistory(length=4), "per_tensor": True}
+    >>> delayed = DotConfig.qt("float8_e4m3fn").with_operands(fwd_lhs=delayed)
+    >>> state = init_einsum_scaling(delayed, "bi,io->bo", jnp.ones((2, 8)), jnp.ones((8, 4)))
+    >>> state["lhs"]["amax_history"].shape
+    (4, 1, 1)
+    """
+    found: list[Any] = []
+
+    def product(lhs: Array, rhs: Array, numbers: Any, *, step: int, **kinds: Any) -> Array:
+        del step
+        found.append((*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)), numbers))
+        return jax.lax.dot_general(lhs, rhs, numbers, **kinds)
+
+    jax.eval_shape(lambda operands: pairwise(product, subscripts, *operands, optimize=optimize), operands)
+    states = tuple(init_scaling(config, *each) for each in found)
+    return states[0] if len(states) == 1 else states
+
+
+def pairwise(
+    product: Callable[..., Array],
+    subscripts: Any,
+    /,
+    *operands: Any,
+    optimize: Any = "optimal",
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+) -> Array:
+    """An einsum whose contractions of two are done by `product`: a dot_general that is also told which `step` it is."""
+    terms, out, arrays = _parse(subscripts, operands)
     if preferred_element_type is None and len(arrays) > 1:
         dtypes = [x.dtype for x in arrays]
         preferred_element_type = dtypes[0] if len(set(dtypes)) == 1 else jnp.result_type(*dtypes)
-    options = {"precision": precision, "preferred_element_type": preferred_element_type, "config": config}
+    kinds = {"precision": precision, "preferred_element_type": preferred_element_type}
     pool = [_Term(_drop_ones(x, term, terms, arrays), i) for i, (term, x) in enumerate(zip(terms, arrays, strict=True))]
     steps = _path([p.indices for p in pool], out, [p.x.shape for p in pool], optimize)
     for step, pair in enumerate(steps):
         first, second = sorted((pool[i] for i in pair), key=lambda p: p.place)
         pool = [p for i, p in enumerate(pool) if i not in pair]
         keep = set(out).union(*(p.indices for p in pool))
-        own = None if key is None else jax.random.fold_in(key, step)
-        sharding = out_sharding if not pool else None
-        pool.append(_contract(first, second, keep, out if not pool else None, options | {"key": own}, sharding))
+        options = {**kinds, "step": step, "out_sharding": out_sharding if not pool else None}
+        pool.append(_contract(product, first, second, keep, out if not pool else None, options))
     (last,) = pool
     return _finish(last, out, preferred_element_type)
 
@@ -136,7 +191,9 @@ def _path(terms: list[str], out: str, shapes: list[tuple[int, ...]], optimize: A
     return pairs
 
 
-def _contract(a: _Term, b: _Term, keep: set[str], order: str | None, options: dict[str, Any], sharding: Any) -> _Term:
+def _contract(
+    product: Callable[..., Array], a: _Term, b: _Term, keep: set[str], order: str | None, options: dict[str, Any]
+) -> _Term:
     a, b = (_sum_out(term, keep | set(other.indices)) for term, other in ((a, b), (b, a)))
     shared = [c for c in a.indices if c in b.indices]
     batch = [c for c in shared if c in keep]
@@ -146,10 +203,11 @@ def _contract(a: _Term, b: _Term, keep: set[str], order: str | None, options: di
     at = lambda term, names: tuple(term.indices.index(c) for c in names)  # noqa: E731
     numbers = ((at(a, contract), at(b, contract)), (at(a, batch), at(b, batch)))
     result = "".join([*batch, *(c for c in a.indices if c not in shared), *(c for c in b.indices if c not in shared)])
+    options = options | {"out_sharding": _in_order(options["out_sharding"], order, result)}
     if not contract:
-        options = options | {"config": None, "key": None}
-    out = dot_general(a.x, b.x, numbers, out_sharding=_in_order(sharding, order, result), **options)
-    return _Term((out, result), min(a.place, b.place))
+        del options["step"]
+        product = dot_general
+    return _Term((product(a.x, b.x, numbers, **options), result), min(a.place, b.place))
 
 
 def _in_order(sharding: Any, order: str | None, result: str) -> Any:

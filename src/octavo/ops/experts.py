@@ -38,6 +38,7 @@ from octavo.ops.training import (
     updated_scaling,
     vary_alike,
 )
+from octavo.ops.watch import seen_by
 from octavo.qarray import QArray
 
 # The three products, for quantizing their operands: the axis of the groups counts as one that is kept. In a gradient
@@ -166,9 +167,11 @@ def _drhs(call: Call, g: Array, residual: Factor, rows: Rows, keys, scaling: Sca
     g, residual, matmul = _residual(call.config.drhs, g, residual, call.config.fwd.lhs, _fold_rows)
     matmul = matmul.replace(lhs=_without_tiles(matmul.lhs), rhs=_without_tiles(matmul.rhs))
     scales: tuple[Array, ...] = ()
+    watched: dict[str, Any] = {}
     if matmul.lhs is not None and "drhs" not in scaling and _by_group(matmul.lhs):
         q, scale = _quantize_by_group(matmul.lhs, g, rows, keys[0])
         scales = (scale[:, None, :],)
+        watched = seen_by(scaling, "drhs", g, q._replace(scale=scale[rows.group]))
     else:
         q = g
     if matmul.rhs is not None and not isinstance(residual, QArray) and _by_group(matmul.rhs):
@@ -176,7 +179,7 @@ def _drhs(call: Call, g: Array, residual: Factor, rows: Rows, keys, scaling: Sca
         scales = (*scales, scale[:, :, None])
     left, right, seen = quantize_operands(matmul, q, residual, _DRHS, keys, scaling, ("drhs", None))
     left, right = as_input(matmul.lhs, left), as_input(matmul.rhs, right)
-    return multiply_rows(right, left, rows, dtype=jnp.float32, scales=scales, **call.how), seen
+    return multiply_rows(right, left, rows, dtype=jnp.float32, scales=scales, **call.how), seen | watched
 
 
 def _residual(

@@ -13,6 +13,7 @@ from octavo.calibration import AbsMax, Bounds
 from octavo.ops.config import DotConfig, Operand
 from octavo.ops.factor import Factor
 from octavo.ops.lowering import materialize
+from octavo.ops.watch import without_watched
 from octavo.qarray import QArray, Quantizer, inside
 
 RESIDUAL = "octavo_residual"
@@ -125,19 +126,21 @@ def check_scaling(config: DotConfig, scaling: Scaling, *, smooths: bool = False)
             "smooth scales the contracted indices of a dot_general or an einsum; a convolution and a ragged dot have "
             "no such scaling: leave smooth out of their config"
         )
-    if unknown := set(scaling) - {"lhs", "rhs", "dlhs", "drhs"}:
+    if unknown := without_watched(scaling) - {"lhs", "rhs", "dlhs", "drhs"}:
         raise ValueError(f"scaling has ranges for lhs, rhs, dlhs and drhs; got {sorted(unknown)}")
     if missing := set(trackers_of(config)) - set(scaling):
         raise ValueError(
-            f"the trackers of {sorted(missing)} need their state: pass scaling=octavo.ops.init_scaling(...)"
+            f"the trackers of {sorted(missing)} need their state: pass scaling=octavo.ops.init_scaling(...), or what "
+            "init_einsum_scaling, init_conv_scaling or init_ragged_scaling gives for those operations"
         )
 
 
 def updated_scaling(config: DotConfig, scaling: Scaling, seen: dict[str, Bounds]) -> Scaling:
-    """The cotangent of the scaling: the new state of each tracker, zeros for what is fixed."""
+    """The cotangent of the scaling: the new state of each tracker, what was watched, zeros for what is fixed."""
     trackers = trackers_of(config)
+    fixed = {name: jax.tree.map(jnp.zeros_like, state) for name, state in scaling.items()}
     return {
-        name: trackers[name].update(state, seen[name]) if name in trackers else jax.tree.map(jnp.zeros_like, state)
+        name: trackers[name].update(state, seen[name]) if name in trackers else seen.get(name, fixed[name])
         for name, state in scaling.items()
     }
 

@@ -7,11 +7,13 @@ from typing import Any
 
 from octavo.rules.checks import check_regex, nearest_name
 from octavo.rules.exclusion import SENSITIVE, excluding
-from octavo.rules.rule import QuantizationRule
+from octavo.rules.rule import QtRule, QuantizationRule
 
 MIXED = "intmp"
 _DEFAULT = "__default__"
-_KEYS = ("w_bits", "a_bits", "w_scale", "a_scale", "tile_size")
+_TRAINING = ("g_bits", "g_scale", "g_rounding", "g_tile_size")
+_KEYS = ("w_bits", "a_bits", "w_scale", "a_scale", "tile_size", *_TRAINING)
+_ROUNDINGS = {"nearest": None, "stochastic": "uniform"}
 
 
 def mixed_precision(
@@ -24,8 +26,9 @@ def mixed_precision(
     """Rules from a table {regular expression: {w_bits, a_bits, w_scale, a_scale, tile_size}}, or from its JSON file.
 
     `__default__` fills in what a layer does not say, and is the rule for the rest of `module_path`. Bits of None stay
-    in float; a scale below 1 clips that share of the largest magnitude; a tile of -1 is none. As in MaxText the *last*
-    entry that matches counts, so the rules come in reverse.
+    in float; a scale below 1 clips that share of the largest magnitude; a tile of -1 is none. For training, `g_bits` are
+    those of gradients, with `g_scale` alike, `g_rounding` "nearest" or "stochastic", and `g_tile_size` that of the
+    weight's gradient. As in MaxText the *last* entry that matches counts, so the rules come in reverse.
 
     >>> for rule in mixed_precision({"__default__": {"w_bits": 8}, ".*/key": {"w_bits": 4}}, exclude=None):
     ...     print(rule)
@@ -71,10 +74,28 @@ def _rule(path: str, entry: dict[str, Any], overrides: dict[str, Any]) -> Quanti
         "act_calibration_method": None if act is None or entry.get("a_scale") is None else _method(entry["a_scale"]),
         "scope": "weights",
     }
+    gradient = entry.get("g_bits")
+    kind = QuantizationRule if gradient is None else QtRule
+    if gradient is not None:
+        fields |= _gradient(path, entry)
+    elif extra := [key for key in _TRAINING[1:] if key in entry]:
+        raise ValueError(f"{MIXED}: {path!r} has {extra[0]}={entry[extra[0]]} but no g_bits; set g_bits too")
     try:
-        return QuantizationRule(module_path=path, **{**fields, **overrides})
+        return kind(module_path=path, **{**fields, **overrides})
     except ValueError as error:
         raise ValueError(f"{MIXED}: {path!r}: {error}") from None
+
+
+def _gradient(path: str, entry: dict[str, Any]) -> dict[str, Any]:
+    rounding, tile = entry.get("g_rounding", "nearest"), entry.get("g_tile_size")
+    if rounding not in _ROUNDINGS:
+        raise ValueError(f"{MIXED}: {path!r} has g_rounding={rounding!r}; it is one of {', '.join(_ROUNDINGS)}")
+    return {
+        "bwd_qtype": f"int{entry['g_bits']}",
+        "bwd_calibration_method": _method(entry.get("g_scale")),
+        "bwd_stochastic_rounding": _ROUNDINGS[rounding],
+        "bwd_weight_grad_tile_size": None if tile in (None, -1) else tile,
+    }
 
 
 def _method(scale: float | None) -> str:

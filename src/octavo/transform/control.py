@@ -76,10 +76,7 @@ def _state_keys(rewrite: Any, eqn: Equation, values: list[Value], frame: Frame) 
 
 
 def _state(rewrite: Any, eqn: Equation, values: list[Value], frame: Frame) -> dict[Key, Any]:
-    found = {}
-    for key in _state_keys(rewrite, eqn, values, frame):
-        found[key] = frame.read(key, lambda: None)
-    return found
+    return {key: frame.read(key, lambda: None) for key in _state_keys(rewrite, eqn, values, frame)}
 
 
 def _wrap(data: list[Any], origins: list[Origin]) -> list[Value]:
@@ -93,8 +90,7 @@ def _jit(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
         inner = frame.inner(scope(eqn), new=frame.new)
         return inner.context.evaluate(body, values, inner)
     state = _state(_jit, eqn, values, frame)
-    made = _jitted(eqn, origins, frame, tuple(sorted(state)))
-    run, fn = made
+    run, fn = _jitted(eqn, origins, frame, tuple(sorted(state)))
     outs, new = run([v.data for v in values], state, frame.key)
     fn.finish(frame)
     frame.new.update(new)
@@ -193,7 +189,6 @@ def _while(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
     unchanged = [parts.body.outvars[i] is parts.body.invars[parts.body_consts + i] for i in range(len(init))]
     kept = [v.origin if same else ACTIVATION for v, same in zip(init, unchanged, strict=True)]
     cond = Body(parts.cond, [*(v.origin for v in cond_consts), *kept], frame, scope(eqn))
-    cond_state: dict[Key, Any] = {}
     carry = _arrays([v.data for v in init])
     if frame.context.init:
         # Only which state there is matters: the body is run once.
@@ -206,7 +201,7 @@ def _while(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
     fn = Body(parts.body, [*(v.origin for v in body_consts), *kept], frame, scope(eqn))
 
     def go_on(loop):
-        outs, _ = cond([*(v.data for v in cond_consts), *loop[0]], cond_state, None)
+        outs, _ = cond([*(v.data for v in cond_consts), *loop[0]], {}, None)
         return outs[0]
 
     def step(loop):

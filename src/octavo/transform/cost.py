@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from octavo.numerics import FormatLike, get_format
 from octavo.qarray import QArray
 from octavo.transform.flops import tally
+from octavo.transform.jaxprs import live, of_arrays, this_platform
 from octavo.transform.paths import Weights, argument_names, is_quantized, leaf_paths, weight_names
 
 
@@ -149,20 +149,11 @@ def cost(fn: Any, *args: Any, formats: Mapping[str, FormatLike] | None = None, w
     """
     if not callable(fn):
         raise TypeError(f"cost takes a function and its arguments, got {type(fn).__name__}: cost(fn, *args)")
-    leaves, tree = jax.tree.flatten(args)
-    places = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
-
-    def of_arrays(*arrays):
-        given = dict(zip(places, arrays, strict=True))
-        return fn(*jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)]))
-
-    jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[i] for i in places))
-    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     whole = jax.tree.leaves(args, is_leaf=is_quantized)
     codes = _codes(whole)
     known = {q.qtype.name: q.qtype for q in codes.values()} | dict(formats or {})
-    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    found = tally(jaxpr, platform=platform, formats={i: q.qtype.name for i, q in codes.items()})
+    jaxpr, names = live(*of_arrays(fn, args, {})), {i: q.qtype.name for i, q in codes.items()}
+    found = tally(jaxpr, platform=this_platform(), formats=names)
     macs: dict[tuple[tuple[str, int], ...], int] = {}
     for p, (lhs, rhs) in zip(found.products, found.codes, strict=True):
         sides = _named(lhs or p.lhs_dtype, known), _named(rhs or p.rhs_dtype, known)

@@ -6,11 +6,12 @@ again) is here; the rest of the transformation speaks in the terms of this file.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from octavo.ops import is_known_call
 
@@ -48,6 +49,35 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], in_tree: Any) -> Traced
 
     jaxpr = jax.make_jaxpr(flat)(*leaves)
     return Traced(jaxpr, trees[-1])
+
+
+def of_arrays(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """`fn(*args, **kwargs)` as a function of the arrays among its arguments, and these; the rest is passed on."""
+    leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+    places = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+
+    def flat(*arrays: Any) -> Any:
+        given = dict(zip(places, arrays, strict=True))
+        args, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+        return fn(*args, **kwargs)
+
+    return flat, [leaves[i] for i in places]
+
+
+def live(fn: Callable[..., Any], arrays: Sequence[Any]) -> Jaxpr:
+    """The jaxpr of a function of arrays, without what no result depends on.
+
+    A custom gradient computes every cotangent, also those that nobody asked for; XLA drops them, and so does this.
+    """
+    jaxpr = jax.make_jaxpr(fn)(*arrays)
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def this_platform() -> str:
+    """The platform that functions are compiled for here, as JAX names it when it lowers them."""
+    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 
 
 def is_literal(atom: Any) -> bool:

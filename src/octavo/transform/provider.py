@@ -19,6 +19,7 @@ from octavo.transform.frame import Frame, Key
 from octavo.transform.notation import dimension_numbers
 from octavo.transform.ranges import QUANT_STATS, static_ranges
 from octavo.transform.site import Site
+from octavo.transform.watching import watch
 
 OVERWRITE = "_overwrite_with_gradient"
 
@@ -90,6 +91,9 @@ class QuantizationProvider:
     ...         return super().dot_general(*args, **kwargs) / 2
     """
 
+    probing: bool = False
+    """Whether operations also tell how well their number formats fit; see `octavo.transform.probe`."""
+
     def __init__(self, rules: Any, *, disable_jit: bool = False):
         del disable_jit  # Qwix needs it to see through jit; here jit is seen through anyway.
         self.rules: tuple[QuantizationRule, ...] = as_rules(rules)
@@ -103,7 +107,7 @@ class QuantizationProvider:
     @property
     def stateful(self) -> bool:
         """Whether any operation may keep state."""
-        return bool(self.overrides) or any(_has_state(rule) for rule in self.rules)
+        return self.probing or bool(self.overrides) or any(_has_state(rule) for rule in self.rules)
 
     @property
     def quantizes_params(self) -> bool:
@@ -269,6 +273,8 @@ def _run(
     if ops.trackers_of(config):
         key = Key(OVERWRITE, site.path, site.op_id)
         scaling |= frame.read(key, lambda: init_scaling(config))
+    if frame.context.provider.probing:
+        scaling |= watch(site, frame, config, operands)
     return op(*operands, *args, **kwargs, config=config, key=_rounding_key(operation, config), scaling=scaling)
 
 

@@ -1,17 +1,15 @@
 """A function whose precision changes over training: one quantized function for each stage of a schedule."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsIndex
-
-import jax
 
 from octavo._typing import PRNGKeyArray
 from octavo.rules.schedule import Schedule
 from octavo.transform.frame import Key
 from octavo.transform.paths import Weights
-from octavo.transform.provider import OVERWRITE
+from octavo.transform.provider import OVERWRITE, QtProvider
 from octavo.transform.quantized import Quantized, quantized
-from octavo.transform.state import nested
+from octavo.transform.state import keeping, kind_of, merged, nested, without
 
 
 def scheduled(fn: Any, schedule: Any, *, weights: Weights = None, on_unmatched: str = "error") -> "Scheduled":
@@ -20,7 +18,7 @@ def scheduled(fn: Any, schedule: Any, *, weights: Weights = None, on_unmatched: 
     A step that is traced is an error: it would have every stage in every program. Under `jax.jit`, choose the stage
     outside and pass it as a static argument, which compiles once for each stage:
 
-    >>> import functools, octavo, jax.numpy as jnp
+    >>> import functools, jax, octavo, jax.numpy as jnp
     >>> def predict(params, x):
     ...     return x @ params["w"]
     >>> low = scheduled(predict, Schedule([(0, None), (100, octavo.recipe("int8", exclude=None))]))
@@ -57,15 +55,7 @@ class Scheduled:
 
         What two stages keep under one name they share, so that the ranges seen in one serve the next.
         """
-        state: dict[Key, Any] = {}
-        for number, stage in enumerate(self.stages):
-            for key, new in stage._initial(args, kwargs).items():
-                if _kind(state.setdefault(key, new)) != _kind(new):
-                    raise ValueError(
-                        f"stage {number} keeps another state for {key.name} at {key.path!r} than a stage before it: "
-                        "give static ranges the same act_batch_axes in all stages"
-                    )
-        return nested(state)
+        return nested(united(stage._initial(args, kwargs) for stage in self.stages))
 
     def stateful(
         self,
@@ -85,35 +75,31 @@ class Scheduled:
         def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
             whole = dict(state or {})
             out, new = stage.stateful(whole, key=key, update=update and updates)(*args, **kwargs)
-            unused = _without(whole.get(OVERWRITE, {}), new.get(OVERWRITE, {}))
-            return (_keeping(out, unused) if jax.tree.leaves(unused) else out), _merged(whole, new)
+            unused = without(whole.get(OVERWRITE, {}), new.get(OVERWRITE, {}))
+            return keeping(out, unused), merged(whole, new)
 
         return call
 
 
-def _kind(state: Any) -> Any:
-    return jax.tree.structure(state), [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
+def united(states: Iterable[Mapping[Key, Any]]) -> dict[Key, Any]:
+    """The state of stages together; what two keep under one name they share."""
+    state: dict[Key, Any] = {}
+    for each in states:
+        for key, new in each.items():
+            if kind_of(state.setdefault(key, new)) != kind_of(new):
+                raise ValueError(
+                    f"a stage keeps another state for {key.name} at {key.path!r} than a stage before it: give static "
+                    "ranges the same act_batch_axes in all stages"
+                )
+    return state
 
 
-def _merged(old: Any, new: Any) -> Any:
-    """Nested dictionaries, the new over the old."""
-    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
-        return new
-    return {**old, **{name: _merged(old[name], new[name]) if name in old else new[name] for name in new}}
+class StageProvider(QtProvider):
+    """The rules of one stage of a schedule, for a model: `others` are those of the stages beside it, whose state is
+    passed on, and `updates` says whether static ranges are updated.
+    """
 
-
-def _without(old: Any, new: Any) -> Any:
-    """Of nested dictionaries, what the new ones have not."""
-    if not isinstance(new, Mapping):
-        return {}
-    kept = {name: _without(value, new[name]) if name in new else value for name, value in old.items()}
-    return {name: value for name, value in kept.items() if name not in new or value}
-
-
-@jax.custom_vjp
-def _keeping(out: Any, state: Any) -> Any:
-    """What a function returns, with a gradient for state that it has not used: itself, so that it is kept."""
-    return out
-
-
-_keeping.defvjp(lambda out, state: (out, state), lambda state, g: (g, state))
+    def __init__(self, schedule: Schedule, number: int, *, updates: bool = True):
+        super().__init__(schedule.stages[number][1])
+        self.updates = updates
+        self.others = tuple(QtProvider(rules) for i, (_, rules) in enumerate(schedule.stages) if i != number)

@@ -7,7 +7,7 @@ from octavo.ops import DotConfig, KnownCall, Matmul
 from octavo.ops.ragged import GMM
 from octavo.qarray import QArray
 from octavo.rules import QuantizationRule, dot_config, find
-from octavo.transform.flops import product_flops
+from octavo.transform.arithmetic import product_flops
 from octavo.transform.frame import BACKWARD, Context, Frame, Value, is_einsum, module_of, scope_names
 from octavo.transform.jaxprs import PRODUCTS, Equation, scope
 from octavo.transform.origin import Origin, common_module

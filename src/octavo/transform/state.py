@@ -47,3 +47,36 @@ def check_calibrated(state: Mapping[Key, Any]) -> None:
                 f"{key.name} at {key.path!r} has a static scale that was never calibrated: run on calibration data "
                 "with statistics being updated first"
             )
+
+
+def merged(old: Any, new: Any) -> Any:
+    """Nested dictionaries, the new over the old."""
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return new
+    return {**old, **{name: merged(old[name], new[name]) if name in old else new[name] for name in new}}
+
+
+def without(old: Any, new: Any) -> Any:
+    """Of nested dictionaries, what the new ones have not."""
+    if not isinstance(new, Mapping):
+        return {}
+    kept = {name: without(value, new[name]) if name in new else value for name, value in old.items()}
+    return {name: value for name, value in kept.items() if name not in new or value}
+
+
+def keeping(out: Any, state: Any) -> Any:
+    """What a function returns, with a gradient for state that it has not used: itself, so that it is kept."""
+    return _keeping(out, state) if jax.tree.leaves(state) else out
+
+
+@jax.custom_vjp
+def _keeping(out: Any, state: Any) -> Any:
+    return out
+
+
+_keeping.defvjp(lambda out, state: (out, state), lambda state, g: (g, state))
+
+
+def kind_of(state: Any) -> Any:
+    """What has to be alike for one state to be used as another."""
+    return jax.tree.structure(state), [(x.shape, x.dtype) for x in jax.tree.leaves(state)]

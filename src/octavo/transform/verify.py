@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import export
-from jax.interpreters.partial_eval import dce_jaxpr
 
-from octavo.transform.flops import Product, Window, conv_flops, dot_flops, tally
+from octavo.transform.arithmetic import Window, conv_flops, dot_flops
+from octavo.transform.flops import Product, tally
+from octavo.transform.jaxprs import live, of_arrays, this_platform
 
 LOW = ("native", "emulated")
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -161,21 +162,10 @@ def verify(fn: Any, *args: Any, platform: str | None = None, **kwargs: Any) -> V
         raise TypeError(f"verify takes a function and its arguments, got {type(fn).__name__}: verify(fn, *args)")
     if platform is not None and platform not in PLATFORMS:
         raise ValueError(f"platform is one of {PLATFORMS}, got {platform!r}")
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
-
-    def of_arrays(*arrays):
-        given = dict(zip(places, arrays, strict=True))
-        args, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
-        return fn(*args, **kwargs)
-
-    arrays = [leaves[i] for i in places]
-    target = platform or {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    jaxpr = jax.make_jaxpr(of_arrays)(*arrays)
-    # A custom gradient computes every cotangent, also those that nobody asked for; XLA drops them, and so does this.
-    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    found = tally(jaxpr, platform=target)
-    lowered = None if platform is None else _lower(of_arrays, arrays, platform)
+    flat, arrays = of_arrays(fn, args, kwargs)
+    target = platform or this_platform()
+    found = tally(live(flat, arrays), platform=target)
+    lowered = None if platform is None else _lower(flat, arrays, platform)
     return Verification(found.products, target, found.opaque, found.loops, lowered)
 
 

@@ -1,0 +1,160 @@
+"""Reading a checkpoint: the newest whole one, or a part of it, into the structure that a caller expects."""
+
+import dataclasses
+import json
+import operator
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from octavo.checkpoint import leaves, manifest, store
+from octavo.checkpoint.errors import CheckpointError, CheckpointWarning, DamagedError
+from octavo.checkpoint.folder import Folder
+from octavo.checkpoint.leaves import Leaf
+
+STATE = "state"
+TREE = "tree.json"
+EXTRA = "extra/metadata"  # Where Orbax's JSON handler looks for it.
+
+_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A checkpoint that was read: its step, the state, and what was saved as `extra`."""
+
+    step: int
+    state: Any
+    extra: dict[str, Any]
+
+
+def load(path: str | os.PathLike[str], like: Any = None, *, step: int | None = None, part: str = "") -> Restored:
+    """Read a run's newest whole checkpoint, or the one in the folder of a step, without being the run's writer.
+
+    `like` is a pytree of arrays or ShapeDtypeStructs that says what to expect and where to put it; without it the
+    state comes as dictionaries of NumPy arrays, numbers, keys and QArrays. `part` names a subtree, as in `"params"` or
+    `"params/decoder"`: only its files are read, and `like` is of its structure.
+
+    >>> import numpy as np, tempfile
+    >>> from octavo.checkpoint import Checkpoints
+    >>> with tempfile.TemporaryDirectory() as directory, Checkpoints(directory) as checkpoints:
+    ...     checkpoints.save(7, {"params": {"w": np.ones(2)}, "moments": {"w": np.zeros(2)}}, {"tokens": 512})
+    ...     checkpoints.wait()
+    ...     load(directory, part="params")
+    Restored(step=7, state={'w': array([1., 1.])}, extra={'tokens': 512})
+    """
+    path = Path(path)
+    if step is None and (path / manifest.NAME).exists():
+        return read(path, like, part=part)
+    restored = newest(Folder(path), like, step=step, part=part)
+    if restored is None:
+        raise CheckpointError(f"{path} holds no checkpoint" + ("" if path.is_dir() else ": there is no such directory"))
+    return restored
+
+
+def newest(folder: Folder, like: Any, *, step: int | None = None, part: str = "") -> Restored | None:
+    """The newest checkpoint that is whole, with a warning for each that is not; or the one of a step."""
+    if step is not None:
+        step = operator.index(step)
+        if step not in (steps := folder.all()):
+            there = f"the steps {', '.join(map(str, steps))} are" if steps else "no step is"
+            raise CheckpointError(f"{folder.directory} has no checkpoint of step {step}; {there} there")
+        return read(folder.of(step), like, step=step, part=part)
+    tried: dict[int, str] = {}
+    # The run that writes here may go on while it is read: what it deletes meanwhile is no damage.
+    while remaining := [step for step in folder.all() if step not in tried]:
+        step = remaining[-1]
+        try:
+            restored = read(folder.of(step), like, step=step, part=part)
+        except DamagedError as error:
+            tried[step] = str(error)
+            continue
+        for passed, problem in tried.items():
+            if passed > step and folder.of(passed).exists():
+                warnings.warn(
+                    f"the checkpoint of step {passed} is damaged: {problem}; step {step} is used instead",
+                    CheckpointWarning,
+                    stacklevel=3,
+                )
+        return restored
+    if tried:
+        problems = "".join(f"\n  step {step}: {problem}" for step, problem in tried.items())
+        raise CheckpointError(f"no checkpoint in {folder.directory} is whole:{problems}")
+    return None
+
+
+def read(directory: Path, like: Any, *, step: int | None = None, part: str = "") -> Restored:
+    """The checkpoint in a folder, checked against its manifest; `step` is the one it should be of."""
+    prefix = tuple(name for name in part.split("/") if name)
+    found = manifest.check(directory, contents=lambda name: name in (TREE, EXTRA))
+    if step is not None and found != step:
+        raise DamagedError(f"{directory / manifest.NAME} is of step {found}: the folder was renamed")
+    described = json.loads((directory / TREE).read_text(encoding="utf-8"))
+    stored = {leaf.path: leaf for leaf in map(Leaf.from_json, described["leaves"])}
+    quantized = {tuple(q["path"]): q["static"] for q in described["quantized"]}
+    size = len(prefix)
+    wanted = {path[size:]: leaf for path, leaf in stored.items() if path[:size] == prefix}
+    statics = {path[size:]: static for path, static in quantized.items() if path[:size] == prefix}
+    if prefix and not wanted:
+        tops = sorted({path[0] for path in stored if path})
+        raise CheckpointError(f"{directory} has nothing at {part!r}; at the top it has {', '.join(tops)}")
+    if like is not None:
+        _compare(directory, like, wanted, statics)
+    places = store.places(list(stored))
+    arrays = {places[leaf.path]: leaf for leaf in wanted.values() if 0 not in leaf.shape}
+    manifest.check(directory, contents=_files(set(map(store.folder, arrays))))
+    dtypes = {place: "uint32" if leaf.kind == "key" else leaf.dtype for place, leaf in arrays.items()}
+    try:
+        values = store.read(directory / STATE, dtypes) if arrays else {}
+    except Exception as error:
+        manifest.check(directory, contents=lambda _: True)  # Deleted or damaged while it was read?
+        raise CheckpointError(f"{directory} is whole, but cannot be read: {type(error).__name__}: {error}") from error
+    extra = json.loads((directory / EXTRA).read_text(encoding="utf-8"))
+
+    def value(path: leaves.Path, target: Any) -> Any:
+        leaf = wanted[path]
+        array = values.get(places[leaf.path])
+        return leaves.from_host(leaf, leaves.empty(leaf) if array is None else array, target)
+
+    return Restored(found, _built(like, wanted, statics, value), extra)
+
+
+def _files(folders: set[str]) -> Callable[[str], bool]:
+    """Whether a file is one of those that the arrays in some folders are read from."""
+
+    def needed(name: str) -> bool:
+        top, *rest = name.split("/")
+        return top == STATE and (len(rest) == 1 or rest[0] in folders)
+
+    return needed
+
+
+def _built(like: Any, wanted: dict[leaves.Path, Leaf], statics: dict[leaves.Path, Any], value: Callable) -> Any:
+    if like is not None:
+        targets = leaves.leaves_of(like)
+        return jax.tree.unflatten(jax.tree.structure(like), [value(path, t) for path, (_, t) in targets.items()])
+    values = {path: value(path, None) for path in wanted}
+    for path, static in statics.items():
+        parts = {p[-1]: values.pop(p) for p in list(values) if p[:-1] == path}
+        values[path] = leaves.qarray(static, parts)
+    return leaves.nested(values)
+
+
+def _compare(directory: Path, like: Any, wanted: dict[leaves.Path, Leaf], statics: dict[leaves.Path, Any]) -> None:
+    expected = {path: str(leaf) for path, (leaf, _) in leaves.leaves_of(like).items()}
+    expected |= {path: leaves.static_text(leaves.static_of(q)) for path, q in leaves.qarrays_of(like).items()}
+    found = {path: str(leaf) for path, leaf in wanted.items()}
+    found |= {path: leaves.static_text(static) for path, static in statics.items()}
+    lines = list(leaves.differences(expected, found))
+    if lines:
+        more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        count = "1 place differs" if len(lines) == 1 else f"{len(lines)} places differ"
+        listed = "\n".join(lines[:_SHOWN])
+        raise CheckpointError(
+            f"{directory} holds another state than is expected; {count}:\n{listed}{more}\n"
+            "Restore with the model and optimizer that it was saved from, or read a part of it"
+        )

@@ -1,0 +1,76 @@
+"""`octavo compare`: the same training in float and in recipes, over seeds, with a table and a report."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from octavo.train.config import ConfigError
+from octavo.train.sources import load
+
+_HELP = """usage: octavo compare [CONFIG.yml] quantization=RECIPE[,RECIPE...] [seeds=N] [key=value ...]
+
+Trains the same model from the same seeds on the same batches in float and in each recipe, the runs taking their steps
+in turn, and prints a table: loss on held-out text, its gap to float with a 95 % interval over the seeds, time and
+memory of a step against float, and the share of matmul FLOPs in low precision. Writes the results as JSON and a report
+page with the curves. Runs that are finished are kept in the directory and not run again.
+
+  quantization=int8,fp8_full   the recipes; `octavo plan --rules list` prints them all
+  seeds=3                      how many seeds (2: the interval needs two or more)
+  eval_points=10               how often the loss on held-out text is taken
+  key=value                    everything that `octavo train --help` lists: steps=200 model_name=10m ...
+
+Example: octavo compare quantization=int8,fp8_full model_name=1m steps=100 seeds=3
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Compare as the arguments say, and return the exit status."""
+    if any(word in ("-h", "--help", "help") for word in argv):
+        print(_HELP)
+        return 0
+    own = {"quantization": "int8", "seeds": "2", "eval_points": "10"}
+    rest = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if equals and name in own:
+            own[name] = value
+        else:
+            rest.append(word)
+    try:
+        recipes = [name for name in own["quantization"].strip("[]").split(",") if name and name != "float"]
+        loaded = [load([*rest, f"quantization={name}"]) for name in recipes or [""]]
+        seeds, points = _number("seeds", own["seeds"]), _number("eval_points", own["eval_points"])
+    except (ConfigError, OSError) as error:
+        print(f"octavo compare: {error}", file=sys.stderr)
+        return 2
+    for text in dict.fromkeys(note for _, sources in loaded for note in sources.notes):
+        _say(f"note: {text}")
+    return _compare(loaded[0].config, recipes, seeds, points)
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError([f"{name}={text}: a whole number, 1 or more"])
+    return int(text)
+
+
+def _compare(config, recipes: list[str], seeds: int, points: int) -> int:
+    from octavo.report import compare_report
+    from octavo.train.compare import Comparison
+
+    directory = Path(config.run_directory)
+    comparison = Comparison(config, recipes, seeds=seeds, eval_points=points, directory=directory, say=_say)
+    try:
+        comparison.run()
+    except (FloatingPointError, OSError, ValueError) as error:
+        print(f"octavo compare: {error}", file=sys.stderr)
+        return 1
+    (directory / "comparison.json").write_text(json.dumps(comparison.to_dict()), encoding="utf8")
+    print(comparison)
+    print(f"report: {compare_report(comparison.to_dict(), directory / 'report.html')}")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

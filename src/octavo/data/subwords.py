@@ -1,0 +1,141 @@
+"""Subword tokenizers of the `tokenizers` package: one learned from the data, or one from a file."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo.data.cache import cached
+from octavo.data.optional import require
+from octavo.data.rows import Ids
+from octavo.data.tokenizer import Texts, Tokenizer, register_tokenizer
+
+DEFAULT_VOCABULARY = 4096
+_END = "<|endoftext|>"
+_SMALLEST = 257  # all bytes and the end of a document
+_LEARN_FROM = 16_000_000  # characters: more of them hardly change the merges
+_PIECE = 1 << 16
+_ENDS = ("</s>", _END, "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
+_BEGINNINGS = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]")
+
+
+class Subwords(Tokenizer):
+    """A tokenizer of the `tokenizers` package, from the text of a tokenizer.json."""
+
+    def __init__(self, name: str, text: str, *, eos: int, bos: int):
+        self.name, self.eos, self.bos = name, eos, bos
+        self._inner = _package(name).Tokenizer.from_str(text)
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._text = text
+        self.vocab_size = 1 + max(self._inner.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> np.ndarray:
+        # A hundred megabytes at once would need gigabytes for offsets and the like.
+        parts = self._inner.encode_batch_fast(list(pieces(text)), add_special_tokens=False)
+        return np.concatenate([np.empty(0, np.uint32), *(np.array(part.ids, np.uint32) for part in parts)])
+
+    def decode(self, ids: Ids) -> str:
+        return self._inner.decode([int(i) for i in np.asarray(ids).reshape(-1)], skip_special_tokens=True)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(f"{self.eos} {self.bos} {self._text}".encode()).hexdigest()
+
+
+def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
+    """A text in pieces of about a size, cut after line ends where there are any.
+
+    >>> list(pieces("one\\ntwo\\nthree", 5))
+    ['one\\n', 'two\\n', 'three']
+    """
+    start = 0
+    while start < len(text):
+        end = start + size
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end
+
+
+def learn(texts: Iterable[str], vocab_size: int) -> str:
+    """The tokenizer.json of a byte-level BPE learned from texts: the same one for the same texts."""
+    package = _package("bpe")
+    inner = package.Tokenizer(package.models.BPE())
+    inner.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_END],
+        initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    return inner.to_str()
+
+
+def make_bpe(config: Any, texts: Texts) -> Tokenizer:
+    """A byte-level BPE of `vocab_size` ids, learned from the start of the training text and kept for the next run."""
+    size = getattr(config, "vocab_size", 0) or DEFAULT_VOCABULARY
+    if size < _SMALLEST:
+        raise ValueError(f"tokenizer_type=bpe needs a vocab_size of at least {_SMALLEST}, got {size}")
+    sample = list(_start(texts()))
+    seen = hashlib.sha256(f"bpe 1 {_package('bpe').__version__} {size}".encode())
+    for text in sample:
+        seen.update(b"%d:" % len(text) + text.encode("utf-8", errors="replace"))
+    path = cached(f"bpe-{seen.hexdigest()[:32]}.json", lambda path: _write(path, learn(sample, size)))
+    return Subwords("bpe", path.read_text(encoding="utf-8") if path else learn(sample, size), eos=0, bos=0)
+
+
+def make_huggingface(config: Any, texts: Texts) -> Tokenizer:
+    """The tokenizer of a local tokenizer.json, or of a folder with one."""
+    del texts
+    given = getattr(config, "tokenizer_path", "")
+    path = Path(given)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not given or not file.is_file():
+        raise FileNotFoundError(
+            f"tokenizer_type=huggingface reads a local tokenizer.json or a folder with one; "
+            f"tokenizer_path={given!r} is neither"
+        )
+    text = file.read_text(encoding="utf-8")
+    known = _package("huggingface").Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
+    settings = file.with_name("tokenizer_config.json")
+    named = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    eos = _special(named.get("eos_token"), _ENDS, known)
+    if eos is None:
+        raise ValueError(
+            f"{file}: no token ends a document; tokenizer_config.json beside it should name its eos_token "
+            f"(looked for {', '.join(_ENDS)})"
+        )
+    bos = _special(named.get("bos_token"), _BEGINNINGS, known)
+    return Subwords("huggingface", text, eos=eos, bos=eos if bos is None else bos)
+
+
+def _special(named: Any, usual: Sequence[str], known: dict[str, int]) -> int | None:
+    named = named.get("content") if isinstance(named, dict) else named
+    return next((known[token] for token in ([named] if named else usual) if token in known), None)
+
+
+def _start(texts: Iterable[str]) -> Iterator[str]:
+    left = _LEARN_FROM
+    for text in texts:
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _package(needed_by: str) -> Any:
+    return require("tokenizers", f"tokenizer_type={needed_by}", "'octavo[models]'")
+
+
+register_tokenizer("bpe", make_bpe)
+register_tokenizer("huggingface", make_huggingface)

@@ -1,0 +1,96 @@
+"""Variables of a Flax Linen model: their names, boxes and wrappers, and a place where operations may keep some."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.core import meta
+
+from octavo.frameworks.params import WithAux, unwrap
+from octavo.qarray import QArray, shardings
+from octavo.transform import Site
+from octavo.transform.frame import Frame, Key
+from octavo.transform.paths import is_quantized, key_name
+from octavo.transform.provider import OVERWRITE
+
+PARAMS = "params"
+
+
+def replaced(tree: Any, path: Sequence[str], how: Any) -> Any:
+    """A parameter tree with one leaf in low precision, its sharding names kept on codes and scales."""
+    if path:
+        return {**tree, path[0]: replaced(tree[path[0]], path[1:], how)}
+    if not isinstance(tree, meta.AxisMetadata):
+        return WithAux(how.quantize(tree), how)
+    return WithAux(boxed(how.quantize(tree.unbox()), tree), how)
+
+
+def boxed(q: QArray, box: Any, *, replicate_scale: bool = False) -> QArray:
+    """Codes and scales in boxes of their own, with the names of axes that the parameter's box had."""
+    if not isinstance(box, nn.Partitioned):
+        return jax.tree.map(box.replace_boxed, q)
+    specs = shardings(q, jax.sharding.PartitionSpec(*box.names))
+
+    def put(x: Any, spec: Any) -> Any:
+        kept = tuple(spec) if x is q.qvalue or not replicate_scale else ()
+        return nn.Partitioned(x, kept + (None,) * (x.ndim - len(kept)), box.mesh)
+
+    return jax.tree.map(put, q, specs)
+
+
+def plain(tree: Any) -> Any:
+    """Variables without boxes and wrappers: arrays and QArrays."""
+    return unwrap(meta.unbox(tree))
+
+
+def nest(tree: Any, prefix: str) -> Any:
+    """A tree under the path of its module."""
+    for part in reversed(prefix.split("/") if prefix else []):
+        tree = {part: tree}
+    return tree
+
+
+def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str = "") -> list[str | None]:
+    """Parameters, in the first argument, by their path in the model; everything else is none."""
+    names: list[str | None] = []
+    for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_quantized):
+        keys = [key_name(k) for k in path]
+        if keys[:2] != ["0", "0"] or PARAMS not in keys:
+            names.append(None)
+            continue
+        own = keys[keys.index(PARAMS) + 1 :]
+        names.append("/".join([prefix, *own] if prefix else own))
+    return names
+
+
+class _Place(nn.Module):
+    """A module in which an overriding operation may make modules of its own."""
+
+    fn: Callable[[], Any]
+
+    @nn.compact
+    def __call__(self):
+        return self.fn()
+
+
+def host(frame: Frame, site: Site, call: Callable[[], Any]) -> Any:
+    """Run an overridden operation where it may hold Linen variables, which are state under the operation's module."""
+    place, path = _Place(call, parent=None), site.path
+    if frame.context.init:
+        out, made = place.init_with_output(jax.random.key(0))
+        for collection, tree in made.items():
+            for name, value in tree.items():
+                frame.read(Key(collection, path, name), lambda value=value: value)
+        return out
+    variables: dict[str, Any] = {}
+    for key, value in frame.state.items():
+        if key.path == path and key.name == site.op_id:
+            variables.setdefault(key.collection, {})[key.name] = value
+    mutable = [c for c in variables if c != OVERWRITE] if frame.context.update else []
+    rngs = {} if frame.key is None else {"params": frame.key}
+    out, after = place.apply(variables, mutable=mutable or ["intermediates"], rngs=rngs)  # pyrefly: ignore
+    for collection in mutable:
+        for name, value in after[collection].items():
+            frame.write(Key(collection, path, name), value)
+    return out

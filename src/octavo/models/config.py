@@ -1,0 +1,123 @@
+"""What a decoder is made of, in numbers."""
+
+import dataclasses
+
+from octavo._config import Config
+from octavo.models.layers import ACTIVATIONS
+from octavo.models.remat import POLICIES
+from octavo.numerics import nearest_names
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_SIZES = ("vocab_size", "emb_dim", "num_layers", "num_query_heads", "num_kv_heads", "head_dim", "mlp_dim")
+_COUNTS = ("shared_experts", "first_dense_layers", "unscanned_first", "unscanned_last")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class ModelConfig(Config):
+    """The sizes and choices of a `Decoder`; made once, checked when made.
+
+    >>> small = dict(emb_dim=64, num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128)
+    >>> ModelConfig(vocab_size=256, **small).replace(remat="full")
+    ModelConfig(vocab_size=256, emb_dim=64, ..., mlp_dim=128, remat='full')
+    """
+
+    vocab_size: int
+    emb_dim: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    """Each key and value head serves an equal number of query heads."""
+    head_dim: int
+    mlp_dim: int
+    activation: str = "silu"
+    """Of the gated half of an MLP: wo(activation(wi_0(x)) * wi_1(x))."""
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    tied_logits: bool = True
+    """Whether the embedding table gives the logits as well."""
+    num_experts: int = 1
+    """More than one makes the MLPs mixtures of experts."""
+    experts_per_token: int = 1
+    shared_experts: int = 0
+    """How many experts' worth of an MLP every token passes through, besides its own experts."""
+    moe_mlp_dim: int = 0
+    first_dense_layers: int = 0
+    """Layers that keep an ordinary MLP."""
+    sparse_matmul: bool = True
+    """Whether tokens go to their experts only, sorted; otherwise all experts see all tokens, for reference."""
+    scan_layers: bool = True
+    """Whether equal layers are one loop over stacked parameters, which compiles in the time of one layer."""
+    unscanned_first: int = 0
+    """Layers at the bottom that stand apart from the loop, under names of their own."""
+    unscanned_last: int = 0
+    remat: str = "none"
+    """What is kept of a layer for the backward pass: see `octavo.models.POLICIES`."""
+    dtype: str = "float32"
+    """In which activations are computed; norms, softmax, router and logits are float32."""
+    weight_dtype: str = "float32"
+    """In which parameters are kept."""
+    float32_logits: bool = True
+    """Whether the logits are multiplied in float32, too."""
+
+    def __post_init__(self):
+        self._check_sizes()
+        self._check_names()
+        self._check_experts()
+        self._check_layers()
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether the layer of this number has experts."""
+        return self.num_experts > 1 and layer >= self.first_dense_layers
+
+    def _check_sizes(self) -> None:
+        for name in (*_SIZES, "num_experts", "experts_per_token"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
+        for name in (*_COUNTS, "moe_mlp_dim"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is 0 or more, got {getattr(self, name)}")
+        for name in ("norm_eps", "rope_theta"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is positive, got {getattr(self, name)}")
+        if self.num_query_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_query_heads={self.num_query_heads} is no multiple of num_kv_heads={self.num_kv_heads}: each key "
+                "and value head serves as many query heads as every other"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is even, because rotary positions turn pairs of values; got {self.head_dim}")
+
+    def _check_names(self) -> None:
+        for name, known in (
+            ("activation", tuple(ACTIVATIONS)),
+            ("remat", tuple(POLICIES)),
+            ("dtype", _DTYPES),
+            ("weight_dtype", _DTYPES),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}: {nearest_names(getattr(self, name), known)}")
+
+    def _check_experts(self) -> None:
+        if self.num_experts == 1:
+            for name in ("shared_experts", "first_dense_layers"):
+                if getattr(self, name):
+                    raise ValueError(f"{name}={getattr(self, name)} needs num_experts above 1: there are no experts")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} is more than there are: num_experts={self.num_experts}"
+            )
+        if self.num_experts > 1 and not self.moe_mlp_dim:
+            raise ValueError(f"num_experts={self.num_experts} needs moe_mlp_dim, the width of one expert")
+
+    def _check_layers(self) -> None:
+        if self.first_dense_layers >= self.num_layers:
+            raise ValueError(
+                f"first_dense_layers={self.first_dense_layers} leaves no layer with experts: "
+                f"num_layers={self.num_layers}"
+            )
+        apart = self.unscanned_first + self.unscanned_last
+        if apart > self.num_layers:
+            raise ValueError(
+                f"unscanned_first={self.unscanned_first} and unscanned_last={self.unscanned_last} are more layers than "
+                f"num_layers={self.num_layers}"
+            )

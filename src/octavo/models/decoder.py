@@ -1,0 +1,164 @@
+"""A decoder language model: embedding, layers of attention and MLP, logits.
+
+Parameters are named as in MaxText, so that its rules fit: `decoder/layers/self_attention/query/kernel`.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from octavo._typing import Array, Float, PRNGKeyArray, Shaped
+from octavo.models.attention import Attention, Places
+from octavo.models.config import ModelConfig
+from octavo.models.layers import Dense, Embed, Mlp, RMSNorm
+from octavo.models.moe import MoeBlock
+from octavo.models.remat import remat
+
+
+class Aux(NamedTuple):
+    """What a model says besides its logits."""
+
+    load_balance: Float[Array, ""]
+    """The mean over the layers with experts, 1 where tokens are spread evenly; 0 without experts."""
+
+
+class Group(NamedTuple):
+    """Layers under one name: a stack of equal ones that is scanned, or a single one."""
+
+    name: str
+    layers: range
+    is_moe: bool
+    is_stack: bool
+
+
+def layer_groups(config: ModelConfig) -> tuple[Group, ...]:
+    """The layers from first to last, under the names of their parameters.
+
+    >>> from octavo.models import ModelConfig
+    >>> sizes = dict(vocab_size=8, emb_dim=8, num_query_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=8)
+    >>> [g.name for g in layer_groups(ModelConfig(**sizes, num_layers=5, unscanned_first=1, unscanned_last=1))]
+    ['first_layers_0', 'layers', 'last_layers_0']
+    >>> [g.name for g in layer_groups(ModelConfig(**sizes, num_layers=3, scan_layers=False))]
+    ['layers_0', 'layers_1', 'layers_2']
+    """
+    start, stop = config.unscanned_first, config.num_layers - config.unscanned_last
+    dense = min(max(config.first_dense_layers, start), stop)
+    groups: list[Group] = []
+    for name, layers, is_stack in (
+        ("first_layers", range(start), False),
+        ("dense_layers", range(start, dense), config.scan_layers),
+        ("layers", range(dense, stop), config.scan_layers),
+        ("last_layers", range(stop, config.num_layers), False),
+    ):
+        if is_stack and layers:
+            groups.append(Group(name, layers, config.is_moe(layers[0]), True))
+        else:
+            groups += [Group(f"{name}_{n}", range(i, i + 1), config.is_moe(i), False) for n, i in enumerate(layers)]
+    return tuple(groups)
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, is_moe: bool, *, rngs: nnx.Rngs):
+        # Every layer adds twice to its input; so scaled, the sum of all layers keeps its size at any depth.
+        gain = (2 * config.num_layers) ** -0.5
+        size, dtype = config.emb_dim, config.weight_dtype
+        self.pre_self_attention_layer_norm = RMSNorm(size, config.norm_eps, dtype)
+        self.self_attention = Attention(config, rngs=rngs, gain=gain)
+        self.post_self_attention_layer_norm = RMSNorm(size, config.norm_eps, dtype)
+        if is_moe:
+            self.moe_block = MoeBlock(config, rngs=rngs, gain=gain)
+        else:
+            self.mlp = Mlp(size, config.mlp_dim, config.activation, dtype, rngs=rngs, gain=gain)
+        self.is_moe = is_moe
+
+    def __call__(
+        self, x: Float[Array, "batch length size"], places: Places
+    ) -> tuple[Float[Array, "batch length size"], Float[Array, ""]]:
+        x = x + self.self_attention(self.pre_self_attention_layer_norm(x), places)
+        y = self.post_self_attention_layer_norm(x)
+        if self.is_moe:
+            y, load_balance = self.moe_block(y)
+        else:
+            y, load_balance = self.mlp(y), jnp.zeros((), jnp.float32)
+        return x + y, load_balance
+
+
+def _layer(config: ModelConfig, is_moe: bool, key: PRNGKeyArray) -> DecoderLayer:
+    return DecoderLayer(config, is_moe, rngs=nnx.Rngs(key))
+
+
+class Stack(nnx.Module):
+    """All layers, and the norm after the last one."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        keys = jax.random.split(rngs.params(), config.num_layers)
+        for group in layer_groups(config):
+            make = functools.partial(_layer, config, group.is_moe)
+            here = keys[group.layers.start : group.layers.stop]
+            setattr(self, group.name, nnx.vmap(make)(here) if group.is_stack else make(here[0]))
+        self.decoder_norm = RMSNorm(config.emb_dim, config.norm_eps, config.weight_dtype)
+        if not config.tied_logits:
+            self.logits_dense = Dense(config.emb_dim, config.vocab_size, config.weight_dtype, rngs=rngs)
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "batch length size"], places: Places
+    ) -> tuple[Float[Array, "batch length size"], Aux]:
+        total = jnp.zeros((), jnp.float32)
+        for group in layer_groups(self.config):
+            graph, params = nnx.split(getattr(self, group.name))
+
+            def layer(x: Array, params: Any, graph: Any = graph) -> tuple[Array, Array]:
+                return nnx.merge(graph, params)(x, places)
+
+            layer = remat(layer, self.config.remat, in_scan=group.is_stack)
+            x, load_balance = jax.lax.scan(layer, x, params) if group.is_stack else layer(x, params)
+            total = total + jnp.sum(load_balance)
+        count = sum(map(self.config.is_moe, range(self.config.num_layers)))
+        return self.decoder_norm(x), Aux(load_balance=total / max(count, 1))
+
+
+class Decoder(nnx.Module):
+    """A language model.
+
+    >>> from octavo.models import ModelConfig
+    >>> sizes = dict(emb_dim=16, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
+    >>> model = Decoder(ModelConfig(vocab_size=50, **sizes), rngs=nnx.Rngs(0))
+    >>> logits, aux = model(jnp.asarray([[3, 14, 15]]))
+    >>> logits.shape
+    (1, 3, 50)
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        # A normalized vector has the length sqrt(emb_dim): tied logits begin with a variance of one.
+        stddev = config.emb_dim**-0.5 if config.tied_logits else 1.0
+        self.token_embedder = Embed(config.vocab_size, config.emb_dim, config.weight_dtype, rngs=rngs, stddev=stddev)
+        self.decoder = Stack(config, rngs=rngs)
+        self.config = config
+
+    def __call__(
+        self,
+        tokens: Shaped[Array, "batch length"],
+        positions: Shaped[Array, "batch length"] | None = None,
+        segments: Shaped[Array, "batch length"] | None = None,
+    ) -> tuple[Float[Array, "batch length vocab"], Aux]:
+        """The logits of each token's successor, in float32.
+
+        A token sees itself and those before it in its segment; `positions` are what rotary embeddings count, from 0 on
+        unless told. Several documents in a row differ in their `segments`.
+        """
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        if segments is None:
+            segments = jnp.zeros(tokens.shape, jnp.int32)
+        x = self.token_embedder(tokens, self.config.dtype)
+        x, aux = self.decoder(x, Places.of(self.config, positions, segments))
+        if self.config.float32_logits:
+            x = x.astype(jnp.float32)
+        logits = self.token_embedder.attend(x) if self.config.tied_logits else self.decoder.logits_dense(x)
+        return logits.astype(jnp.float32), aux

@@ -1,0 +1,83 @@
+"""The parts that every layer has: matrices, a norm, the embedding table and the gated MLP."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray, Shaped
+from octavo.models.remat import named
+
+ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "sigmoid": jax.nn.sigmoid,
+    "linear": lambda x: x,
+}
+
+
+def matrix(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, *, gain: float = 1.0) -> Array:
+    """Random `[..., in, out]` that keeps the variance of what it multiplies, times the square of `gain`."""
+    stacked = tuple(range(len(shape) - 2))
+    init = jax.nn.initializers.variance_scaling(gain**2, "fan_in", "truncated_normal", batch_axis=stacked)
+    return init(key, shape, jnp.dtype(dtype))
+
+
+class Dense(nnx.Module):
+    """A product with a matrix, in the dtype of what comes in."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: str, *, rngs: nnx.Rngs, gain: float = 1.0):
+        self.kernel = nnx.Param(matrix(rngs.params(), (inputs, outputs), dtype, gain=gain))
+
+    def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
+        # As one matrix of rows: for the gradient of a batch of them, XLA's CPU backend takes half as long again.
+        rows = x.reshape(-1, x.shape[-1])
+        return (rows @ self.kernel[...].astype(x.dtype)).reshape(*x.shape[:-1], -1)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean x^2 + epsilon) * scale, in float32."""
+
+    def __init__(self, size: int, eps: float, dtype: str):
+        self.scale = nnx.Param(jnp.ones(size, jnp.dtype(dtype)))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        wide = x.astype(jnp.float32)
+        normal = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        gain = self.scale[...].astype(jnp.float32)
+        return (normal * jnp.broadcast_to(gain, normal.shape)).astype(x.dtype)
+
+
+class Embed(nnx.Module):
+    """A vector for each token, and the logits of tokens for a vector."""
+
+    def __init__(self, count: int, size: int, dtype: str, *, rngs: nnx.Rngs, stddev: float):
+        init = jax.nn.initializers.truncated_normal(stddev)
+        self.embedding = nnx.Param(init(rngs.params(), (count, size), jnp.dtype(dtype)))
+
+    def __call__(self, tokens: Shaped[Array, "*batch"], dtype: str) -> Float[Array, "*batch size"]:
+        # A token beyond the table gives NaN, which is noticed; the nearest row would not be.
+        return jnp.take(self.embedding[...].astype(jnp.dtype(dtype)), tokens, axis=0, mode="fill")
+
+    def attend(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch count"]:
+        return jax.lax.dot_general(x, self.embedding[...].astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
+
+
+class Mlp(nnx.Module):
+    """wo(activation(wi_0(x)) * wi_1(x))."""
+
+    def __init__(self, size: int, hidden: int, activation: str, dtype: str, *, rngs: nnx.Rngs, gain: float):
+        self.wi_0 = Dense(size, hidden, dtype, rngs=rngs)
+        self.wi_1 = Dense(size, hidden, dtype, rngs=rngs)
+        self.wo = Dense(hidden, size, dtype, rngs=rngs, gain=gain)
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        gate = named(self.wi_0(x), "mlpwi_0")
+        hidden = ACTIVATIONS[self.activation](gate) * named(self.wi_1(x), "mlpwi_1")
+        return named(self.wo(hidden), "mlpwo")

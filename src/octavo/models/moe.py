@@ -1,0 +1,121 @@
+"""A mixture of experts: every token passes through the few MLPs that a router picks for it.
+
+Shazeer et al., arXiv:1701.06538; load balancing as in Fedus et al., Switch Transformers, arXiv:2101.03961, equation 4:
+experts * sum over experts of (share of tokens) * (mean probability), which is 1 where both are even.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from octavo._typing import Array, Float, Shaped
+from octavo.models.config import ModelConfig
+from octavo.models.layers import ACTIVATIONS, Dense, Mlp, matrix
+from octavo.models.remat import named
+
+
+class Experts(nnx.Module):
+    """A matrix for each expert."""
+
+    def __init__(self, count: int, inputs: int, outputs: int, dtype: str, *, rngs: nnx.Rngs, gain: float = 1.0):
+        self.kernel = nnx.Param(matrix(rngs.params(), (count, inputs, outputs), dtype, gain=gain))
+
+    def __call__(
+        self, rows: Float[Array, "rows inputs"], sizes: Shaped[Array, "experts"]
+    ) -> Float[Array, "rows outputs"]:
+        """Rows sorted by expert, of which each has as many as `sizes` says."""
+        return jax.lax.ragged_dot(rows, self.kernel[...].astype(rows.dtype), sizes)
+
+    def every(self, formula: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """All of the experts for all tokens."""
+        return jnp.einsum(formula, x, self.kernel[...].astype(x.dtype))
+
+
+class Choice(NamedTuple):
+    """Which experts each token goes to, and how much each of them counts."""
+
+    experts: Shaped[Array, "tokens k"]
+    weights: Float[Array, "tokens k"]
+    load_balance: Float[Array, ""]
+
+
+def choose(logits: Float[Array, "tokens experts"], k: int) -> Choice:
+    """The k likeliest experts of each token.
+
+    Their weights sum to one. A single expert counts by its probability instead: with a constant weight of one the
+    router would never learn.
+    """
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    weights, experts = jax.lax.top_k(probabilities, k)
+    if k > 1:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    count = logits.shape[-1]
+    share = jnp.bincount(experts.reshape(-1), length=count) / experts.size
+    load_balance = count * jnp.sum(share * jnp.mean(probabilities, axis=0))
+    return Choice(experts, weights, load_balance)
+
+
+class MoeBlock(nnx.Module):
+    """The sum of what a token's experts make of it, by their weights, and of what the shared ones do."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, gain: float):
+        size, hidden, count = config.emb_dim, config.moe_mlp_dim, config.num_experts
+        dtype = config.weight_dtype
+        self.router = Dense(size, count, dtype, rngs=rngs)
+        self.wi_0 = Experts(count, size, hidden, dtype, rngs=rngs)
+        self.wi_1 = Experts(count, size, hidden, dtype, rngs=rngs)
+        self.wo = Experts(count, hidden, size, dtype, rngs=rngs, gain=gain)
+        if config.shared_experts:
+            wide = config.shared_experts * hidden
+            self.shared_experts = Mlp(size, wide, config.activation, dtype, rngs=rngs, gain=gain)
+        self.config = config
+
+    def __call__(self, x: Float[Array, "batch length size"]) -> tuple[Float[Array, "batch length size"], Array]:
+        tokens = x.reshape(-1, x.shape[-1])
+        choice = choose(self.router(tokens.astype(jnp.float32)), self.config.experts_per_token)
+        out = self.sparse(tokens, choice) if self.config.sparse_matmul else self.dense(tokens, choice)
+        out = out.reshape(x.shape)
+        if self.config.shared_experts:
+            out = out + self.shared_experts(x)
+        return out, choice.load_balance
+
+    def sparse(self, tokens: Float[Array, "tokens size"], choice: Choice) -> Float[Array, "tokens size"]:
+        """Each token goes to its own experts: rows are sorted by expert, multiplied, and put back."""
+        k = choice.experts.shape[1]
+        flat = choice.experts.reshape(-1)
+        order = jnp.argsort(flat)
+        back = jnp.argsort(order)
+        sizes = jnp.bincount(flat, length=self.config.num_experts)
+        rows = permute(jnp.repeat(tokens, k, axis=0), order, back)
+        gate = named(self.wi_0(rows, sizes), "mlpwi_0")
+        hidden = ACTIVATIONS[self.config.activation](gate) * named(self.wi_1(rows, sizes), "mlpwi_1")
+        out = permute(named(self.wo(hidden, sizes), "mlpwo"), back, order)
+        return weighted(out.reshape(-1, k, tokens.shape[1]), choice.weights)
+
+    def dense(self, tokens: Float[Array, "tokens size"], choice: Choice) -> Float[Array, "tokens size"]:
+        """Each token goes to all experts, and most of them count nothing: the same result for more work."""
+        gate = named(self.wi_0.every("td,edf->tef", tokens), "mlpwi_0")
+        up = named(self.wi_1.every("td,edf->tef", tokens), "mlpwi_1")
+        out = named(self.wo.every("tef,efd->ted", ACTIVATIONS[self.config.activation](gate) * up), "mlpwo")
+        picked = jax.nn.one_hot(choice.experts, self.config.num_experts, dtype=jnp.float32)
+        return weighted(out, jnp.sum(picked * choice.weights[..., None], axis=1))
+
+
+def weighted(parts: Float[Array, "tokens k size"], weights: Float[Array, "tokens k"]) -> Float[Array, "tokens size"]:
+    """The sum of the parts by weight, in float32."""
+    return jnp.sum(parts.astype(jnp.float32) * weights[..., None], axis=1).astype(parts.dtype)
+
+
+@jax.custom_vjp
+def permute(
+    x: Float[Array, "rows size"], order: Shaped[Array, "rows"], back: Shaped[Array, "rows"]
+) -> Float[Array, "rows size"]:
+    """The rows of `x` in another order, which `back` undoes: the gradient is a lookup too, and not a scattered sum."""
+    return x[order]
+
+
+permute.defvjp(
+    lambda x, order, back: (x[order], (order, back)), lambda saved, g: (permute(g, *saved[::-1]), None, None)
+)

@@ -1,0 +1,120 @@
+"""From numbers to places: axes with round ticks, and lines with few enough points to draw."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from octavo.report.words import MINUS, Number
+
+type Point = tuple[Number, Number | None]
+"""A value, or None where it is not finite, over its step or time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """Maps the interval `low` to `high` onto `start` to `end`, evenly or by logarithm.
+
+    >>> scale = Scale(0, 10, 100, 200)
+    >>> scale(5), scale.ticks(3)
+    (150.0, [0.0, 5.0, 10.0])
+    """
+
+    low: Number
+    high: Number
+    start: Number
+    end: Number
+    log: bool = False
+
+    def __post_init__(self):
+        if not self.low < self.high or (self.log and self.low <= 0):
+            raise ValueError(f"a scale goes from a number to a larger one, above 0 if logarithmic; got {self}")
+
+    def __call__(self, value: Number) -> Number:
+        place = math.log if self.log else float
+        value = min(max(value, self.low), self.high)
+        share = (place(value) - place(self.low)) / (place(self.high) - place(self.low))
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, count: int) -> list[Number]:
+        """About `count` round numbers in the interval."""
+        if self.log and self.high > 20 * self.low:
+            exponents = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            found = [m * 10.0**e for e in exponents for m in (1, 2, 5) if self.low <= m * 10.0**e <= self.high]
+            return found[:: math.ceil(len(found) / (count + 1))]
+        step = _round_step((self.high - self.low) / max(1, count - 1))
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
+        return [i * step for i in range(first, last + 1)]
+
+
+def _round_step(step: Number) -> Number:
+    power = 10.0 ** math.floor(math.log10(step))
+    return power * next(m for m in (1, 2, 5, 10) if m * power >= step * 0.999)
+
+
+def names(ticks: Sequence[Number]) -> list[str]:
+    """The ticks as text, all with as many digits as tell them apart.
+
+    >>> names([0.0, 0.05, 0.1]), names([0.0, 5000.0, 10000.0]), names([1e-7, 2e-7])
+    (['0', '0.05', '0.10'], ['0', '5,000', '10,000'], ['1e-07', '2e-07'])
+    """
+    sizes = [abs(tick) for tick in ticks if tick]
+    if sizes and (max(sizes) >= 1e7 or max(sizes) < 1e-4):
+        return [f"{tick:.3g}" for tick in ticks]
+    digits = next((d for d in range(8) if all(abs(t - round(t, d)) <= 1e-6 * max(sizes, default=1) for t in ticks)), 8)
+    return ["0" if tick == 0 else f"{tick:,.{digits}f}".replace("-", MINUS) for tick in ticks]
+
+
+def extent(values: Iterable[Number | None], *, zero: bool = False, log: bool = False) -> tuple[Number, Number]:
+    """The interval that an axis shows: all values and a little room, and 0 if asked for.
+
+    >>> extent([1.0, None, 3.0], zero=True), extent([])
+    ((0.0, 3.15), (0.0, 1.0))
+    """
+    known = [v for v in values if v is not None] + ([0.0] if zero else [])
+    if not known:
+        return 0.0, 1.0
+    low, high = min(known), max(known)
+    if zero and low == high:
+        return 0.0, 1.0
+    if log:
+        return low / 1.05, high * 1.05
+    room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return (low if zero and low == 0 else low - room), (high if zero and high == 0 else high + room)
+
+
+def thin(points: Sequence[Point], most: int = 600) -> list[Point]:
+    """At most about `most` of the points: the lowest and highest of each stretch, so that no spike is lost."""
+    if len(points) <= most:
+        return list(points)
+    width = math.ceil(2 * len(points) / most)
+    out: list[Point] = []
+    for start in range(0, len(points), width):
+        part = points[start : start + width]
+        known = [(y, i) for i, (_, y) in enumerate(part) if y is not None]
+        chosen = {min(known)[1], max(known)[1]} if known else set()
+        chosen |= {next(i for i, (_, y) in enumerate(part) if y is None)} if len(known) < len(part) else set()
+        out += [part[i] for i in sorted(chosen)]
+    return out
+
+
+def smooth(points: Sequence[Point], window: int) -> list[Point]:
+    """The mean over about `window` points around each, fewer towards the ends; not across values that are not finite.
+
+    As many points count on the left as on the right, so that a straight line stays where it is.
+
+    >>> smooth([(0, 1.0), (1, 2.0), (2, 6.0), (3, None)], 3)
+    [(0, 1.0), (1, 3.0), (2, 6.0), (3, None)]
+    """
+    out: list[Point] = []
+    for whole, run in itertools.groupby(points, key=lambda point: point[1] is not None):
+        stretch = list(run)
+        if not whole:
+            out += stretch
+            continue
+        sums = [0.0, *itertools.accumulate(y for _, y in stretch if y is not None)]
+        for i, (x, _) in enumerate(stretch):
+            half = min(window // 2, i, len(stretch) - 1 - i)
+            out.append((x, (sums[i + half + 1] - sums[i - half]) / (2 * half + 1)))
+    return out

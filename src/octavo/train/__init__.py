@@ -1,0 +1,1 @@
+"""The trainer: a configuration, a step and a loop."""

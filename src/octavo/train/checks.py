@@ -1,0 +1,76 @@
+"""Checks of single values beyond a range or a choice: each raises a ValueError that says what is allowed."""
+
+import re
+from collections.abc import Sequence
+
+from octavo.calibration import get_calibration
+from octavo.data import datasets, tokenizers
+from octavo.rules import recipes
+from octavo.rules.checks import nearest_name
+
+
+def check_name(value: str) -> None:
+    """A run's name is one or more directories below the output's."""
+    part = r"[\w=+@,-][\w.=+@,-]*"
+    if value and not re.fullmatch(rf"{part}(/{part})*", value):
+        raise ValueError("a name is made of letters, digits and _ - . = + @, and does not begin with a dot")
+
+
+def check_given(value: str) -> None:
+    """Not empty."""
+    if not value:
+        raise ValueError("must not be empty")
+
+
+def check_recipe(value: str) -> None:
+    """A recipe that is registered, or none."""
+    _check_known(value, ("", *recipes()))
+
+
+def check_dataset(value: str) -> None:
+    """A data set that is registered."""
+    _check_known(value, datasets())
+
+
+def check_tokenizer(value: str) -> None:
+    """A tokenizer that is registered."""
+    _check_known(value, tokenizers())
+
+
+def _check_known(value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        names = [name for name in known if name]
+        raise ValueError(f"{nearest_name(value, names)}Known: {', '.join(names)}")
+
+
+def check_method(value: str) -> None:
+    """A calibration method."""
+    get_calibration(value)
+
+
+def check_method_if_any(value: str) -> None:
+    """A calibration method or nothing."""
+    if value:
+        get_calibration(value)
+
+
+def check_bounds(value: tuple[float, ...]) -> None:
+    """Six bounds, one for each operand, or none."""
+    if value and (len(value) != 6 or min(value) <= 0):
+        raise ValueError("six numbers above 0: the bounds of lhs and rhs in fwd, dlhs and drhs")
+
+
+def check_pattern(value: str) -> None:
+    """A regular expression, or one of two words."""
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"no regular expression ({error}); write one, or default, or none") from None
+    if not value:
+        raise ValueError("none leaves nothing out; an empty expression would match no path")
+
+
+def check_schedule_steps(value: int) -> None:
+    """A length, or -1 for that of the run."""
+    if value != -1 and value < 1:
+        raise ValueError("-1 for the run's steps, or at least 1")

@@ -1,0 +1,250 @@
+"""Paired runs: the same seeds and batches in float and in each recipe, step by step in turn."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from octavo.train.config import Config
+from octavo.train.trainer import Trainer
+
+FLOAT = "float"
+# Two-sided 95 % quantiles of Student's t, by degrees of freedom.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+@dataclasses.dataclass
+class Result:
+    """What one run gave: losses by step, seconds of each step, and what a step needs and quantizes.
+
+    `float_seconds` are those of the float run that took its steps in turn with this one: times of one process only
+    compare with each other.
+    """
+
+    name: str
+    seed: int
+    loss: list[tuple[int, float]]
+    eval_loss: list[tuple[int, float]]
+    step_seconds: list[float]
+    float_seconds: list[float]
+    memory_bytes: int
+    state_bytes: int
+    forward_share: float
+    backward_share: float
+    share: float
+
+    @property
+    def final_loss(self) -> float:
+        """The loss on held-out text at the end."""
+        return self.eval_loss[-1][1]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"final_loss": self.final_loss}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A recipe against float: the loss, the relative gap with its 95 % interval, and ratios to float."""
+
+    name: str
+    loss: float
+    gap: float
+    gap_low: float
+    gap_high: float
+    step_ratio: float
+    memory_ratio: float
+    share: float
+
+
+class Comparison:
+    """Runs in float and in recipes over seeds. Finished groups are kept in `directory` and not run again."""
+
+    def __init__(
+        self,
+        config: Config,
+        recipes: Sequence[str],
+        *,
+        seeds: int = 1,
+        eval_points: int = 10,
+        directory: Path | None = None,
+        say: Callable[[str], None] = print,
+    ):
+        self.config, self.recipes, self.seeds = config, tuple(recipes), tuple(range(seeds))
+        self.eval_points, self.directory, self.say = eval_points, directory, say
+        self.results: list[Result] = []
+
+    def run(self) -> list[Result]:
+        """All runs, seed by seed."""
+        for seed in self.seeds:
+            found = [self._known(name, seed) for name in (FLOAT, *self.recipes)]
+            missing = [name for name, known in zip((FLOAT, *self.recipes), found, strict=True) if known is None]
+            if missing:
+                # Float runs again beside what is missing: it comes out the same, and gives the times to compare with.
+                made = {result.name: result for result in self._paired(_with_float(missing), seed)}
+                found = [made.get(name, known) for name, known in zip((FLOAT, *self.recipes), found, strict=True)]
+            self.results += [result for result in found if result is not None]
+        return self.results
+
+    def _config(self, name: str, seed: int) -> Config:
+        precision = {"quantization": "", "quantization_rules_path": ""} if name == FLOAT else {"quantization": name}
+        base = self.config.init_weights_seed
+        return self.config.replace(init_weights_seed=base + seed, data_shuffle_seed=base + seed, **precision)
+
+    def _paired(self, names: Sequence[str], seed: int) -> list[Result]:
+        self.say(f"seed {seed}: {', '.join(names)}")
+        trainers = {name: Trainer(self._config(name, seed)) for name in names}
+        results = {name: _empty(name, seed, trainer) for name, trainer in trainers.items()}
+        steps = self.config.steps
+        every = max(1, steps // self.eval_points)
+        for step in range(steps):
+            for name, trainer in trainers.items():
+                before = time.perf_counter()
+                metrics = jax.block_until_ready(trainer.step())
+                results[name].step_seconds.append(time.perf_counter() - before)
+                loss = float(metrics["learning/lm_loss"])
+                if bool(metrics["halted"]):
+                    raise FloatingPointError(f"{name}, seed {seed}: the loss of step {step} is not finite ({loss})")
+                results[name].loss.append((step, loss))
+                if (step + 1) % every == 0 or step + 1 == steps:
+                    results[name].eval_loss.append((step + 1, trainer.evaluate()))
+            if (step + 1) % every == 0:
+                self.say(f"step {step + 1} of {steps}: {self._standing(results)}")
+        for result in results.values():
+            result.float_seconds = results[FLOAT].step_seconds
+            self._keep(result)
+        return list(results.values())
+
+    @staticmethod
+    def _standing(results: dict[str, Result]) -> str:
+        parts = []
+        for name, result in results.items():
+            parts.append(f"{name} {result.final_loss:.4f} ({statistics.median(result.step_seconds):.2f} s)")
+        return ", ".join(parts)
+
+    # Results on disk, by what made them.
+
+    def _path(self, name: str, seed: int) -> Path | None:
+        if self.directory is None:
+            return None
+        settings = self._config(name, seed).to_dict() | {"run_name": "", "base_output_directory": ""}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        return self.directory / "runs" / f"{name}-seed{seed}-{digest}.json"
+
+    def _known(self, name: str, seed: int) -> Result | None:
+        path = self._path(name, seed)
+        if path is None or not path.exists():
+            return None
+        saved = json.loads(path.read_text(encoding="utf8"))
+        saved.pop("final_loss")
+        return Result(**saved)
+
+    def _keep(self, result: Result) -> None:
+        path = self._path(result.name, result.seed)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(".new")
+            draft.write_text(json.dumps(result.to_dict()), encoding="utf8")
+            draft.replace(path)
+
+    # What they say.
+
+    def table(self) -> list[Row]:
+        """A row for float and for each recipe."""
+        by_name = {name: [r for r in self.results if r.name == name] for name in (FLOAT, *self.recipes)}
+        return [_row(name, runs, by_name[FLOAT]) for name, runs in by_name.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for a report or a program."""
+        return {
+            "steps": self.config.steps,
+            "seeds": list(self.seeds),
+            "runs": [result.to_dict() for result in self.results],
+            "table": [dataclasses.asdict(row) for row in self.table()],
+            "config": self.config.to_dict(),
+            "versions": {name: importlib.metadata.version(name) for name in ("octavo", "jax", "flax", "optax")},
+        }
+
+    def __str__(self) -> str:
+        head = ("recipe", "loss", "gap %", "95 % interval", "step time", "memory", "low-precision FLOPs")
+        rows = [head]
+        for row in self.table():
+            interval = "-" if math.isnan(row.gap_low) else f"{100 * row.gap_low:+.2f} .. {100 * row.gap_high:+.2f}"
+            ratio = f"{1 / row.step_ratio:.2f}x faster" if row.step_ratio < 1 else f"{row.step_ratio:.2f}x slower"
+            if row.name == FLOAT:
+                interval, ratio = "-", "1"
+            rows.append(
+                (
+                    row.name,
+                    f"{row.loss:.4f}",
+                    f"{100 * row.gap:+.2f}",
+                    interval,
+                    ratio,
+                    f"{row.memory_ratio:.2f}x",
+                    f"{100 * row.share:.1f} %",
+                )
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def _with_float(names: Sequence[str]) -> list[str]:
+    return [FLOAT, *(name for name in names if name != FLOAT)]
+
+
+def _empty(name: str, seed: int, trainer: Trainer) -> Result:
+    sizes = trainer.compiled("train", 0).memory_analysis()
+    verification = trainer.verification
+    return Result(
+        name=name,
+        seed=seed,
+        loss=[],
+        eval_loss=[],
+        step_seconds=[],
+        float_seconds=[],
+        memory_bytes=sizes.temp_size_in_bytes if sizes else 0,
+        state_bytes=sizes.argument_size_in_bytes if sizes else 0,
+        forward_share=verification.forward,
+        backward_share=verification.backward,
+        share=verification.share(),
+    )
+
+
+def _row(name: str, runs: list[Result], floats: list[Result]) -> Row:
+    gaps = [(run.final_loss - base.final_loss) / base.final_loss for run, base in zip(runs, floats, strict=True)]
+    # In each round the two took their steps one after the other, so the ratio of a round is hardly touched by
+    # what else the machine does. The first steps are left out: caches fill.
+    ratios = [a / b for run in runs for a, b in list(zip(run.step_seconds, run.float_seconds, strict=True))[2:]]
+    low, high = interval(gaps)
+    return Row(
+        name=name,
+        loss=statistics.fmean(run.final_loss for run in runs),
+        gap=statistics.fmean(gaps),
+        gap_low=low,
+        gap_high=high,
+        step_ratio=statistics.median(ratios) if ratios else math.nan,
+        memory_ratio=runs[0].memory_bytes / floats[0].memory_bytes if floats[0].memory_bytes else math.nan,
+        share=runs[0].share,
+    )
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % confidence interval of a mean, by Student's t; NaN for a single value.
+
+    >>> [round(x, 3) for x in interval([1.0, 2.0, 3.0])]
+    [-0.484, 4.484]
+    """
+    if len(values) < 2:
+        return math.nan, math.nan
+    freedom = len(values) - 1
+    t = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.4 / freedom
+    half = t * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values) - half, statistics.fmean(values) + half

@@ -1,0 +1,237 @@
+"""The configuration of a run: every key with its type, default, group and allowed values.
+
+Names follow MaxText. Values are checked one by one here and against each other in `conflicts`.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import octavo._config
+from octavo.data import datasets, tokenizers
+from octavo.train import checks
+from octavo.train.conflicts import validate
+from octavo.train.keys import ConfigError, Key, Problem, key, unknown_key
+
+__all__ = ["GROUPS", "Config", "ConfigError", "keys"]
+
+GROUPS = {
+    "run": "Run",
+    "checkpoints": "Checkpoints",
+    "model": "Model",
+    "experts": "Mixture of experts",
+    "data": "Data",
+    "evaluation": "Evaluation",
+    "optimizer": "Optimizer",
+    "quantization": "Quantization",
+    "schedule": "Where and when to quantize",
+    "sparsity": "Weight sparsity",
+    "serving": "Quantized parameters and KV cache",
+}
+"""The groups of keys, in order, with their titles."""
+
+_run, _checkpoints, _model, _experts, _data, _evaluation, _optimizer, _quantization, _schedule, _sparsity, _serving = (
+    functools.partial(key, group=group) for group in GROUPS
+)
+_FLOATS = ("float32", "bfloat16", "float16")
+_ACTIVATIONS = ("silu", "gelu", "relu", "relu2", "sigmoid", "linear")
+_REMAT = (
+    *("none", "full", "minimal", "minimal_with_context", "dots"),
+    *("save_qkv_proj", "save_out_proj", "save_dot_except_mlp"),
+)
+_METHOD = {"check": checks.check_method, "hint": "absmax | rms,7 | ..."}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Config(octavo._config.Config):
+    """All keys of a training run; `octavo train --help` lists them.
+
+    One is made by `octavo.train.sources.load` from a command line, or in Python. What is wrong with it, all of it, is
+    the text of one `ConfigError`.
+
+    >>> Config(steps=50, quantization="int8").replace(steps=100)
+    Config(steps=100, quantization='int8')
+    """
+
+    run_name: str = _run("", "name of the run and its directory; empty: model, recipe, time", check=checks.check_name)
+    base_output_directory: str = _run("runs", "where run directories are made")
+    steps: int = _run(200, "training steps", low=1)
+    init_weights_seed: int = _run(0, "seed of the initial weights", low=0)
+    log_period: int = _run(1, "steps between two lines of the log", low=1)
+    metrics_file: str = _run("", "JSON-lines file of metrics; empty: in the run directory")
+    enable_tensorboard: bool = _run(True, "write TensorBoard events, where a writer is installed")
+    abort_on_nan_loss: bool = _run(True, "stop when the loss is no longer finite")
+
+    enable_checkpointing: bool = _checkpoints(True, "save the training state; the same run_name resumes from it")
+    async_checkpointing: bool = _checkpoints(True, "write checkpoints while training goes on")
+    checkpoint_period: int = _checkpoints(100, "steps between two checkpoints", low=1)
+    max_num_checkpoints_to_keep: int = _checkpoints(3, "older checkpoints are deleted", low=1)
+    keep_period: int = _checkpoints(0, "keep each that is a multiple of this for ever; 0: none", low=0)
+    load_parameters_path: str = _checkpoints("", "checkpoint whose parameters a new run starts from")
+
+    model_name: str = _model("default", "a file configs/models/<model_name>.yml", check=checks.check_given)
+    base_emb_dim: int = _model(256, "width of the residual stream", low=1)
+    base_num_query_heads: int = _model(8, "attention heads", low=1)
+    base_num_kv_heads: int = _model(4, "heads of keys and values, each shared by some queries", low=1)
+    head_dim: int = _model(32, "width of a head, even", low=2)
+    base_mlp_dim: int = _model(1024, "width inside the MLP", low=1)
+    base_num_decoder_layers: int = _model(6, "layers", low=1)
+    vocab_size: int = _model(0, "rows of the embedding; 0: as many as the tokenizer has", low=0)
+    mlp_activations: tuple[str, ...] = _model(
+        ("silu", "linear"), "of the MLP's two branches, gate first", choices=_ACTIVATIONS
+    )
+    normalization_layer_epsilon: float = _model(1e-5, "added to the mean square in RMSNorm", above=0)
+    rope_max_timescale: float = _model(10000.0, "longest wavelength of rotary positions", above=1)
+    logits_via_embedding: bool = _model(True, "logits share the embedding's table")
+    scan_layers: bool = _model(True, "compile one layer and loop over all of them")
+    unscanned_first_layers: int = _model(0, "layers before the loop that stand on their own", low=0)
+    unscanned_last_layers: int = _model(0, "layers after it", low=0)
+    remat_policy: str = _model("none", "what is computed again; full: all of a layer", choices=_REMAT)
+    dtype: str = _model("float32", "dtype of activations", choices=_FLOATS)
+    weight_dtype: str = _model("float32", "dtype in which weights are stored", choices=_FLOATS)
+    logits_dot_in_fp32: bool = _model(True, "multiply the logits in float32")
+
+    num_experts: int = _experts(1, "routed experts; 1: a dense MLP", low=1)
+    num_experts_per_tok: int = _experts(1, "experts that a token is sent to", low=1)
+    shared_experts: int = _experts(0, "experts that see every token", low=0)
+    base_moe_mlp_dim: int = _experts(0, "width inside an expert; 0: base_mlp_dim", low=0)
+    first_num_dense_layers: int = _experts(0, "layers at the bottom with a dense MLP", low=0)
+    load_balance_loss_weight: float = _experts(0.01, "weight of the loss that keeps experts equally busy", low=0)
+    sparse_matmul: bool = _experts(True, "grouped matmuls; false: every expert sees every token")
+
+    dataset_type: str = _data(
+        "python",
+        "python: the standard library's source",
+        check=checks.check_dataset,
+        hint=" | ".join(datasets()),
+    )
+    synthetic_kind: str = _data("language", "a language to learn, or one fixed batch", choices=("language", "fixed"))
+    dataset_path: str = _data("", "text, tokens, tfds: file, directory or pattern")
+    tokenizer_type: str = _data(
+        "byte", "bpe: learned from the text", check=checks.check_tokenizer, hint=" | ".join(tokenizers())
+    )
+    tokenizer_path: str = _data("", "huggingface: a tokenizer.json or its directory")
+    max_target_length: int = _data(256, "tokens in a sequence", low=2)
+    per_device_batch_size: int = _data(8, "sequences in a step", low=1)
+    packing: bool = _data(True, "several documents in a sequence, apart from each other")
+    data_shuffle_seed: int = _data(0, "seed of the order of the data", low=0)
+    reuse_example_batch: int = _data(0, "deal out the first so many batches over and over; 0: all", low=0)
+    hf_path: str = _data("", "hf: data set, or format such as json or parquet")
+    hf_data_dir: str = _data("", "hf: directory inside the data set")
+    hf_train_files: str = _data("", "hf: files to train on, with ; between them")
+    dataset_name: str = _data("", "tfds: name and version, such as c4/en:3.0.1")
+    train_split: str = _data("train", "hf, tfds: split to train on")
+    grain_train_files: str = _data("", "grain: pattern of the files to train on")
+    grain_file_type: str = _data(
+        "arrayrecord", "grain: type of the files", choices=("arrayrecord", "parquet", "tfrecord")
+    )
+
+    eval_interval: int = _evaluation(0, "steps between two evaluations; 0: none", low=0)
+    eval_steps: int = _evaluation(10, "batches in an evaluation", low=1)
+    target_eval_loss: float = _evaluation(0.0, "stop at this loss; 0: go on", low=0)
+    eval_dataset_path: str = _evaluation("", "text, tokens: held-out data; empty: a share of dataset_path")
+    eval_split: str = _evaluation("validation", "hf, tfds: split to evaluate on")
+    hf_eval_files: str = _evaluation("", "hf: files to evaluate on")
+    grain_eval_files: str = _evaluation("", "grain: pattern of the files to evaluate on")
+
+    opt_type: str = _optimizer("adamw", "muon: matrices by Muon, the rest by AdamW", choices=("adamw", "sgd", "muon"))
+    learning_rate: float = _optimizer(1e-3, "peak of the schedule", low=0)
+    adam_b1: float = _optimizer(0.9, "decay of the first moment", low=0, below=1)
+    adam_b2: float = _optimizer(0.95, "decay of the second moment", low=0, below=1)
+    adam_eps: float = _optimizer(1e-8, "added to the root of the second moment", above=0)
+    adam_weight_decay: float = _optimizer(0.1, "decay of weights, times the learning rate", low=0)
+    mu_dtype: str = _optimizer("", "dtype of the first moment; empty: that of the weights", choices=("", *_FLOATS))
+    gradient_clipping_threshold: float = _optimizer(1.0, "largest norm of all gradients; 0: any", low=0)
+    lr_schedule_type: str = _optimizer("cosine", "wsd: warm up, stay, decay", choices=("cosine", "wsd", "constant"))
+    warmup_steps_fraction: float = _optimizer(0.1, "share of steps in which the rate rises", low=0, high=1)
+    learning_rate_final_fraction: float = _optimizer(0.1, "last learning rate, as share of the peak", low=0, high=1)
+    wsd_decay_steps_fraction: float = _optimizer(0.1, "wsd: share of steps in which it falls", low=0, high=1)
+    learning_rate_schedule_steps: int = _optimizer(
+        -1, "length of the schedule; -1: steps", check=checks.check_schedule_steps, hint="-1 | >= 1"
+    )
+    gradient_accumulation_steps: int = _optimizer(1, "parts of a batch, one after the other", low=1)
+    z_loss_multiplier: float = _optimizer(0.0, "weight of the squared log of the softmax's sum", low=0)
+
+    quantization: str = _quantization("", "name of a recipe; empty: float", check=checks.check_recipe)
+    use_qwix_quantization: bool = _quantization(False, "numerics of Qwix; false: of AQT")
+    use_manual_quantization: bool = _quantization(False, "only the experts' grouped matmuls")
+    quantization_calibration_method: str = _quantization("", "sets the next three", check=checks.check_method_if_any)
+    weight_quantization_calibration_method: str = _quantization("absmax", "range of weights", **_METHOD)
+    act_quantization_calibration_method: str = _quantization("absmax", "of activations", **_METHOD)
+    bwd_quantization_calibration_method: str = _quantization("absmax", "of gradients", **_METHOD)
+    quantization_local_shard_count: int = _quantization(-1, "pieces of weight gradients; -1: devices; 0: float", low=-1)
+    constant_bound_config: tuple[float, ...] = _quantization(
+        (), "six bounds for aqt_fp8_full", check=checks.check_bounds, hint="six numbers > 0"
+    )
+    replicate_quant_scale: bool = _quantization(False, "scales on every device")
+    quant_cfg_path: str = _quantization("", "table of bits by layer, for intmp")
+    quantization_rules_path: str = _quantization("", "rules of one's own, JSON or YAML")
+
+    quantization_exclude: str = _schedule(
+        "default", "paths left in float; default: router, embedding, logits", check=checks.check_pattern,
+        hint="regex | none",
+    )  # fmt: skip
+    quantization_start_step: int = _schedule(0, "first quantized step", low=0)
+    quantization_stop_step: int = _schedule(-1, "float from this step on; -1: never", low=-1)
+    quantization_first_layers: int = _schedule(0, "layers kept in float at the bottom", low=0)
+    quantization_last_layers: int = _schedule(0, "layers kept in float at the top", low=0)
+    quantization_metrics_interval: int = _schedule(100, "steps between measurements of error; 0: none", low=0)
+
+    weight_sparsity_n: int | None = _sparsity(None, "weights kept of each weight_sparsity_m", low=1)
+    weight_sparsity_m: int | None = _sparsity(None, "size of a group, as 4 in 2:4", low=2)
+    weight_sparsity_start_step: int = _sparsity(50, "step of the first mask", low=0)
+    weight_sparsity_update_step: int = _sparsity(10, "steps between two masks", low=1)
+
+    checkpoint_is_quantized: bool = _serving(False, "load_parameters_path holds quantized parameters")
+    save_quantized_params_path: str = _serving("", "where to write parameters in low precision at the end")
+    quantize_kvcache: bool = _serving(False, "keep keys and values in low precision when generating")
+    kv_quant_axis: str = _serving(
+        "heads_and_dkv", "what shares a scale: a token, a head of it", choices=("heads_and_dkv", "dkv", "")
+    )
+    kv_quant_dtype: str = _serving("int8", "format of keys and values", choices=("int8", "int4", "fp8"))
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, **values: Any):
+            """Values by key; the keys' own checks say more than a signature would."""
+            fields = dataclasses.fields(self)
+            defaults = {field.name: field.default for field in fields}
+            checked, problems = validate(fields, defaults | values)
+            unknown = [Problem((), unknown_key(name, defaults)) for name in values if name not in defaults]
+            if unknown or problems:
+                raise ConfigError([*unknown, *problems])
+            for name, value in checked.items():
+                object.__setattr__(self, name, value)
+
+    @property
+    def run_directory(self) -> Path:
+        """Where the run's checkpoints, metrics and report are.
+
+        >>> Config(run_name="first").run_directory.as_posix()
+        'runs/first'
+        """
+        return Path(self.base_output_directory) / (self.run_name or "unnamed")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Key by key, tuples as tuples: `Config(**config.to_dict()) == config`."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def to_yaml(self) -> str:
+        """All keys by groups, as a file that gives the same configuration again.
+
+        >>> Config(steps=5).to_yaml().splitlines()[:4]
+        ['# Run', "run_name: ''", 'base_output_directory: runs', 'steps: 5']
+        """
+        from octavo.train.pages import yaml_of
+
+        return yaml_of(self.to_dict())
+
+
+def keys() -> dict[str, Key]:
+    """What each key of the configuration carries, by name and in order.
+
+    >>> keys()["steps"].allowed
+    '>= 1'
+    """
+    return {field.name: field.metadata["key"] for field in dataclasses.fields(Config)}

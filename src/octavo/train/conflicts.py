@@ -1,0 +1,219 @@
+"""Which keys contradict each other: a table of what is wrong and how to say it; all that applies is reported."""
+
+import dataclasses
+import string
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from octavo.train.keys import Problem, kind_of, shown
+
+METHODS = tuple(f"{operand}_quantization_calibration_method" for operand in ("weight", "act", "bwd"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Conflict:
+    """A condition under which values cannot stand together, and its words, where `{key}` becomes `key=value`."""
+
+    wrong: Callable[[Any], Any]
+    text: str
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that the words name.
+
+        >>> Conflict(lambda c: c.a > c.b, "{a} is more than {b}").keys
+        ('a', 'b')
+        """
+        return tuple(dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(self.text) if name))
+
+    def said(self, values: Mapping[str, Any]) -> str:
+        """The words for some values."""
+        return self.text.format(**{key: f"{key}={shown(values[key]) or '""'}" for key in self.keys})
+
+
+def validate(fields: Sequence[dataclasses.Field], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """The values as they are stored, and all problems; keys with a bad value are left out of conflicts."""
+    values, problems = {}, []
+    for field in fields:
+        name, value, kind = field.name, given[field.name], kind_of(field)
+        try:
+            values[name] = kind.accept(value)
+            refusal = field.metadata["key"].refusal(values[name])
+        except ValueError:
+            values[name], refusal = field.default, kind.words
+        if refusal is not None:
+            problems.append(Problem((name,), f"{name}={shown(value)}: {refusal}"))
+    bad = {name for problem in problems for name in problem.keys}
+    for conflict in _CONFLICTS:
+        if not bad & set(conflict.keys) and conflict.wrong(SimpleNamespace(**values)):
+            problems.append(Problem(conflict.keys, conflict.said(values)))
+    return values, problems
+
+
+def notes(values: Mapping[str, Any]) -> list[str]:
+    """What is no error but probably not meant: settings that a configuration has no use for."""
+    return [note.said(values) for note in _NOTES if note.wrong(SimpleNamespace(**values))]
+
+
+def _needs(name: str, value: str, needed: str, what: str) -> Conflict:
+    return Conflict(
+        lambda c: getattr(c, name) == value and not getattr(c, needed), f"{{{name}}} needs {what}, but {{{needed}}}"
+    )
+
+
+def _quantized(c: Any) -> bool:
+    return bool(c.quantization or c.quantization_rules_path)
+
+
+def _kept(c: Any) -> int:
+    return c.quantization_first_layers + c.quantization_last_layers
+
+
+def _another(method: str) -> Conflict:
+    def wrong(c: Any) -> bool:
+        common = c.quantization_calibration_method
+        return bool(common) and getattr(c, method) not in ("absmax", common)
+
+    text = f"{{quantization_calibration_method}} sets all three methods, but {{{method}}}: set either it or the three"
+    return Conflict(wrong, text)
+
+
+_MODEL = (
+    Conflict(
+        lambda c: c.base_num_query_heads % c.base_num_kv_heads,
+        "{base_num_query_heads} is no multiple of {base_num_kv_heads}: each kv head serves equally many",
+    ),
+    Conflict(lambda c: c.head_dim % 2, "{head_dim}: rotary positions turn pairs of values, so it is even"),
+    Conflict(
+        lambda c: len(c.mlp_activations) != 2 or c.mlp_activations[1] != "linear",
+        "{mlp_activations}: the MLP is gated, so they are two and the second is linear, as in silu,linear",
+    ),
+    Conflict(
+        lambda c: c.unscanned_first_layers + c.unscanned_last_layers > c.base_num_decoder_layers,
+        "{unscanned_first_layers} and {unscanned_last_layers} are more than {base_num_decoder_layers}",
+    ),
+    Conflict(lambda c: c.num_experts_per_tok > c.num_experts, "{num_experts_per_tok} is more than {num_experts}"),
+    Conflict(
+        lambda c: c.shared_experts and c.num_experts == 1,
+        "{shared_experts} needs routed experts beside it, but {num_experts}",
+    ),
+    Conflict(
+        lambda c: c.first_num_dense_layers and c.num_experts == 1,
+        "{first_num_dense_layers}: all layers are dense with {num_experts}",
+    ),
+    Conflict(
+        lambda c: c.num_experts > 1 and c.first_num_dense_layers >= c.base_num_decoder_layers,
+        "{first_num_dense_layers} leaves no layer of {base_num_decoder_layers} to the experts of {num_experts}",
+    ),
+)
+
+_DATA = (
+    _needs("dataset_type", "text", "dataset_path", "a file, a directory or a pattern"),
+    _needs("dataset_type", "tokens", "dataset_path", "a file of tokens"),
+    _needs("dataset_type", "hf", "hf_path", "the name of a data set or a format"),
+    _needs("dataset_type", "tfds", "dataset_name", "the name of a data set"),
+    _needs("dataset_type", "grain", "grain_train_files", "a pattern of files"),
+    _needs("tokenizer_type", "huggingface", "tokenizer_path", "a tokenizer.json or a directory with one"),
+    Conflict(
+        lambda c: c.tokenizer_type == "byte" and c.dataset_type in ("python", "text") and 0 < c.vocab_size < 256,
+        "{vocab_size} is too small for {dataset_type} in bytes ({tokenizer_type}): at least 256, or 0",
+    ),
+    Conflict(
+        lambda c: c.per_device_batch_size % c.gradient_accumulation_steps,
+        "{per_device_batch_size} cannot be cut into equal parts by {gradient_accumulation_steps}",
+    ),
+    Conflict(
+        lambda c: c.target_eval_loss and not c.eval_interval,
+        "{target_eval_loss} is never looked at with {eval_interval}",
+    ),
+)
+
+_RUN = (
+    Conflict(
+        lambda c: c.keep_period % c.checkpoint_period,
+        "{keep_period} is no multiple of {checkpoint_period}: only checkpoints that are written can be kept",
+    ),
+    Conflict(
+        lambda c: c.lr_schedule_type == "wsd" and c.warmup_steps_fraction + c.wsd_decay_steps_fraction > 1,
+        "{lr_schedule_type}: {warmup_steps_fraction} and {wsd_decay_steps_fraction} are more than 1 together",
+    ),
+    Conflict(
+        lambda c: c.checkpoint_is_quantized and not c.load_parameters_path,
+        "{checkpoint_is_quantized} is about the checkpoint to load, but {load_parameters_path}",
+    ),
+    Conflict(
+        lambda c: c.save_quantized_params_path and not _quantized(c),
+        "{save_quantized_params_path} needs formats, but {quantization} and {quantization_rules_path}",
+    ),
+    Conflict(
+        lambda c: c.quantize_kvcache and not c.kv_quant_axis,
+        "{quantize_kvcache} needs kv_quant_axis, dkv or heads_and_dkv; {kv_quant_axis}",
+    ),
+)
+
+_QUANTIZATION = (
+    Conflict(
+        lambda c: c.quantization and c.quantization_rules_path,
+        "{quantization} and {quantization_rules_path} both give rules: leave one of them empty",
+    ),
+    _needs("quantization", "intmp", "quant_cfg_path", "a JSON table of bits by layer"),
+    Conflict(
+        lambda c: c.quant_cfg_path and c.quantization != "intmp",
+        "{quant_cfg_path} is for quantization=intmp, but {quantization}",
+    ),
+    Conflict(
+        lambda c: c.constant_bound_config and c.quantization != "aqt_fp8_full",
+        "{constant_bound_config} is for quantization=aqt_fp8_full, but {quantization}",
+    ),
+    *(_another(method) for method in METHODS),
+    Conflict(
+        lambda c: 0 <= c.quantization_stop_step <= c.quantization_start_step,
+        "{quantization_stop_step} is not after {quantization_start_step}: no step would be quantized",
+    ),
+    Conflict(
+        lambda c: c.quantization_start_step >= c.steps,
+        "{quantization_start_step} is not before the end, {steps}: no step would be quantized",
+    ),
+    Conflict(
+        lambda c: _kept(c) > c.base_num_decoder_layers,
+        "{quantization_first_layers} and {quantization_last_layers} are more than {base_num_decoder_layers}",
+    ),
+    Conflict(
+        lambda c: _quantized(c) and _kept(c) == c.base_num_decoder_layers,
+        "{quantization_first_layers} and {quantization_last_layers} leave nothing of {base_num_decoder_layers}",
+    ),
+    Conflict(
+        lambda c: (c.weight_sparsity_n is None) != (c.weight_sparsity_m is None),
+        "{weight_sparsity_n} and {weight_sparsity_m}: set both, as 2 and 4 for 2:4, or none",
+    ),
+    Conflict(
+        lambda c: None not in (c.weight_sparsity_n, c.weight_sparsity_m) and c.weight_sparsity_n >= c.weight_sparsity_m,
+        "{weight_sparsity_n} is not below {weight_sparsity_m}: n of each m weights are kept",
+    ),
+)
+
+_CONFLICTS = (*_MODEL, *_DATA, *_RUN, *_QUANTIZATION)
+
+_NOTES = (
+    *(
+        Conflict(
+            lambda c, key=key, default=default: getattr(c, key) != default and not _quantized(c),
+            f"{{{key}}} has no effect: nothing is quantized with {{quantization}}",
+        )
+        for key, default in (
+            ("use_qwix_quantization", False),
+            ("use_manual_quantization", False),
+            ("quantization_calibration_method", ""),
+            *((method, "absmax") for method in METHODS),
+        )
+    ),
+    Conflict(
+        lambda c: c.weight_sparsity_n is not None and c.weight_sparsity_start_step >= c.steps,
+        "{weight_sparsity_n} has no effect: {weight_sparsity_start_step} is not before the end, {steps}",
+    ),
+    Conflict(
+        lambda c: c.use_manual_quantization and _quantized(c) and c.num_experts == 1,
+        "{use_manual_quantization} quantizes experts only, and there are none: {num_experts}",
+    ),
+)

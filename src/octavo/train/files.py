@@ -1,0 +1,130 @@
+"""Configuration files: where they are found, what they inherit, and on which line each key is."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from octavo.numerics import nearest_names
+from octavo.rules.checks import nearest_name
+from octavo.train.keys import ConfigError
+
+CONFIGS = Path(__file__).parent / "configs"
+"""The files that come with Octavo."""
+
+type Text = str | list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What one source sets: a text and the place where it is written, by key."""
+
+    name: str
+    values: dict[str, Text]
+    places: dict[str, str]
+    kind: str = "file"
+
+
+def chain(path: str, beside: Path | None = None) -> list[Layer]:
+    """A file and those it inherits from by `base_config`, weakest first.
+
+    >>> [layer.name for layer in chain("configs/deepseek_fp8.yml")]
+    ['configs/base.yml', 'configs/deepseek_fp8.yml']
+    """
+    return list(reversed(list(_inherited(path, beside, ()))))
+
+
+def model(name: str, beside: list[Path]) -> list[Layer]:
+    """The file of a model, from a directory `models` beside the configuration's files or from Octavo."""
+    folders = [*(directory / "models" for directory in beside), Path("configs/models"), CONFIGS / "models"]
+    for folder in folders:
+        if (found := folder / f"{name}.yml").is_file():
+            return [dataclasses.replace(layer, kind="model") for layer in chain(str(found))]
+    known = sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.yml")})
+    raise ConfigError([f"model_name={name}: {nearest_name(name, known)}There is no models/{name}.yml; known: "
+                       f"{', '.join(known)}"])  # fmt: skip
+
+
+def models() -> tuple[str, ...]:
+    """The names of the models that come with Octavo, numbers in their order.
+
+    >>> "llama-1b" in models()
+    True
+    """
+    names = (path.stem for path in (CONFIGS / "models").glob("*.yml"))
+    return tuple(sorted(names, key=lambda name: (not name[0].isdigit(), len(name) if name[0].isdigit() else 0, name)))
+
+
+def find(path: str, beside: Path | None = None) -> Path:
+    """The file that a path means: beside the one that names it, in the working directory, or among Octavo's own.
+
+    >>> find("configs/base.yml") == CONFIGS / "base.yml"
+    True
+    """
+    wanted = Path(path).expanduser()
+    if beside is not None and (beside / wanted).is_file():
+        return beside / wanted
+    if wanted.is_file():
+        return wanted
+    parts = wanted.parts
+    if "configs" in parts:
+        parts = parts[len(parts) - parts[::-1].index("configs") :]
+    elif len(parts) > 1:
+        parts = ()
+    own = CONFIGS.joinpath(*parts)
+    if parts and own.is_file():
+        return own
+    known = [str(Path("configs") / file.relative_to(CONFIGS)) for file in sorted(CONFIGS.rglob("*.yml"))]
+    raise ConfigError([f"there is no file {path}: {nearest_names(path, known)}"])
+
+
+def _inherited(path: str, beside: Path | None, above: tuple[Path, ...]) -> Iterator[Layer]:
+    file = find(path, beside)
+    if file.resolve() in above:
+        names = " -> ".join(p.name for p in (*above, file))
+        raise ConfigError([f"base_config: files inherit from each other in a circle, {names}"])
+    layer = _read(file)
+    base = layer.values.pop("base_config", "")
+    yield layer
+    if isinstance(base, list):
+        raise ConfigError([f"{layer.places['base_config']}: base_config is one file, got a list"])
+    if base and base.lower() not in ("none", "null"):
+        yield from _inherited(base, file.parent, (*above, file.resolve()))
+
+
+def _read(file: Path) -> Layer:
+    name = _name(file)
+    try:
+        # Scalars stay texts: the type of a key, not YAML's idea of one, says what 3e-4 or none means.
+        node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{name} is no YAML: {error}"]) from None
+    values, places, problems = {}, {}, []
+    if node is not None and not isinstance(node, yaml.MappingNode):
+        raise ConfigError([f"{name} is no mapping of keys to values"])
+    for key, value in node.value if node is not None else ():
+        place = f"{name}:{key.start_mark.line + 1}"
+        if key.value in values:
+            problems.append(f"{place}: {key.value} is there already, on line {places[key.value].rpartition(':')[2]}")
+        elif isinstance(value, yaml.MappingNode) or not _flat(value):
+            problems.append(f"{place}: {key.value} is nested; a value is a number, a text or a list of them")
+        else:
+            values[key.value] = value.value if isinstance(value, yaml.ScalarNode) else [v.value for v in value.value]
+            places[key.value] = place
+    if problems:
+        raise ConfigError(problems)
+    return Layer(name, values, places)
+
+
+def _flat(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) or all(isinstance(item, yaml.ScalarNode) for item in node.value)
+
+
+def _name(file: Path) -> str:
+    """A path as a person knows it."""
+    file = file.resolve()
+    for root, prefix in ((CONFIGS.resolve(), "configs"), (Path.cwd(), "")):
+        if file.is_relative_to(root):
+            return (Path(prefix) / file.relative_to(root)).as_posix()
+    return str(file)

@@ -1,0 +1,44 @@
+"""Where a value that is not finite came from."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from octavo.train.trainer import Trainer
+
+
+class Halted(RuntimeError):
+    """Training met a loss or a gradient that is not finite, and stopped with the state before it."""
+
+
+def explain(trainer: Trainer, step: int, checkpoint: int | None, directory: Path) -> str:
+    """Which step, which tensors, and what to go back to. The trainer's state is the last good one."""
+    batch = trainer.data.batch(step)
+    gradients, _, losses, loss = jax.jit(trainer.stepper.gradients, static_argnames="step")(
+        trainer.state, batch, step=trainer.schedule.stages[trainer.schedule.stage(step)][0]
+    )
+    del losses
+    bad = _not_finite(gradients)
+    shown = "; ".join(f"the gradient of {name} ({count} of {size} values)" for name, count, size in bad[:3])
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    where = f"not finite: {shown}{more}" if bad else f"the gradients of the last good parameters are finite, loss {loss}"
+    last = f"the last good checkpoint is {directory / 'checkpoints' / str(checkpoint)}" if checkpoint is not None else (
+        "there is no checkpoint yet"
+    )
+    return (
+        f"step {step} has loss {float(loss)}; {where}. Nothing was updated with it; {last}. Try a lower learning_rate, "
+        "gradient_clipping_threshold=1.0, a recipe with a wider range for gradients, or more layers in high precision "
+        "(quantization_first_layers, quantization_last_layers); abort_on_nan_loss=false leaves such steps out and goes on"
+    )
+
+
+def _not_finite(tree: Any) -> list[tuple[str, int, int]]:
+    """The leaves that have values that are not finite: name, how many, of how many; the worst first."""
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        count = int(jnp.sum(~jnp.isfinite(leaf)))
+        if count:
+            found.append((jax.tree_util.keystr(path, simple=True, separator="/"), count, leaf.size))
+    return sorted(found, key=lambda entry: -entry[1] / entry[2])

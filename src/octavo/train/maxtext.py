@@ -1,0 +1,85 @@
+"""Keys of MaxText that Octavo does not have: some are taken without effect, for others there is another way.
+
+Commands from MaxText's guides then run, or say what to write instead.
+"""
+
+import re
+
+_BACKEND = "XLA chooses the code for the backend that JAX finds"
+_GROUPED = "grouped matmuls have one implementation for each backend, chosen by octavo.ops"
+
+NO_EFFECT = {
+    "hardware": _BACKEND,
+    "attention": "there is one attention, in plain JAX",
+    "skip_jax_distributed_system": "a run is one process",
+    "megablox": _GROUPED,
+    "use_tokamax_gmm": _GROUPED,
+    "use_gmm_v2": _GROUPED,
+    "shard_exp_on_fsdp": "weights are not sharded",
+    "moe_fsdp_use_two_stage_all_gather": "weights are not sharded",
+    "enable_goodput_recording": "nothing is recorded elsewhere",
+    "monitor_goodput": "nothing is recorded elsewhere",
+    "enable_single_controller": "a run is one process",
+    "override_model_config": "the command line is always stronger than the model's file",
+    "save_config_to_gcs": "config.yml is always in the run directory",
+    "compiled_trainstep_file": "the step is compiled when the run starts",
+    "pure_nnx": "the model is Flax NNX",
+    "enable_nnx": "the model is Flax NNX",
+}
+"""Keys that are accepted and change nothing, with the reason."""
+
+_ELSEWHERE = {
+    "decoder_block": "model_name chooses a model",
+    "load_full_state_path": "a run resumes from its own directory; load_parameters_path starts a new one",
+    "grad_dtype": "gradients have the dtype of the weights, weight_dtype",
+    "matmul_precision": "dtype is that of activations",
+    "wandb_project_name": "metrics are in metrics_file and in TensorBoard's events",
+    "te_comm_gemm_overlap": "there is no Transformer Engine; its recipes are values of quantization, as te_mxfp8",
+    "use_batch_split_schedule": "there is no hand-scheduled layer",
+}
+_PATTERNS = {
+    r"(ici|dcn)_\w+_parallelism|mesh_axes|logical_axis_rules": "a run uses one device",
+    r"w[io]_tile_\w+": _GROUPED,
+}
+_NAMES = {
+    "lr": "learning_rate",
+    "peak_learning_rate": "learning_rate",
+    "batch_size": "per_device_batch_size",
+    "global_batch_size": "per_device_batch_size",
+    "micro_batch_size": "per_device_batch_size",
+    "seq_len": "max_target_length",
+    "sequence_length": "max_target_length",
+    "max_seq_len": "max_target_length",
+    "seed": "init_weights_seed",
+    "recipe": "quantization",
+    "quant": "quantization",
+    "layers": "base_num_decoder_layers",
+    "num_layers": "base_num_decoder_layers",
+    "num_heads": "base_num_query_heads",
+    "optimizer": "opt_type",
+    "weight_decay": "adam_weight_decay",
+    "clip": "gradient_clipping_threshold",
+    "grad_clip": "gradient_clipping_threshold",
+    "model": "model_name",
+    "dataset": "dataset_type",
+    "tokenizer": "tokenizer_type",
+    "output_dir": "base_output_directory",
+    "train_steps": "steps",
+    "num_steps": "steps",
+    "max_steps": "steps",
+    "warmup_steps": "warmup_steps_fraction",
+    "per_device_eval_batch_size": "per_device_batch_size",
+}
+
+
+def instead(name: str) -> str | None:
+    """What to write for a key that other trainers have, or None if it is not known.
+
+    >>> instead("lr"), instead("ici_fsdp_parallelism")
+    ("write 'learning_rate'", 'a key of MaxText that Octavo does not have: a run uses one device')
+    """
+    if name in _NAMES:
+        return f"write {_NAMES[name]!r}"
+    reasons = [reason for pattern, reason in _PATTERNS.items() if re.fullmatch(pattern, name)]
+    reason = _ELSEWHERE.get(name) or next(iter(reasons), None)
+    return None if reason is None else f"a key of MaxText that Octavo does not have: {reason}"

@@ -1,0 +1,91 @@
+"""The optimizer and its learning rate, from the configuration."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+from octavo.train.config import Config
+
+
+def learning_rate_schedule(config: Config) -> Callable[[Any], jax.Array]:
+    """The learning rate by the step: a linear warm-up, then a cosine, a plateau with a decay, or a constant.
+
+    >>> from octavo.train.config import Config
+    >>> rate = learning_rate_schedule(Config(steps=100, learning_rate=1e-3, warmup_steps_fraction=0.1))
+    >>> [round(float(rate(step)), 6) for step in (0, 9, 100)]
+    [0.0001, 0.001, 0.0001]
+    """
+    peak, last = config.learning_rate, config.learning_rate * config.learning_rate_final_fraction
+    total = config.steps if config.learning_rate_schedule_steps < 0 else config.learning_rate_schedule_steps
+    warmup = int(total * config.warmup_steps_fraction)
+    decay = total - warmup
+    match config.lr_schedule_type:
+        case "cosine":
+            then = optax.cosine_decay_schedule(peak, max(1, decay), config.learning_rate_final_fraction)
+        case "wsd":
+            falling = int(total * config.wsd_decay_steps_fraction)
+            parts = [optax.constant_schedule(peak), optax.linear_schedule(peak, last, max(1, falling))]
+            then = optax.join_schedules(parts, [max(0, decay - falling)])
+        case _:
+            then = optax.constant_schedule(peak)
+
+    def rate(step: Any) -> jax.Array:
+        # The first step already moves: it has the rate 1/warmup, not 0.
+        rising = peak * (jnp.asarray(step, jnp.float32) + 1) / max(1, warmup)
+        return jnp.where(step < warmup, rising, then(step - warmup)).astype(jnp.float32)
+
+    return rate
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+    """The optimizer without clipping, which the step does itself: it needs the norm for the log anyway."""
+    rate = learning_rate_schedule(config)
+    match config.opt_type:
+        case "sgd":
+            return optax.sgd(rate)
+        case "muon":
+            # Matrices by Newton-Schulz, everything else by AdamW; stacked layers and experts are batches of matrices.
+            return optax.contrib.muon(
+                rate,
+                weight_decay=config.adam_weight_decay,
+                adam_b1=config.adam_b1,
+                adam_b2=config.adam_b2,
+                adam_weight_decay=config.adam_weight_decay,
+                mu_dtype=config.mu_dtype or None,
+                muon_weight_dimension_numbers=_matrices,
+            )
+        case _:
+            return optax.adamw(
+                rate,
+                b1=config.adam_b1,
+                b2=config.adam_b2,
+                eps=config.adam_eps,
+                weight_decay=config.adam_weight_decay,
+                mask=_decayed,
+                mu_dtype=config.mu_dtype or None,
+            )
+
+
+def _decayed(params: Any) -> Any:
+    """Which parameters decay: all but the scales of norms."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: not _is_scale(path), params)
+
+
+def _matrices(params: Any) -> Any:
+    """For each parameter, which axes form the matrix that Muon makes orthogonal; None: AdamW."""
+
+    def axes(path: Any, x: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if _is_scale(path) or x.ndim < 2 or "token_embedder" in name or "logits" in name:
+            return None
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=x.ndim - 2, output_axis=x.ndim - 1)
+
+    return jax.tree_util.tree_map_with_path(axes, params)
+
+
+def _is_scale(path: Any) -> bool:
+    return jax.tree_util.keystr(path[-1:], simple=True, separator="/") == "scale"

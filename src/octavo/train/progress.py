@@ -1,0 +1,175 @@
+"""What a person sees while a run goes on: one live line in a terminal, log lines anywhere else."""
+
+import builtins
+import collections
+import sys
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+_STEP = "perf/step_time_seconds"
+_TOKENS = "perf/per_device_tokens_per_sec"
+_LOSS = "learning/loss"
+
+# In MaxText's order and words, so that scripts that read its logs read these.
+_PARTS = (
+    (_STEP, "seconds: {:.3f}"),
+    ("perf/per_device_tflops_per_sec", "TFLOP/s/device: {:.3f}"),
+    (_TOKENS, "Tokens/s/device: {:.3f}"),
+    ("learning/total_weights", "total_weights: {:.0f}"),
+    (_LOSS, "loss: {:.3f}"),
+    ("learning/lm_loss", "lm_loss: {:.3f}"),
+    ("learning/perplexity", "perplexity: {:.3f}"),
+    ("learning/moe_lb_loss", "moe_lb_loss: {:.3f}"),
+)
+_EVAL_PARTS = (
+    ("eval/avg_loss", "loss={:.3f}"),
+    ("eval/avg_perplexity", "perplexity={:.3f}"),
+    ("eval/total_weights", "total_weights={:.0f}"),
+)
+
+
+def log_line(step: int, metrics: Mapping[str, Any]) -> str:
+    """A step in one line, as MaxText logs it; metrics that are not given are left out.
+
+    >>> log_line(3, {"perf/step_time_seconds": 5.4019, "learning/total_weights": 196608, "learning/loss": 11.3788})
+    'completed step: 3, seconds: 5.402, total_weights: 196608, loss: 11.379'
+    """
+    return ", ".join([f"completed step: {step}", *_words(_PARTS, metrics)])
+
+
+def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
+    """An evaluation in one line, as MaxText logs it.
+
+    >>> eval_line(99, {"eval/avg_loss": 3.25, "eval/avg_perplexity": 25.7903})
+    'Completed eval after train step 99, loss=3.250, perplexity=25.790'
+    """
+    return ", ".join([f"Completed eval after train step {step}", *_words(_EVAL_PARTS, metrics)])
+
+
+def _words(parts: tuple[tuple[str, str], ...], metrics: Mapping[str, Any]) -> list[str]:
+    return [form.format(float(metrics[name])) for name, form in parts if metrics.get(name) is not None]
+
+
+class Progress:
+    """Shows how far a run of `total` steps is; use it with `with`, call `update` after every step.
+
+    In a terminal, with the package rich, that is one line which stays in place: a bar, the step, the loss, the time per
+    step, tokens per second and the time left. Anywhere else it is MaxText's log line every `log_period` steps and for
+    the last step. Lines go to `say` if it is given, and then there is no bar. `Progress.say` prints a message without
+    breaking the bar. With `quiet` only messages are printed.
+
+    >>> with Progress(3, log_period=2) as progress:
+    ...     progress.update(0, {"learning/loss": 4.0})
+    ...     progress.say("saved a checkpoint")
+    ...     progress.update(1, {"learning/loss": 3.75})
+    ...     progress.update(2, {"learning/loss": 3.5})
+    completed step: 0, loss: 4.000
+    saved a checkpoint
+    completed step: 2, loss: 3.500
+    """
+
+    def __init__(
+        self, total: int, quiet: bool = False, *, log_period: int = 1, say: Callable[[str], None] | None = None
+    ):
+        if log_period < 1:
+            raise ValueError(f"log_period is the number of steps between log lines, at least 1; got {log_period}")
+        own = say is None or say is builtins.print
+        self._display = _choose(total, quiet, log_period, None if own else say)
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show that a step, counted from 0, is done."""
+        self._display.show(step, metrics)
+
+    def say(self, message: str) -> None:
+        """Print a message of its own."""
+        self._display.say(message)
+
+    def __enter__(self) -> "Progress":
+        self._display.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.stop()
+
+
+def _choose(total: int, quiet: bool, log_period: int, say: Callable[[str], None] | None) -> "_Log | _Live":
+    if not quiet and say is None and sys.stdout.isatty():
+        try:
+            return _Live(total)
+        except ModuleNotFoundError:  # rich is optional
+            pass
+    return _Log(total, None if quiet else log_period, say or _print)
+
+
+def _print(message: str) -> None:
+    # Flushed: a log is often a file that someone follows.
+    print(message, flush=True)
+
+
+class _Log:
+    """Lines; none for the steps if there is no period."""
+
+    def __init__(self, total: int, log_period: int | None, say: Callable[[str], None]):
+        self._total, self._period, self._say = total, log_period, say
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def show(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._period and (step % self._period == 0 or step == self._total - 1):
+            self.say(log_line(step, metrics))
+
+    def say(self, message: str) -> None:
+        self._say(message)
+
+
+class _Live:
+    """A bar drawn by rich."""
+
+    def __init__(self, total: int):
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+        self._bar = Bar(*columns, refresh_per_second=4)
+        self._task = self._bar.add_task("starting", total=total)
+        self._total = total
+        self._recent: collections.deque[float] = collections.deque(maxlen=20)
+
+    def start(self) -> None:
+        self._bar.start()
+
+    def stop(self) -> None:
+        self._bar.stop()
+
+    def show(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if metrics.get(_STEP) is not None:
+            self._recent.append(float(metrics[_STEP]))
+        words = _words(((_LOSS, "loss {:.3f}"), (_STEP, "{:.3g} s/step"), (_TOKENS, "{:,.0f} tokens/s")), metrics)
+        if self._recent and step + 1 < self._total:
+            # The median: the first step also compiles.
+            pace = sorted(self._recent)[len(self._recent) // 2]
+            words.append(f"{duration(pace * (self._total - step - 1))} left")
+        self._bar.update(self._task, completed=step + 1, description="  ".join(words))
+
+    def say(self, message: str) -> None:
+        self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def duration(seconds: int | float) -> str:
+    """A time in the two largest units.
+
+    >>> duration(42), duration(187), duration(7384), duration(200000)
+    ('42 s', '3 min 7 s', '2 h 3 min', '2 d 7 h')
+    """
+    total = round(seconds)
+    for unit, size, part, smaller in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if total >= size:
+            return f"{total // size} {unit} {total % size // smaller} {part}"
+    return f"{total} s"

@@ -1,0 +1,157 @@
+"""From the configuration to rules: which product is quantized how, at which step of training.
+
+One registry of recipes serves every value of `quantization`. With `use_qwix_quantization=true` a name means the rules
+of the recipe; with `false` the names that AQT has mean its numerics: gradients of integers are rounded stochastically
+and residuals are quantized again from float, and `fp8` is delayed scaling. Names that only one of them knows are the
+recipe under both.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+
+from octavo.frameworks.quantizations import aqt_int, constant_bounds
+from octavo.ops import Matmul
+from octavo.rules import QtRule, QuantizationRule, Schedule, as_rules, recipe
+from octavo.train.config import Config
+
+FIRST, LAST = "first_layers", "last_layers"
+_EXPERTS = ("ragged_dot", "gmm")
+_AQT_BITS = {"int8": 8, "int4": 4}
+_AQT_NAMES = {"fp8": "fp8_gpu"}
+_AQT_FLOATS = ("fp8_full", "fp8_e4m3", "fp8_e5m2", "fp4")
+
+
+def rules_of(config: Config) -> tuple[QuantizationRule, ...]:
+    """The rules that hold while training is quantized; none if it is not.
+
+    >>> from octavo.train.config import Config
+    >>> [rule.skip for rule in rules_of(Config(quantization="int8", use_qwix_quantization=True))]
+    [True, False]
+    """
+    if config.quantization_rules_path:
+        found = as_rules(Path(config.quantization_rules_path))
+    elif config.quantization:
+        found = _named(config)
+    else:
+        return ()
+    kept = _kept_in_float(config)
+    return (*kept, *found)
+
+
+def schedule_of(config: Config) -> Schedule:
+    """The rules by stages of training: float before the first quantized step and after the last one.
+
+    >>> from octavo.train.config import Config
+    >>> schedule_of(Config(quantization="int8", quantization_start_step=10, steps=100)).boundaries
+    (10,)
+    """
+    rules = rules_of(config)
+    if not rules:
+        return Schedule([(0, None)])
+    start, stop = config.quantization_start_step, config.quantization_stop_step
+    stages: list[tuple[int, tuple[QuantizationRule, ...] | None]] = [(start, rules)]
+    if start:
+        stages.insert(0, (0, None))
+    if stop >= 0:
+        stages.append((stop, None))
+    return Schedule(stages)
+
+
+def local_shards(config: Config) -> int:
+    """In how many pieces, each with scales of its own, the weight gradients contract; 0: they stay in float."""
+    count = config.quantization_local_shard_count
+    return jax.local_device_count() if count < 0 else count
+
+
+def _named(config: Config) -> tuple[QuantizationRule, ...]:
+    name, exclude = config.quantization, _exclusion(config)
+    methods = _methods(config)
+    if name == "intmp":
+        table = json.loads(Path(config.quant_cfg_path).read_text(encoding="utf8"))
+        rules = recipe(name, exclude=exclude, config=table)
+    elif not config.use_qwix_quantization and name in _AQT_BITS:
+        aqt = aqt_int(_AQT_BITS[name], local_shards(config)).with_operands(**_operand_changes(methods))
+        rules = (*recipe(name, exclude=exclude)[:-1], _rule(aqt))
+    elif name == "aqt_fp8_full" and config.constant_bound_config:
+        rules = (*recipe(name, exclude=exclude)[:-1], _rule(constant_bounds(config.constant_bound_config)))
+    else:
+        aqt = not config.use_qwix_quantization
+        rules = recipe(_AQT_NAMES.get(name, name) if aqt else name, exclude=exclude)
+        rules = tuple(_in_pieces(rule.replace(**_applicable(rule, methods)), config) for rule in rules)
+        if aqt and name in _AQT_FLOATS:
+            rules = tuple(rule if rule.skip else rule.replace(residual="original") for rule in rules)
+    if config.use_manual_quantization:
+        rules = tuple(rule if rule.skip else rule.replace(op_names=_EXPERTS) for rule in rules)
+    return rules
+
+
+def _rule(config) -> QtRule:
+    return QtRule(fwd=config.fwd, dlhs=config.dlhs, drhs=config.drhs, scope="weights")
+
+
+def _exclusion(config: Config) -> str | None:
+    return None if config.quantization_exclude == "none" else config.quantization_exclude
+
+
+def _methods(config: Config) -> dict[str, str]:
+    """The calibration methods that are not the default."""
+    methods = {
+        "weight_calibration_method": config.weight_quantization_calibration_method,
+        "act_calibration_method": config.act_quantization_calibration_method,
+        "bwd_calibration_method": config.bwd_quantization_calibration_method,
+    }
+    if config.quantization_calibration_method:
+        methods = dict.fromkeys(methods, config.quantization_calibration_method)
+    return {name: method for name, method in methods.items() if method != "absmax"}
+
+
+def _operand_changes(methods: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Calibration methods by the operand of the six that they are for."""
+    sides = {
+        "weight_calibration_method": ("fwd_rhs", "dlhs_rhs"),
+        "act_calibration_method": ("fwd_lhs", "drhs_rhs"),
+        "bwd_calibration_method": ("dlhs_lhs", "drhs_lhs"),
+    }
+    return {side: {"calibration": method} for name, method in methods.items() for side in sides[name]}
+
+
+def _applicable(rule: QuantizationRule, methods: dict[str, str]) -> dict[str, str]:
+    """The methods for operands that a rule has: none for a rule that skips, no gradients for one without."""
+    if rule.skip:
+        return {}
+    if not isinstance(rule, QtRule) or rule.bwd_qtype is None:
+        methods = {name: method for name, method in methods.items() if name != "bwd_calibration_method"}
+    if rule.act_qtype is None:
+        methods = {name: method for name, method in methods.items() if name != "act_calibration_method"}
+    return methods
+
+
+def _in_pieces(rule: QuantizationRule, config: Config) -> QuantizationRule:
+    """A rule whose weight gradient contracts in local shards, or not at all in low precision."""
+    if rule.skip or not isinstance(rule, QtRule) or rule.bwd_qtype is None or rule.drhs is not None:
+        return rule
+    shards = local_shards(config)
+    if shards == 0:
+        return rule.replace(drhs=Matmul(residual="original"))
+    return rule if shards == 1 else rule.replace(bwd_weight_grad_tile_size=1 / shards)
+
+
+def _kept_in_float(config: Config) -> Iterable[QuantizationRule]:
+    """Rules that leave the first and the last layers in float."""
+    names = []
+    if config.quantization_first_layers:
+        names.append(_layers(config, FIRST, range(config.quantization_first_layers)))
+    if config.quantization_last_layers:
+        total = config.base_num_decoder_layers
+        names.append(_layers(config, LAST, range(total - config.quantization_last_layers, total)))
+    return tuple(QuantizationRule(module_path=rf"(.*/)?{name}(/.*)?", skip=True) for name in names)
+
+
+def _layers(config: Config, name: str, numbers: range) -> str:
+    """The name of layers, in a pattern: those that stand apart from the scan, or by their numbers in a loop."""
+    if config.scan_layers:
+        return rf"{name}_\d+"
+    return f"layers_({'|'.join(map(str, numbers))})"

@@ -1,0 +1,52 @@
+"""How many FLOPs one matmul or convolution costs."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+def dot_flops(lhs: Sequence[int], rhs: Sequence[int], shared: Iterable[int]) -> int:
+    """FLOPs of a matmul whose right operand shares these axes with the left one, or chooses among them by group."""
+    shared = set(shared)
+    return 2 * math.prod(lhs) * math.prod(dim for axis, dim in enumerate(rhs) if axis not in shared)
+
+
+class Window(NamedTuple):
+    """One spatial axis of a convolution: its sizes, and how the kernel moves along it."""
+
+    size: int
+    kernel: int
+    out: int
+    stride: int
+    pad: int
+    dilation: int
+    kernel_dilation: int
+
+    def pairs(self) -> int:
+        """How many pairs of an output and a place in the kernel meet a value, not a hole or the padding."""
+        place = np.arange(self.out)[:, None] * self.stride + np.arange(self.kernel) * self.kernel_dilation - self.pad
+        return int(np.sum((place >= 0) & (place % self.dilation == 0) & (place // self.dilation < self.size)))
+
+
+def conv_flops(features: int, others: int, windows: Iterable[Window]) -> int:
+    """FLOPs of a convolution: input features of a group, outputs of one place, spatial axes; as XLA counts them."""
+    return 2 * features * others * math.prod(w.pairs() for w in windows)
+
+
+def product_flops(name: str, params: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> int:
+    """FLOPs of one execution of a primitive that multiplies, for these shapes."""
+    if name == "dot_general":
+        (_, contract), (_, batch) = params["dimension_numbers"]
+        return dot_flops(lhs, rhs, (*contract, *batch))
+    if name == "ragged_dot_general":
+        numbers = params["ragged_dot_dimension_numbers"]
+        (_, contract), (_, batch) = numbers.dot_dimension_numbers
+        return dot_flops(lhs, rhs, (*contract, *batch, *numbers.rhs_group_dimensions))
+    at = params["dimension_numbers"]
+    axes = zip(at.lhs_spec[2:], at.rhs_spec[2:], at.out_spec[2:], strict=True)
+    low = [pad for pad, _ in params["padding"]]
+    moves = zip(params["window_strides"], low, params["lhs_dilation"], params["rhs_dilation"], strict=True)
+    windows = [Window(lhs[a], rhs[b], out[c], *move) for (a, b, c), move in zip(axes, moves, strict=True)]
+    return conv_flops(rhs[at.rhs_spec[1]], out[at.out_spec[0]] * out[at.out_spec[1]], windows)

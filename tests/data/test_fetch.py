@@ -1,0 +1,127 @@
+"""scripts/data: archives are checked, only the named files are taken, and what is there is left alone."""
+
+import gzip
+import hashlib
+import importlib.machinery
+import importlib.util
+import io
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "data"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    loader = importlib.machinery.SourceFileLoader("scripts_data", str(SCRIPT))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("scripts_data", loader))
+    monkeypatch.setitem(sys.modules, "scripts_data", module)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def archive():
+    """A package with two books, some code and a packed file."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        contents = {
+            "package/books/b.txt": b"beta",
+            "package/books/a.txt": b"alpha",
+            "package/books/deep/c.txt": b"no",
+            "package/index.js": b"no",
+            "package/packed.gz": gzip.compress(b"unpacked"),
+        }
+        for name, content in contents.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return packed.getvalue()
+
+
+@pytest.fixture
+def entry(script, archive, tmp_path):
+    calls = []
+
+    def client(package, sha256, into):
+        calls.append(package)
+        (into / "package.tgz").write_bytes(archive)
+
+    def make(take=None, **changes):
+        lines = [
+            f"{hashlib.sha256(text).hexdigest()}  {name}\n" for name, text in [("a.txt", b"alpha"), ("b.txt", b"beta")]
+        ]
+        fields = {
+            "about": "two books",
+            "client": client,
+            "package": "books@1",
+            "archive": hashlib.sha256(archive).hexdigest(),
+            "take": take or script.folder("package/books/", ".txt"),
+            "files": hashlib.sha256("".join(lines).encode()).hexdigest(),
+        }
+        return script.Data(**{**fields, **changes})
+
+    make.calls = calls
+    return make
+
+
+def test_files_are_taken_once(script, entry, tmp_path):
+    assert script.fetch("books", entry(), tmp_path) == "fetched"
+    assert {file.name: file.read_text() for file in (tmp_path / "books").iterdir()} == {
+        "a.txt": "alpha",
+        "b.txt": "beta",
+    }
+    assert script.fetch("books", entry(), tmp_path) == "there"
+    assert entry.calls == ["books@1"]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["books"]
+
+
+def test_broken_files_are_fetched_again(script, entry, tmp_path):
+    script.fetch("books", entry(), tmp_path)
+    (tmp_path / "books" / "a.txt").write_text("alp")
+    assert script.fetch("books", entry(), tmp_path) == "fetched"
+    assert (tmp_path / "books" / "a.txt").read_text() == "alpha"
+
+
+def test_another_archive_is_refused(script, entry, tmp_path):
+    with pytest.raises(ValueError, match=r"the archive of books@1: the sha256 is .*, and 0000 was expected"):
+        script.fetch("books", entry(archive="0000"), tmp_path)
+    with pytest.raises(ValueError, match=r"the files of books: the sha256 is .*, and 1111 was expected"):
+        script.fetch("books", entry(files="1111"), tmp_path)
+    assert not (tmp_path / "books").exists()
+
+
+def test_a_packed_member_is_unpacked(script, archive, tmp_path):
+    (tmp_path / "x.tgz").write_bytes(archive)
+    assert list(script.gunzipped("package/packed.gz", "plain")(tmp_path / "x.tgz")) == [("plain", b"unpacked")]
+
+
+def test_the_command_says_what_it_did(script, entry, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(script, "DATA", {"books": entry(), "more": entry(client=script.by_npm)})
+    monkeypatch.setattr(script.shutil, "which", lambda name: None)
+    assert script.main([], tmp_path) == 0
+    said = capsys.readouterr()
+    assert said.out == f"books: fetched, {tmp_path / 'books'}\n"
+    assert said.err == "more: left out, npm is not installed; it comes with Node.js ('apt install npm')\n"
+    assert script.main(["more"], tmp_path) == 1
+    with pytest.raises(SystemExit):
+        script.main(["book"], tmp_path)
+    assert "unknown data 'book'. Known: books, more" in capsys.readouterr().err
+    monkeypatch.setattr(script, "DATA", {"bad": entry(archive="0000")})
+    assert script.main([], tmp_path) == 1
+    assert "0000 was expected" in capsys.readouterr().err
+
+
+def test_a_failing_client_shows_its_error(script, tmp_path):
+    with pytest.raises(ValueError, match=r"failed:\nno such thing"):
+        script._run([sys.executable, "-c", "import sys; sys.exit('no such thing')"])
+
+
+def test_hashes_are_recorded_for_everything(script):
+    assert set(script.DATA) >= {"enwik8", "gutenberg"}
+    for data in script.DATA.values():
+        assert len(data.archive) == len(data.files) == 64

@@ -1,0 +1,151 @@
+"""Rows against a plain reading of what packing means."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.data import KEYS, Layout
+from octavo.data.corpus import Corpus, find_documents
+from octavo.data.rows import assemble, gather
+
+EOS, BOS = 9, 8
+DOCUMENTS = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=12), min_size=1, max_size=8)
+
+
+def corpus(documents, *, size=3, length=5, bos=BOS, **changes):
+    stream = np.array([EOS] + [token for document in documents for token in [*document, EOS]], np.uint16)
+    layout = Layout(batch_size=size, length=length, **changes)
+    return Corpus(stream, layout, eos=EOS, bos=bos, vocab_size=10, decode=str, details={})
+
+
+def rows_of(data, count):
+    """The rows of the first batches, as lists of (input, position, segment, target) without padding."""
+    rows = []
+    for index in range(count):
+        batch = data.batch(index)
+        assert tuple(batch) == KEYS
+        for array in batch.values():
+            assert array.dtype == np.int32
+            assert array.shape == (data.layout.batch_size, data.layout.length)
+        np.testing.assert_array_equal(batch["inputs_position"], batch["targets_position"])
+        np.testing.assert_array_equal(batch["inputs_segmentation"], batch["targets_segmentation"])
+        arrays = [batch[key] for key in KEYS[:4]]
+        for row in zip(*(array.tolist() for array in arrays), strict=True):
+            quads = list(zip(*row, strict=True))
+            there = [quad for quad in quads if quad[2]]
+            assert quads == there + [(0, 0, 0, 0)] * (len(quads) - len(there)), "padding is zeros at the end"
+            rows.append(there)
+    return rows
+
+
+def expected_rows(documents, length, bos):
+    """Each document as pairs of read and predicted, one after the other, cut into rows."""
+    pairs = [
+        (number, read, predicted)
+        for number, document in enumerate(documents)
+        for read, predicted in zip([bos, *document], [*document, EOS], strict=True)
+    ]
+    rows = []
+    for begin in range(0, len(pairs), length):
+        row, last, position, segment = [], None, 0, 0
+        for number, read, predicted in pairs[begin : begin + length]:
+            position, segment = (position + 1, segment) if number == last else (0, segment + 1)
+            last = number
+            row.append((read, position, segment, predicted))
+        rows.append(row)
+    return rows
+
+
+@given(DOCUMENTS, st.integers(1, 9), st.integers(1, 4), st.sampled_from([BOS, EOS]))
+def test_packed_rows_are_the_documents_cut(documents, length, size, bos):
+    data = corpus(documents, size=size, length=length, bos=bos, shuffle=False)
+    expected = expected_rows(documents, length, bos)
+    assert data.rows == len(expected)
+    rows = rows_of(data, data.batches)
+    assert [row for row in rows if row] == expected
+    assert len(rows) - len(expected) < size
+
+
+@given(DOCUMENTS, st.integers(1, 9), st.integers(1, 4))
+def test_unpacked_rows_are_the_starts_of_documents(documents, length, size):
+    data = corpus(documents, size=size, length=length, packing=False, shuffle=False)
+    expected = [
+        [(read, i, 1, predicted) for i, (read, predicted) in enumerate(zip([BOS, *d], [*d, EOS], strict=True))][:length]
+        for d in documents
+    ]
+    assert [row for row in rows_of(data, data.batches) if row] == expected
+
+
+@given(DOCUMENTS, st.integers(1, 5), st.booleans(), st.integers(0, 3))
+def test_shuffled_epochs_have_every_row_once(documents, size, packing, seed):
+    data = corpus(documents, size=size, length=3, packing=packing, seed=seed)
+    plain = corpus(documents, size=1, length=3, packing=packing, shuffle=False)
+    wanted = sorted(rows_of(plain, plain.rows))
+    rows = rows_of(data, -(-3 * data.rows // size))
+    for epoch in range(3):
+        assert sorted(rows[epoch * data.rows : (epoch + 1) * data.rows]) == wanted
+
+
+def test_a_pass_of_evaluation_starts_again():
+    data = corpus([[1, 2, 3], [4, 5]], shuffle=False)
+    for again in (data.batches, 5 * data.batches):
+        for key in KEYS:
+            np.testing.assert_array_equal(data.batch(0)[key], data.batch(again)[key])
+
+
+def test_a_batch_depends_on_its_number_alone():
+    documents = [[i % 8] * (i + 1) for i in range(30)]
+    one, other = corpus(documents), corpus(documents)
+    forward = [one.batch(i)["inputs"].tolist() for i in range(12)]
+    assert forward == [other.batch(i)["inputs"].tolist() for i in reversed(range(12))][::-1]
+    assert forward != [corpus(documents, seed=1).batch(i)["inputs"].tolist() for i in range(12)]
+
+
+def test_reuse_deals_out_the_first_batches_over_and_over():
+    documents = [[i % 8] * (i + 1) for i in range(30)]
+    all_of_them, few = corpus(documents), corpus(documents, reuse=2)
+    assert [few.batch(i)["inputs"].tolist() for i in range(5)] == [
+        all_of_them.batch(i % 2)["inputs"].tolist() for i in range(5)
+    ]
+
+
+def test_arrays_of_a_batch_share_no_memory():
+    batch = corpus([[1, 2, 3]] * 9).batch(0)
+    batch["inputs"][:] = 7
+    batch["inputs_segmentation"][:] = 7
+    assert not (batch["targets_segmentation"] == 7).any()
+    assert not (batch["targets"] == 7).any()
+
+
+def test_empty_documents_are_no_rows():
+    starts, sizes = find_documents(np.array([EOS, EOS, 1, 2, EOS, EOS, 3, EOS, EOS]), EOS)
+    assert (starts.tolist(), sizes.tolist()) == ([1, 5], [3, 2])
+
+
+def test_documents_are_found_across_chunks(monkeypatch):
+    stream = np.array([EOS, 1, 2, EOS, 3, EOS, 4, 5, 6, EOS])
+    whole = find_documents(stream, EOS)
+    monkeypatch.setattr("octavo.data.corpus._CHUNK", 3)
+    for one, other in zip(whole, find_documents(stream, EOS), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_windows_beyond_the_end_repeat_the_last_token():
+    assert gather(np.array([1, 2, 3], np.uint8), np.array([0, 2]), 2).tolist() == [[1, 2, 3], [3, 3, 3]]
+
+
+def test_without_an_eos_a_row_is_one_document():
+    batch = assemble(np.array([[1, 9, 3]], np.int32), eos=-1, bos=-1)
+    assert batch["inputs"].tolist() == [[1, 9]]
+    assert batch["inputs_segmentation"].tolist() == [[1, 1]]
+
+
+def test_negative_numbers_are_no_batches():
+    with pytest.raises(ValueError, match="batches are numbered from 0, got -1"):
+        corpus([[1]]).batch(-1)
+
+
+def test_nothing_to_learn_from_is_said():
+    with pytest.raises(ValueError, match="nothing to learn from in 1 tokens"):
+        corpus([])

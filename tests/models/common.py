@@ -1,0 +1,42 @@
+"""Small models for the tests."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from octavo.models import ModelConfig, apply, init_params
+
+DENSE = ModelConfig(vocab_size=31, emb_dim=16, num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24)
+MOE = DENSE.replace(num_experts=4, experts_per_token=2, moe_mlp_dim=12, shared_experts=2, first_dense_layers=1)
+
+
+@functools.cache
+def params_of(config):
+    """Random parameters, and norms that are not all one."""
+    params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(0))
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
+    uneven = lambda x: x * (1 + 0.3 * jax.random.normal(next(keys), x.shape, x.dtype))  # noqa: E731
+    return jax.tree.map(uneven, params)
+
+
+def batch(config, shape=(2, 7), key=2):
+    """Tokens, and their positions and segments: the first sequence holds two documents."""
+    tokens = jax.random.randint(jax.random.key(key), shape, 0, config.vocab_size)
+    cut = shape[1] // 2
+    index = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+    first = jnp.arange(shape[0])[:, None] == 0
+    segments = 1 + (first & (index >= cut)).astype(jnp.int32)
+    positions = jnp.where(segments == 2, index - cut, index)
+    return tokens, positions, segments
+
+
+def loss_of(config):
+    """Cross-entropy of the next token, and the load balance: something of which every parameter has a gradient."""
+
+    def loss(params, tokens, positions, segments):
+        logits, aux = apply(config, params, tokens, positions, segments)
+        wanted = jax.nn.one_hot(jnp.roll(tokens, -1, axis=1), config.vocab_size, dtype=jnp.float32)
+        return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * wanted, axis=-1)) + 0.1 * aux.load_balance
+
+    return loss

@@ -1,0 +1,34 @@
+import pytest
+
+from octavo._config import Config
+from octavo.models import ModelConfig
+from tests.models.common import DENSE, MOE
+
+WRONG = [
+    (DENSE, {"emb_dim": 0}, "emb_dim is at least 1, got 0"),
+    (DENSE, {"unscanned_first": -1}, "unscanned_first is 0 or more, got -1"),
+    (DENSE, {"norm_eps": 0.0}, "norm_eps is positive, got 0.0"),
+    (DENSE, {"num_kv_heads": 3}, "num_query_heads=4 is no multiple of num_kv_heads=3"),
+    (DENSE, {"head_dim": 7}, "head_dim is even, because rotary positions turn pairs of values; got 7"),
+    (DENSE, {"activation": "sliu"}, "unknown activation 'sliu'.*silu"),
+    (DENSE, {"remat": "minmal"}, "unknown remat 'minmal'.*minimal"),
+    (DENSE, {"dtype": "bf16"}, "unknown dtype 'bf16'.*bfloat16"),
+    (DENSE, {"weight_dtype": "int8"}, "unknown weight_dtype 'int8'"),
+    (DENSE, {"shared_experts": 1}, "shared_experts=1 needs num_experts above 1"),
+    (DENSE, {"first_dense_layers": 1}, "first_dense_layers=1 needs num_experts above 1"),
+    (MOE, {"experts_per_token": 5}, "experts_per_token=5 is more than there are: num_experts=4"),
+    (MOE, {"moe_mlp_dim": 0}, "num_experts=4 needs moe_mlp_dim"),
+    (MOE, {"first_dense_layers": 3}, "first_dense_layers=3 leaves no layer with experts: num_layers=3"),
+    (DENSE, {"unscanned_first": 2, "unscanned_last": 2}, "unscanned_first=2 and unscanned_last=2 are more layers than"),
+]
+
+
+@pytest.mark.parametrize(("config", "change", "text"), WRONG, ids=[text[:30] for *_, text in WRONG])
+def test_what_cannot_be_is_refused(config, change, text):
+    with pytest.raises(ValueError, match=text):
+        config.replace(**change)
+
+
+def test_round_trip():
+    assert Config.from_json(MOE.to_json()) == MOE
+    assert eval(repr(MOE), {"ModelConfig": ModelConfig}) == MOE

@@ -1,0 +1,124 @@
+"""Progress is a line in a terminal, a log anywhere else."""
+
+import io
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from octavo.train.progress import Progress, duration, eval_line, log_line
+
+METRICS = {
+    "perf/step_time_seconds": 5.4019,
+    "perf/per_device_tflops_per_sec": 141.5,
+    "perf/per_device_tokens_per_sec": 9098.2,
+    "learning/total_weights": 196608.0,
+    "learning/loss": 11.3794,
+    "learning/lm_loss": 11.3,
+    "learning/perplexity": 80821.5,
+    "learning/grad_norm": 1.0,
+}
+
+
+def test_log_line():
+    assert log_line(3, METRICS) == (
+        "completed step: 3, seconds: 5.402, TFLOP/s/device: 141.500, Tokens/s/device: 9098.200, total_weights: 196608, "
+        "loss: 11.379, lm_loss: 11.300, perplexity: 80821.500"
+    )
+    assert log_line(0, {"learning/loss": float("nan")}) == "completed step: 0, loss: nan"
+    assert log_line(0, {"learning/moe_lb_loss": 0.25}) == "completed step: 0, moe_lb_loss: 0.250"
+
+
+def test_eval_line():
+    assert eval_line(9, {"eval/avg_loss": 2.0, "eval/avg_perplexity": 7.389, "eval/total_weights": 512.0}) == (
+        "Completed eval after train step 9, loss=2.000, perplexity=7.389, total_weights=512"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0 s"), (59.7, "1 min 0 s"), (3600, "1 h 0 min"), (90061, "1 d 1 h")]
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_log(capsys):
+    with Progress(8, log_period=3) as progress:
+        for step in range(8):
+            progress.update(step, {"learning/loss": 1.0})
+            if step == 4:
+                progress.say("saved")
+    shown = [line.removeprefix("completed step: ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["0", "3", "s", "6", "7"]
+
+
+def test_quiet(capsys):
+    with Progress(2, quiet=True) as progress:
+        progress.update(0, METRICS)
+        progress.say("something went wrong")
+    assert capsys.readouterr().out == "something went wrong\n"
+
+
+def test_lines_go_where_they_are_wanted(capsys):
+    heard = []
+    with Progress(1, say=heard.append) as progress:
+        progress.update(0, {"learning/loss": 1.0})
+        progress.say("done")
+    assert heard == ["completed step: 0, loss: 1.000", "done"]
+    assert capsys.readouterr().out == ""
+
+
+def test_print_is_no_other_place(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setitem(sys.modules, "rich.progress", None)  # as if it were not installed
+    with Progress(1, say=print) as progress:
+        progress.update(0, {"learning/loss": 1.0})
+    assert sys.stdout.getvalue() == "completed step: 0, loss: 1.000\n"
+
+
+def test_period_is_checked():
+    with pytest.raises(ValueError, match="log_period is the number of steps between log lines, at least 1; got 0"):
+        Progress(3, log_period=0)
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals here")
+def test_live_line_in_a_terminal():
+    pytest.importorskip("rich")
+    code = """
+        from octavo.train.progress import Progress
+        with Progress(40) as progress:
+            for step in range(40):
+                progress.update(step, {"learning/loss": 4.0, "perf/step_time_seconds": 2.0,
+                                       "perf/per_device_tokens_per_sec": 12345.0})
+                if step == 9:
+                    progress.say("saved [bold] 10")
+                    progress._display._bar.refresh()
+    """
+    master, slave = os.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=slave, stderr=slave, env=env)
+    os.close(slave)
+    text = b""
+    while True:
+        try:
+            part = os.read(master, 4096)
+        except OSError:  # Linux's way to say that the other end is closed
+            break
+        if not part:
+            break
+        text += part
+    os.close(master)
+    assert child.wait() == 0, text
+    shown = text.decode()
+    assert "completed step" not in shown
+    assert "saved [bold] 10\r\n" in shown, "a message has a line of its own, and is not taken for markup"
+    assert "10/40" in shown
+    assert "loss 4.000  2 s/step  12,345 tokens/s  1 min 0 s left" in shown
+    assert "40/40" in shown
+    assert "\x1b[2K" in shown, "the bar is drawn over itself"

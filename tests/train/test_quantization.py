@@ -1,0 +1,167 @@
+"""From the configuration to rules."""
+
+import json
+
+import pytest
+
+import octavo
+from octavo.calibration import AbsMax
+from octavo.rules import QtRule, QuantizationRule, dot_config, rules_to_json
+from octavo.train.quantization import rules_of, schedule_of
+from tests.train.common import small
+
+
+def compiled(rule):
+    return dot_config(rule, lhs_weight=False, rhs_weight=True)
+
+
+def types(rule):
+    """The formats of the six operands."""
+    found = compiled(rule)
+    operands = (o for m in (found.fwd, found.dlhs, found.drhs) for o in (m.lhs, m.rhs))
+    return tuple(None if o is None else o.qtype.name for o in operands)
+
+
+def test_no_quantization_has_no_rules():
+    assert rules_of(small()) == ()
+    assert schedule_of(small()).stages == ((0, ()),)
+
+
+@pytest.mark.parametrize("qwix", [True, False])
+@pytest.mark.parametrize("name", octavo.recipes())
+def test_every_recipe_quantizes_weights_under_both_flags(name, qwix, tmp_path):
+    table = tmp_path / "bits.json"
+    table.write_text(json.dumps({"__default__": {"w_bits": 8, "a_bits": 8}}))
+    more = {"quant_cfg_path": str(table)} if name == "intmp" else {}
+    exclude, *rules = rules_of(small(quantization=name, use_qwix_quantization=qwix, **more))
+    assert exclude.skip
+    assert exclude.matches("decoder/layers/moe_block/router", "dot_general", weights=True)
+    for rule in rules:
+        assert types(rule)[1] is not None
+
+
+def test_qwix_numerics_round_to_nearest_and_reuse_codes():
+    rule = compiled(rules_of(small(quantization="int8", use_qwix_quantization=True))[-1])
+    assert rule.dlhs.residual == rule.drhs.residual == "reuse"
+    assert str(rule.dlhs.lhs.rounding) == "Nearest()"
+
+
+def test_aqt_numerics_round_gradients_stochastically_and_quantize_residuals_again():
+    rule = compiled(rules_of(small(quantization="int8"))[-1])
+    assert rule.dlhs.residual == rule.drhs.residual == "original"
+    assert rule.dlhs.rhs is not None and rule.drhs.rhs is not None
+    assert str(rule.dlhs.lhs.rounding) == str(rule.drhs.lhs.rounding) == "Stochastic()"
+
+
+def test_fp8_of_aqt_is_delayed_scaling():
+    assert rules_of(small(quantization="fp8"))[-1] == octavo.recipe("fp8_gpu")[-1]
+    assert rules_of(small(quantization="fp8", use_qwix_quantization=True))[-1] == octavo.recipe("fp8")[-1]
+
+
+@pytest.mark.parametrize("qwix", [True, False])
+def test_calibration_methods(qwix):
+    fixed = small(
+        quantization="fp8_full",
+        use_qwix_quantization=qwix,
+        weight_quantization_calibration_method="fixed,-224,224",
+        act_quantization_calibration_method="fixed,-112,112",
+        bwd_quantization_calibration_method="absmax,0.5",
+    )
+    rule = compiled(rules_of(fixed)[-1])
+    assert (rule.fwd.rhs.calibration.high, rule.fwd.lhs.calibration.high) == (224, 112)
+    assert rule.dlhs.lhs.calibration == AbsMax(0.5)
+
+
+def test_one_method_sets_all_three():
+    rule = compiled(rules_of(small(quantization="int8", quantization_calibration_method="rms,4"))[-1])
+    for matmul in (rule.fwd, rule.dlhs, rule.drhs):
+        assert type(matmul.lhs.calibration).__name__ == type(matmul.rhs.calibration).__name__ == "Rms"
+
+
+@pytest.mark.parametrize("qwix", [True, False])
+def test_local_shards(qwix):
+    def drhs(count):
+        config = small(quantization="int8", use_qwix_quantization=qwix, quantization_local_shard_count=count)
+        return compiled(rules_of(config)[-1]).drhs
+
+    assert drhs(0).lhs is None
+    assert drhs(4).lhs.tile == 1 / 4
+    assert drhs(1).lhs is not None
+
+
+def test_constant_bounds():
+    bounds = (6.0, 5.0, 4.0, 3.0, 2.0, 1.0)
+    rule = compiled(rules_of(small(quantization="aqt_fp8_full", constant_bound_config=bounds))[-1])
+    operands = (o for m in (rule.fwd, rule.dlhs, rule.drhs) for o in (m.lhs, m.rhs))
+    assert tuple(o.calibration.bound for o in operands) == bounds
+
+
+def test_exclusion_is_visible_and_can_be_overridden():
+    def skipped(**changes):
+        rules = rules_of(small(quantization="int8", **changes))
+        return [rule.module_path for rule in rules if rule.skip]
+
+    assert len(skipped()) == 1
+    assert skipped(quantization_exclude="none") == []
+    assert skipped(quantization_exclude=".*/mlp/.*") == [".*/mlp/.*"]
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_first_and_last_layers_stay_in_float(scan):
+    config = small(
+        quantization="int8",
+        base_num_decoder_layers=12,
+        quantization_first_layers=1,
+        quantization_last_layers=2,
+        scan_layers=scan,
+    )
+    first, last = rules_of(config)[:2]
+    inside = ["decoder/layers/mlp/wo"] if scan else [f"decoder/layers_{i}/mlp/wo" for i in range(1, 10)]
+    ends = (
+        ["decoder/last_layers_0/mlp/wo", "decoder/last_layers_1/mlp/wo"]
+        if scan
+        else ["decoder/layers_10/mlp/wo", "decoder/layers_11/mlp/wo"]
+    )
+    start = "decoder/first_layers_0/mlp/wo" if scan else "decoder/layers_0/mlp/wo"
+    matches = lambda rule, path: rule.matches(path, "dot_general", weights=True)  # noqa: E731
+    assert matches(first, start)
+    assert all(matches(last, path) for path in ends)
+    assert not any(matches(rule, path) for path in inside for rule in (first, last))
+
+
+def test_own_rules(tmp_path):
+    path = tmp_path / "rules.json"
+    path.write_text(rules_to_json([QtRule(weight_qtype="int8")]))
+    assert rules_of(small(quantization_rules_path=str(path))) == (QtRule(weight_qtype="int8"),)
+
+
+def test_manual_quantization_is_for_experts():
+    config = small(
+        quantization="fp8_full",
+        use_qwix_quantization=True,
+        use_manual_quantization=True,
+        weight_quantization_calibration_method="fixed,-224,224",
+        num_experts=2,
+        base_moe_mlp_dim=32,
+    )
+    assert rules_of(config)[-1].op_names == ("ragged_dot", "gmm")
+
+
+def test_schedule_begins_late_and_ends_early():
+    schedule = schedule_of(small(quantization="int8", quantization_start_step=2, quantization_stop_step=5))
+    assert [begin for begin, _ in schedule.stages] == [0, 2, 5]
+    assert [bool(rules) for _, rules in schedule.stages] == [False, True, False]
+
+
+def test_training_fields_of_mixed_precision(tmp_path):
+    table = tmp_path / "bits.json"
+    table.write_text(json.dumps({"__default__": {"w_bits": 8, "a_bits": 8, "g_bits": 4, "g_rounding": "stochastic"}}))
+    rule = compiled(rules_of(small(quantization="intmp", quant_cfg_path=str(table)))[-1])
+    assert rule.dlhs.lhs.qtype.name == "int4"
+    assert str(rule.dlhs.lhs.rounding) == "Stochastic()"
+
+
+def test_rules_print_and_are_frozen():
+    rule = rules_of(small(quantization="int8", use_qwix_quantization=True))[-1]
+    assert isinstance(rule, QuantizationRule)
+    assert eval(repr(rule), {"QtRule": QtRule}) == rule
