@@ -8,13 +8,18 @@ import jax.numpy as jnp
 from octavo.models import ModelConfig, apply, init_params
 
 DENSE = ModelConfig(vocab_size=31, emb_dim=16, num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24)
-MOE = DENSE.replace(num_experts=4, experts_per_token=2, moe_mlp_dim=12, shared_experts=2, first_dense_layers=1)
+MOE = DENSE.replace(num_layers=2, num_experts=4, experts_per_token=2, moe_mlp_dim=12, shared_experts=2)
+MIXED = MOE.replace(num_layers=5, first_dense_layers=2, unscanned_first=1, unscanned_last=1)
+
+
+init = jax.jit(init_params, static_argnums=0)
+run = jax.jit(apply, static_argnums=0)
 
 
 @functools.cache
 def params_of(config):
     """Random parameters, and norms that are not all one."""
-    params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(0))
+    params = init(config, jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
     uneven = lambda x: x * (1 + 0.3 * jax.random.normal(next(keys), x.shape, x.dtype))  # noqa: E731
     return jax.tree.map(uneven, params)
@@ -40,3 +45,9 @@ def loss_of(config):
         return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * wanted, axis=-1)) + 0.1 * aux.load_balance
 
     return loss
+
+
+@functools.cache
+def step_of(config):
+    """The loss and its gradient."""
+    return jax.jit(jax.value_and_grad(loss_of(config)))

@@ -277,3 +277,21 @@ def test_mixed_precision(tmp_path):
 def test_mixed_precision_errors(table, message):
     with pytest.raises(ValueError, match=message):
         mixed_precision(table)
+
+
+def test_mixed_precision_for_training():
+    """The fields beyond MaxText's: bits, clipping, rounding and tiles of gradients."""
+    table = {
+        "__default__": {"w_bits": 8, "a_bits": 8, "g_bits": 8, "g_rounding": "stochastic"},
+        ".*/wo": {"g_bits": 4, "g_scale": 0.9, "g_rounding": "nearest", "g_tile_size": 64},
+        ".*/key": {"g_bits": None, "g_rounding": None} | {"w_bits": 4},
+    }
+    with pytest.raises(ValueError, match=r"intmp: '\.\*/key' has g_rounding=None but no g_bits; set g_bits too"):
+        mixed_precision(table, exclude=None)
+    del table[".*/key"]
+    wo, rest = mixed_precision(table, exclude=None)
+    assert (rest.bwd_qtype, rest.bwd_stochastic_rounding) == ("int8", "uniform")
+    assert (wo.bwd_qtype, wo.bwd_stochastic_rounding, wo.bwd_weight_grad_tile_size) == ("int4", None, 64)
+    assert wo.bwd_calibration_method == "absmax,0.9"
+    with pytest.raises(ValueError, match="g_rounding='up'; it is one of nearest, stochastic"):
+        mixed_precision({"__default__": {"w_bits": 8, "a_bits": 8, "g_bits": 8, "g_rounding": "up"}})

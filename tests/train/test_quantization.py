@@ -49,7 +49,8 @@ def test_qwix_numerics_round_to_nearest_and_reuse_codes():
 def test_aqt_numerics_round_gradients_stochastically_and_quantize_residuals_again():
     rule = compiled(rules_of(small(quantization="int8"))[-1])
     assert rule.dlhs.residual == rule.drhs.residual == "original"
-    assert rule.dlhs.rhs is not None and rule.drhs.rhs is not None
+    assert rule.dlhs.rhs is not None
+    assert rule.drhs.rhs is not None
     assert str(rule.dlhs.lhs.rounding) == str(rule.drhs.lhs.rounding) == "Stochastic()"
 
 

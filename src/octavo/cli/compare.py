@@ -4,8 +4,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from octavo.train.config import ConfigError
+from octavo.train.config import Config, ConfigError
 from octavo.train.sources import load
 
 _HELP = """usage: octavo compare [CONFIG.yml] quantization=RECIPE[,RECIPE...] [seeds=N] [key=value ...]
@@ -18,6 +19,7 @@ page with the curves. Runs that are finished are kept in the directory and not r
   quantization=int8,fp8_full   the recipes; `octavo plan --rules list` prints them all
   seeds=3                      how many seeds (2: the interval needs two or more)
   eval_points=10               how often the loss on held-out text is taken
+  fresh=true                   run again also what is finished
   key=value                    everything that `octavo train --help` lists: steps=200 model_name=10m ...
 
 Example: octavo compare quantization=int8,fp8_full model_name=1m steps=100 seeds=3
@@ -29,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
     if any(word in ("-h", "--help", "help") for word in argv):
         print(_HELP)
         return 0
-    own = {"quantization": "int8", "seeds": "2", "eval_points": "10"}
+    own = {"quantization": "int8", "seeds": "2", "eval_points": "10", "fresh": "false"}
     rest = []
     for word in argv:
         name, equals, value = word.partition("=")
@@ -40,13 +42,14 @@ def run(argv: Sequence[str]) -> int:
     try:
         recipes = [name for name in own["quantization"].strip("[]").split(",") if name and name != "float"]
         loaded = [load([*rest, f"quantization={name}"]) for name in recipes or [""]]
-        seeds, points = _number("seeds", own["seeds"]), _number("eval_points", own["eval_points"])
+        options = {"seeds": _number("seeds", own["seeds"]), "eval_points": _number("eval_points", own["eval_points"])}
+        options["fresh"] = _flag("fresh", own["fresh"])
     except (ConfigError, OSError) as error:
         print(f"octavo compare: {error}", file=sys.stderr)
         return 2
     for text in dict.fromkeys(note for _, sources in loaded for note in sources.notes):
         _say(f"note: {text}")
-    return _compare(loaded[0].config, recipes, seeds, points)
+    return _compare(loaded[0].config, recipes, options)
 
 
 def _number(name: str, text: str) -> int:
@@ -55,15 +58,21 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
-def _compare(config, recipes: list[str], seeds: int, points: int) -> int:
+def _flag(name: str, text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ConfigError([f"{name}={text}: true or false"])
+    return text.lower() == "true"
+
+
+def _compare(config: Config, recipes: list[str], options: dict[str, Any]) -> int:
     from octavo.report import compare_report
     from octavo.train.compare import Comparison
 
     directory = Path(config.run_directory)
-    comparison = Comparison(config, recipes, seeds=seeds, eval_points=points, directory=directory, say=_say)
+    comparison = Comparison(config, recipes, directory=directory, say=_say, **options)
     try:
         comparison.run()
-    except (FloatingPointError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"octavo compare: {error}", file=sys.stderr)
         return 1
     (directory / "comparison.json").write_text(json.dumps(comparison.to_dict()), encoding="utf8")

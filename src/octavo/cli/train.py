@@ -51,14 +51,14 @@ def _train(config: "Config", sources: "Sources") -> int:
     from octavo.checkpoint import CheckpointError
     from octavo.report import write_report
     from octavo.train import loop
-    from octavo.train.halt import Halted
+    from octavo.train.halt import HaltedError
     from octavo.train.help import print_config
 
     print(print_config(config, sources), flush=True)
     try:
         outcome = loop.train(config)
         report = write_report(config.run_directory)
-    except Halted as error:
+    except HaltedError as error:
         return _fail(f"{error}. Report: {write_report(config.run_directory)}", FAILED)
     except (CheckpointError, OSError, ValueError) as error:
         return _fail(str(error), FAILED)

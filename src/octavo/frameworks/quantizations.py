@@ -15,10 +15,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from octavo.calibration import Fixed, get_calibration
 from octavo.frameworks.injected import ConvGeneralDilated, DotGeneral, Einsum
 from octavo.numerics import nearest_names
 from octavo.ops import DotConfig, aqt
-from octavo.qarray import QArray
+from octavo.qarray import QArray, quantize
 from octavo.rules import dot_config, mixed_precision, recipe, recipes
 
 MODES = ("train", "calibrate", "convert", "serve")
@@ -182,6 +183,20 @@ def _table(config: Any) -> dict[str, Any]:
     if not path:
         raise ValueError("quantization=intmp needs quant_cfg_path, a JSON file of bits by layer")
     return json.loads(Path(path).read_text(encoding="utf8"))
+
+
+def manual_quantize(tensor: Any, calibration_method: str, dtype: Any = jnp.float8_e4m3fn) -> QArray:
+    """A tensor in a format with one scale that is fixed beforehand, "fixed,low,high", and so needs no look at it.
+
+    >>> manual_quantize(jnp.ones((2, 2)), "fixed,-224,224").scale.tolist()
+    [[0.5]]
+    """
+    method = get_calibration(calibration_method)
+    if not isinstance(method, Fixed):
+        raise ValueError(
+            f"manual_quantize takes a range that is fixed, such as 'fixed,-224,224'; got {calibration_method!r}"
+        )
+    return quantize(tensor, dtype, calibration_method=method)
 
 
 def get_quant_mode(mode: str = "train") -> str:

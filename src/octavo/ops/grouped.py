@@ -25,6 +25,7 @@ from octavo.ops.dims import Dims
 from octavo.ops.factor import wider
 from octavo.ops.lowering import check_lowering, integer_dot
 
+TURNS = "octavo.turns."
 _ROWS_BY_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
 
@@ -171,7 +172,8 @@ def _blocks_by_groups(lhs: Array, rhs: Array, sizes: Array, *, contract: int, pr
         return lax.dynamic_update_slice_in_dim(out, product, blocks.start[i], axis=0)
 
     out = _zeros((lhs.shape[0], rhs.shape[3 - contract]), lhs, rhs, sizes)
-    return lax.fori_loop(0, blocks.count, step, out)[: rows.count]
+    with jax.named_scope(turns(rows.count, blocks.size)):
+        return lax.fori_loop(0, blocks.count, step, out)[: rows.count]
 
 
 def _blocks_by_blocks(lhs: Array, rhs: Array, sizes: Array, *, precision: Any) -> Array:
@@ -188,7 +190,19 @@ def _blocks_by_blocks(lhs: Array, rhs: Array, sizes: Array, *, precision: Any) -
         return lax.dynamic_update_index_in_dim(out, before + product, blocks.group[i], axis=0)
 
     out = _zeros((sizes.shape[0], lhs.shape[1], rhs.shape[1]), lhs, rhs, sizes)
-    return lax.fori_loop(0, blocks.count, step, out)
+    with jax.named_scope(turns(rows.count, blocks.size)):
+        return lax.fori_loop(0, blocks.count, step, out)
+
+
+def turns(rows: int, block: int) -> str:
+    """The scope that tells how often a loop over blocks turns if every row has a group and groups fill their blocks.
+
+    The loop's true length depends on the sizes of the groups; who counts FLOPs wants those of the rows.
+
+    >>> turns(1000, 128)
+    'octavo.turns.8'
+    """
+    return f"{TURNS}{-(-rows // block)}"
 
 
 def _block_size(rows: Rows) -> int:

@@ -26,8 +26,8 @@ def mixed_precision(
     """Rules from a table {regular expression: {w_bits, a_bits, w_scale, a_scale, tile_size}}, or from its JSON file.
 
     `__default__` fills in what a layer does not say, and is the rule for the rest of `module_path`. Bits of None stay
-    in float; a scale below 1 clips that share of the largest magnitude; a tile of -1 is none. For training, `g_bits` are
-    those of gradients, with `g_scale` alike, `g_rounding` "nearest" or "stochastic", and `g_tile_size` that of the
+    in float; a scale below 1 clips that share of the largest magnitude; a tile of -1 is none. For training, `g_bits`
+    are those of gradients, with `g_scale` alike, `g_rounding` "nearest" or "stochastic", and `g_tile_size` that of the
     weight's gradient. As in MaxText the *last* entry that matches counts, so the rules come in reverse.
 
     >>> for rule in mixed_precision({"__default__": {"w_bits": 8}, ".*/key": {"w_bits": 4}}, exclude=None):

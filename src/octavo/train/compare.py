@@ -23,7 +23,7 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 @dataclasses.dataclass
 class Result:
-    """What one run gave: losses by step, seconds of each step, and what a step needs and quantizes.
+    """What one run gave: losses as [step, loss], seconds of each step, and what a step needs and quantizes.
 
     `float_seconds` are those of the float run that took its steps in turn with this one: times of one process only
     compare with each other.
@@ -31,8 +31,8 @@ class Result:
 
     name: str
     seed: int
-    loss: list[tuple[int, float]]
-    eval_loss: list[tuple[int, float]]
+    loss: list[list[Any]]
+    eval_loss: list[list[Any]]
     step_seconds: list[float]
     float_seconds: list[float]
     memory_bytes: int
@@ -75,10 +75,11 @@ class Comparison:
         seeds: int = 1,
         eval_points: int = 10,
         directory: Path | None = None,
+        fresh: bool = False,
         say: Callable[[str], None] = print,
     ):
         self.config, self.recipes, self.seeds = config, tuple(recipes), tuple(range(seeds))
-        self.eval_points, self.directory, self.say = eval_points, directory, say
+        self.eval_points, self.directory, self.fresh, self.say = eval_points, directory, fresh, say
         self.results: list[Result] = []
 
     def run(self) -> list[Result]:
@@ -105,16 +106,18 @@ class Comparison:
         steps = self.config.steps
         every = max(1, steps // self.eval_points)
         for step in range(steps):
-            for name, trainer in trainers.items():
+            last = (step + 1) % every == 0 or step + 1 == steps
+            for name, trainer in list(trainers.items()):
                 before = time.perf_counter()
                 metrics = jax.block_until_ready(trainer.step())
                 results[name].step_seconds.append(time.perf_counter() - before)
-                loss = float(metrics["learning/lm_loss"])
+                results[name].loss.append([step, float(metrics["learning/lm_loss"])])
                 if bool(metrics["halted"]):
-                    raise FloatingPointError(f"{name}, seed {seed}: the loss of step {step} is not finite ({loss})")
-                results[name].loss.append((step, loss))
-                if (step + 1) % every == 0 or step + 1 == steps:
-                    results[name].eval_loss.append((step + 1, trainer.evaluate()))
+                    self.say(f"{name}: the loss of step {step} is not finite; this run ends here")
+                    results[name].eval_loss.append([step + 1, math.nan])
+                    del trainers[name]
+                elif last:
+                    results[name].eval_loss.append([step + 1, trainer.evaluate()])
             if (step + 1) % every == 0:
                 self.say(f"step {step + 1} of {steps}: {self._standing(results)}")
         for result in results.values():
@@ -140,7 +143,7 @@ class Comparison:
 
     def _known(self, name: str, seed: int) -> Result | None:
         path = self._path(name, seed)
-        if path is None or not path.exists():
+        if path is None or self.fresh or not path.exists():
             return None
         saved = json.loads(path.read_text(encoding="utf8"))
         saved.pop("final_loss")
@@ -200,7 +203,7 @@ def _with_float(names: Sequence[str]) -> list[str]:
     return [FLOAT, *(name for name in names if name != FLOAT)]
 
 
-def _empty(name: str, seed: int, trainer: Trainer) -> Result:
+def _empty(name: str, seed: int, trainer: Any) -> Result:
     sizes = trainer.compiled("train", 0).memory_analysis()
     verification = trainer.verification
     return Result(
@@ -222,7 +225,7 @@ def _row(name: str, runs: list[Result], floats: list[Result]) -> Row:
     gaps = [(run.final_loss - base.final_loss) / base.final_loss for run, base in zip(runs, floats, strict=True)]
     # In each round the two took their steps one after the other, so the ratio of a round is hardly touched by
     # what else the machine does. The first steps are left out: caches fill.
-    ratios = [a / b for run in runs for a, b in list(zip(run.step_seconds, run.float_seconds, strict=True))[2:]]
+    ratios = [a / b for run in runs for a, b in list(zip(run.step_seconds, run.float_seconds, strict=False))[2:]]
     low, high = interval(gaps)
     return Row(
         name=name,

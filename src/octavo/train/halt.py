@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from octavo.train.trainer import Trainer
 
 
-class Halted(RuntimeError):
+class HaltedError(RuntimeError):
     """Training met a loss or a gradient that is not finite, and stopped with the state before it."""
 
 
@@ -23,14 +23,18 @@ def explain(trainer: Trainer, step: int, checkpoint: int | None, directory: Path
     bad = _not_finite(gradients)
     shown = "; ".join(f"the gradient of {name} ({count} of {size} values)" for name, count, size in bad[:3])
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-    where = f"not finite: {shown}{more}" if bad else f"the gradients of the last good parameters are finite, loss {loss}"
-    last = f"the last good checkpoint is {directory / 'checkpoints' / str(checkpoint)}" if checkpoint is not None else (
-        "there is no checkpoint yet"
+    where = (
+        f"not finite: {shown}{more}" if bad else f"the gradients of the last good parameters are finite, loss {loss}"
+    )
+    last = (
+        f"the last good checkpoint is {directory / 'checkpoints' / str(checkpoint)}"
+        if checkpoint is not None
+        else ("there is no checkpoint yet")
     )
     return (
         f"step {step} has loss {float(loss)}; {where}. Nothing was updated with it; {last}. Try a lower learning_rate, "
         "gradient_clipping_threshold=1.0, a recipe with a wider range for gradients, or more layers in high precision "
-        "(quantization_first_layers, quantization_last_layers); abort_on_nan_loss=false leaves such steps out and goes on"
+        "(quantization_first_layers, quantization_last_layers). abort_on_nan_loss=false leaves such steps out"
     )
 
 

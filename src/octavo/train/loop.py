@@ -15,7 +15,7 @@ import jax
 from octavo.checkpoint import Checkpoints, CheckpointWarning
 from octavo.train.config import Config
 from octavo.train.directory import Say, describe, keep_config
-from octavo.train.halt import Halted, explain
+from octavo.train.halt import HaltedError, explain
 from octavo.train.metrics import MetricWriter
 from octavo.train.progress import Progress, eval_line
 from octavo.train.stop import Stop, stopping
@@ -47,7 +47,7 @@ def train(config: Config, *, say: Say | None = None) -> Outcome:
     """Train in the run's directory until the end, a target or a signal; the same directory goes on where it was left.
 
     SIGTERM and Ctrl-C end the run after the step that is under way, with a checkpoint. A loss or a gradient that is not
-    finite raises `Halted`, and a checkpoint that cannot be written `CheckpointError`; what was saved before stays.
+    finite raises `HaltedError`, and a checkpoint that cannot be written `CheckpointError`; what was saved before stays.
     """
     began, tell = time.perf_counter(), say or functools.partial(print, flush=True)
     directory = Path(config.run_directory)
@@ -124,7 +124,7 @@ def _complete(outcome: Outcome, config: Config) -> str:
 
 
 def _reached(config: Config, eval_loss: float | None) -> bool:
-    return eval_loss is not None and 0 < config.target_eval_loss and eval_loss <= config.target_eval_loss
+    return eval_loss is not None and config.target_eval_loss > 0 and eval_loss <= config.target_eval_loss
 
 
 class _Loop:
@@ -201,7 +201,7 @@ class _Loop:
         seconds, self.last = now - self.last, now
         if values.pop("halted"):
             self.checkpoints.wait()
-            raise Halted(explain(self.trainer, step, self.checkpoints.latest(), Path(self.config.run_directory)))
+            raise HaltedError(explain(self.trainer, step, self.checkpoints.latest(), Path(self.config.run_directory)))
         for name, used in (("z_loss", self.config.z_loss_multiplier), ("moe_lb_loss", self.config.num_experts > 1)):
             if not used:
                 del values[f"learning/{name}"]
@@ -254,10 +254,8 @@ class _Loop:
         self.writer.write(step, {**values, "eval/training_seconds": self.training})
         self.progress.say(eval_line(step, values))
         if _reached(self.config, loss):
-            self.progress.say(
-                f"target_eval_loss={self.config.target_eval_loss:g} reached after {step + 1} steps: {self.training:.1f} "
-                f"seconds of training, {seconds:.1f} with everything around it"
-            )
+            reached = f"target_eval_loss={self.config.target_eval_loss:g} reached after {step + 1} steps"
+            self.progress.say(f"{reached}: {self.training:.1f} seconds of training, {seconds:.1f} in all")
 
     def save(self) -> None:
         if not self.config.enable_checkpointing:

@@ -34,9 +34,7 @@ def make_loss(model: ModelConfig, *, z_loss: float = 0.0, load_balance: float = 
     """
 
     def loss(params: Any, batch: dict[str, Any], weights: Any, share: Any) -> tuple[jax.Array, Losses]:
-        logits, aux = apply(
-            model, params, batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"]
-        )
+        logits, aux = apply(model, params, batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"])
         mask = (batch["targets_segmentation"] != 0).astype(jnp.float32)
         log_z = jax.nn.logsumexp(logits, axis=-1)
         picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]

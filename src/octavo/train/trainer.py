@@ -130,8 +130,7 @@ class Trainer:
         params = jax.jit(functools.partial(init_params, self.model))(jax.random.key(config.init_weights_seed))
         if config.load_parameters_path:
             params = self._loaded(params)
-        masks = self._masks(params) if config.weight_sparsity_n is not None else {}
-        masks = jax.tree.map(jnp.ones_like, masks)
+        masks = jax.tree.map(jnp.ones_like, self._masks(params))
         optimizer = jax.jit(self.stepper.optimizer.init)(params)
         micro = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.micro_shapes)
         quant = self.stepper.loss.init(params, micro, jnp.float32(1), jnp.float32(1)) if self.rules else {}
@@ -160,9 +159,8 @@ class Trainer:
         return jax.tree_util.tree_map_with_path(convert, masked(self.state.params, self.state.masks))
 
     def _masks(self, params: Any) -> dict[str, jax.Array]:
-        config = self.config
-        assert config.weight_sparsity_n is not None and config.weight_sparsity_m is not None
-        return make_masks(params, self._contractions, config.weight_sparsity_n, config.weight_sparsity_m)
+        n, m = self.config.weight_sparsity_n, self.config.weight_sparsity_m
+        return {} if n is None or m is None else make_masks(params, self._contractions, n, m)
 
     @functools.cached_property
     def _contractions(self) -> dict[str, int]:

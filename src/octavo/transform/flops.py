@@ -11,12 +11,14 @@ Multiplying codes with a scale keeps their origin; mixing two arrays of about th
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from octavo.ops.grouped import TURNS
 from octavo.transform.arithmetic import product_flops
 from octavo.transform.frame import BACKWARD, scope_names
 from octavo.transform.jaxprs import PRODUCTS, Equation, Jaxpr, bodies, is_literal, scan_parts, scope, while_parts
@@ -207,6 +209,8 @@ def _while(eqn: Equation, values: list[_Value], platform: str):
     done, carry = _settled(loop.body, values[loop.cond_consts : consts], values[consts:], [], platform)
     test, _ = _run(loop.cond, [*values[: loop.cond_consts], *carry], platform)
     done = done.plus(test)
+    if told := re.search(rf"{re.escape(TURNS)}(\d+)", scope(eqn)):
+        return done.times(int(told[1])), carry
     return (done._replace(loops=(*done.loops, "while")) if done.products or done.opaque else done), carry
 
 

@@ -1,0 +1,125 @@
+"""Paired runs: same seeds, same batches; intervals and ratios."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from octavo.cli import main
+from octavo.train import compare
+from octavo.train.compare import Comparison, Result, interval
+from tests.train.common import small, words
+
+pytestmark = pytest.mark.standard_promotion
+
+
+def result(name: str, seed: int, loss: float, seconds: float = 1.0, floats: float = 1.0, memory: int = 100) -> Result:
+    return Result(
+        name=name,
+        seed=seed,
+        loss=[[0, loss]],
+        eval_loss=[[1, loss]],
+        step_seconds=[9.0, 9.0, seconds],
+        float_seconds=[1.0, 1.0, floats],
+        memory_bytes=memory,
+        state_bytes=10,
+        forward_share=0.5,
+        backward_share=0.5,
+        share=0.5,
+    )
+
+
+def test_the_table_is_of_pairs():
+    """Each run is compared with the float run of its seed, in loss and, step by step, in time."""
+    found = Comparison(small(), ["int8"], seeds=2)
+    found.results = [
+        result("float", 0, 2.0),
+        result("int8", 0, 2.02, seconds=0.5, memory=80),
+        result("float", 1, 4.0),
+        result("int8", 1, 4.08, seconds=1.0, floats=2.0, memory=80),
+    ]
+    base, row = found.table()
+    assert (base.gap, base.step_ratio, base.memory_ratio) == (0, 1, 1)
+    assert row.gap == pytest.approx(0.015)
+    assert row.gap_low == pytest.approx(0.015 - 12.706 * 0.005, rel=1e-3)
+    assert row.step_ratio == 0.5
+    assert row.memory_ratio == 0.8
+    assert re.search(r"int8 +3.0500 +\+1.50 +-4.85 .. \+7.85 +2.00x faster +0.80x +50.0 %", str(found))
+
+
+@pytest.mark.parametrize("count", [2, 5, 11, 40])
+def test_intervals_are_students(count):
+    values = np.random.default_rng(count).normal(size=count).tolist()
+    wanted = stats.t.interval(0.95, count - 1, loc=np.mean(values), scale=stats.sem(values))
+    np.testing.assert_allclose(interval(values), wanted, rtol=2e-3, atol=2e-3)
+    assert all(math.isnan(x) for x in interval([1.0]))
+
+
+def test_a_comparison_is_run_kept_and_reported(tmp_path, capsys):
+    argv = ["compare", *words(steps=3, base_output_directory=tmp_path, eval_steps=1)]
+    argv += ["quantization=int8,qat_int8", "use_qwix_quantization=true", "seeds=1", "eval_points=1"]
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    assert "seed 0: float, int8, qat_int8" in said
+    assert re.search(r"^float +\d\.\d{4} +\+0.00", said, re.M)
+    assert re.search(r"^qat_int8 +\d\.\d{4} ", said, re.M)
+    saved = json.loads((tmp_path / "test" / "comparison.json").read_text())
+    assert [run["name"] for run in saved["runs"]] == ["float", "int8", "qat_int8"]
+    assert len(saved["runs"][1]["loss"]) == 3
+    assert saved["runs"][0]["share"] == 0
+    assert saved["runs"][1]["share"] > 0.5 > saved["runs"][2]["share"] > 0
+    assert "<svg" in (tmp_path / "test" / "report.html").read_text()
+    # A second time nothing is run, and all is as it was.
+    assert main(argv) == 0
+    assert "seed 0" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "test" / "comparison.json").read_text()) == saved
+
+
+def test_a_run_that_diverges_ends_alone(monkeypatch):
+    class Fake:
+        def __init__(self, config):
+            self.bad, self.count = config.quantization == "int4", 0
+            self.verification = type("V", (), {"forward": 0.0, "backward": 0.0, "share": lambda self: 0.0})()
+
+        def compiled(self, kind, step):
+            return type("C", (), {"memory_analysis": lambda self: None})()
+
+        def step(self):
+            self.count += 1
+            bad = self.bad and self.count == 2
+            return {"learning/lm_loss": math.nan if bad else 1.0, "halted": bad}
+
+        def evaluate(self):
+            return 1.0
+
+    monkeypatch.setattr(compare, "Trainer", Fake)
+    lines: list[str] = []
+    found = Comparison(small(steps=4), ["int4", "int8"], eval_points=2, say=lines.append)
+    _, int4, int8 = found.run()
+    assert [len(r.loss) for r in (int4, int8)] == [2, 4]
+    assert math.isnan(int4.final_loss)
+    assert int8.final_loss == 1
+    assert "int4: the loss of step 1 is not finite; this run ends here" in lines
+    assert "nan" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["quantization=int9"], "int9"),
+        (["seeds=0"], "seeds=0: a whole number, 1 or more"),
+        (["fresh=perhaps"], "fresh=perhaps: true or false"),
+        (["stps=3"], "steps"),
+    ],
+)
+def test_bad_words_are_told_with_status_2(words, message, capsys):
+    assert main(["compare", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help(capsys):
+    assert main(["compare", "--help"]) == 0
+    assert "usage: octavo compare" in capsys.readouterr().out
