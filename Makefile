@@ -36,8 +36,9 @@ format: $(STAMP) ## format the code and fix what ruff can
 	$(PYTHON) -m ruff check --fix-only --exit-zero
 	$(PYTHON) -m ruff format
 
-train: $(STAMP) ## train the digits example in float and quantized
-	$(PYTHON) -m octavo.examples.digits $(ARGS)
+train: $(STAMP) ## train a small language model in float and in int8 side by side, and compare them
+	$(PYTHON) -m octavo compare quantization=int8 use_qwix_quantization=true run_name=int8-and-float fresh=true \
+	    steps=80 seeds=2 $(ARGS)
 
 data: $(STAMP) ## fetch real data into .cache/data (ARGS="enwik8" for some of it)
 	$(PYTHON) scripts/data $(ARGS)

@@ -1,17 +1,30 @@
-"""The tables of formats in the documentation are those of the registry."""
+"""Tables in the documentation are those of the registries, and the commands in it are accepted."""
 
+import json
 import re
+import shlex
 from pathlib import Path
 
+import pytest
+
+import octavo
 from octavo import Quantizer, formats
 from octavo.numerics import BlockFormat
+from octavo.rules import get_recipe
+from octavo.train.config import Config
+from octavo.train.quantization import rules_of
+from octavo.train.sources import load
 
-PAGE = Path(__file__).parents[2] / "docs" / "numbers.md"
+DOCS = Path(__file__).parents[2] / "docs"
+SHELL = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+TRAIN = re.compile(r"(?:\.venv/bin/)?(?:octavo train|python -m octavo\.train)\b(.*)")
+COMPARE = re.compile(r"(?:\.venv/bin/)?octavo compare\b(.*)")
+OF_COMPARE = ("seeds", "eval_points", "fresh")
 
 
-def table(mark):
+def table(mark, page="numbers.md"):
     """The rows between `<!-- mark -->` and `<!-- end -->`, without the two of the head."""
-    found = re.search(f"<!-- {mark} -->\n(.*?)<!-- end -->", PAGE.read_text(), re.DOTALL)
+    found = re.search(f"<!-- {mark} -->\n(.*?)<!-- end -->", (DOCS / page).read_text(), re.DOTALL)
     assert found
     return found[1].splitlines()[2:]
 
@@ -43,3 +56,54 @@ def test_the_table_of_formats_is_complete_and_true():
 
 def test_the_table_of_block_formats_is_complete_and_true():
     assert table("blocks") == [block_row(fmt) for fmt in formats().values() if isinstance(fmt, BlockFormat)]
+
+
+def commands(kind):
+    """The arguments of the commands of a kind in all pages."""
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
+        for block in SHELL.findall(page.read_text()):
+            for line in block.replace("\\\n", " ").splitlines():
+                if found := kind.fullmatch(line):
+                    yield pytest.param(shlex.split(found[1], comments=True), id=f"{page.name}: {line}")
+
+
+def recipe_row(config):
+    """A value of `quantization`, its summary, and whether the rules differ between the front ends."""
+    name = config.quantization
+    one, other = (rules_of(config.replace(use_qwix_quantization=qwix)) for qwix in (True, False))
+    return f"| `{name}` | {get_recipe(name).summary} |{'' if one == other else ' yes'} |"
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A directory with the files that the pages name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bits.json").write_text(json.dumps({"__default__": {"w_bits": 8, "a_bits": 8}}))
+    (tmp_path / "rules.yml").write_text("- weight_qtype: int8\n")
+    (tmp_path / "runs" / "float" / "checkpoints").mkdir(parents=True)
+
+
+@pytest.mark.usefixtures("files")
+def test_the_table_of_recipes_is_complete_and_true():
+    paths = {"intmp": "bits.json"}
+    config = Config(quantization_local_shard_count=1)
+    configs = [config.replace(quantization=n, quant_cfg_path=paths.get(n, "")) for n in octavo.recipes()]
+    assert table("recipes", "train.md") == [recipe_row(config) for config in configs]
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("words", list(commands(TRAIN)))
+def test_commands_to_train_are_accepted(words):
+    config, sources = load(words, environ={})
+    rules_of(config)
+    assert not [note for note in sources.notes if "has no effect" in note]
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("words", list(commands(COMPARE)))
+def test_commands_to_compare_are_accepted(words):
+    given = dict(word.split("=", 1) for word in words)
+    names = given.pop("quantization").split(",")
+    rest = [f"{key}={value}" for key, value in given.items() if key not in OF_COMPARE]
+    for name in names:
+        assert rules_of(load([*rest, f"quantization={name}"], environ={}).config)

@@ -78,10 +78,13 @@ def test_the_step_is_in_low_precision(config, remat):
     low = octavo.quantized(loss_of(config), RULES)
     seen = octavo.verify(jax.value_and_grad(low), params, *inputs)
     plain = octavo.verify(jax.value_and_grad(loss_of(config)), params, *inputs)
-    products = sum(site.flops for site in low.sites(params, *inputs) if site.config is not None)
+    sites = [site for site in low.sites(params, *inputs) if site.config is not None]
+    products = sum(site.flops for site in sites)
+    # Nothing in the backward pass reads what the last product of a layer gave, so that is not computed again.
+    again = sum(site.flops for site in sites if not site.path.endswith("wo")) if remat == "full" else 0
     # What is in float now is what no rule was for: attention itself, the router, the logits.
     assert seen.flops("float", backward=False) == plain.flops(backward=False) - products
-    assert seen.flops("float", backward=True) == plain.flops(backward=True) - products * (3 if remat == "full" else 2)
+    assert seen.flops("float", backward=True) == plain.flops(backward=True) - 2 * products - again
     assert seen.flops("native", backward=False) >= products
     assert seen.flops("emulated") == seen.flops("weight_only") == 0
     assert seen.opaque == seen.unknown_loops == ()

@@ -8,6 +8,7 @@ import octavo
 from octavo.calibration import AbsMax
 from octavo.rules import QtRule, QuantizationRule, dot_config, rules_to_json
 from octavo.train.quantization import rules_of, schedule_of
+from octavo.train.trainer import Trainer
 from tests.train.common import small
 
 
@@ -111,23 +112,18 @@ def test_exclusion_is_visible_and_can_be_overridden():
 def test_first_and_last_layers_stay_in_float(scan):
     config = small(
         quantization="int8",
-        base_num_decoder_layers=12,
+        base_num_decoder_layers=6,
         quantization_first_layers=1,
-        quantization_last_layers=2,
+        quantization_last_layers=1,
+        unscanned_last_layers=2,
         scan_layers=scan,
     )
-    first, last = rules_of(config)[:2]
-    inside = ["decoder/layers/mlp/wo"] if scan else [f"decoder/layers_{i}/mlp/wo" for i in range(1, 10)]
-    ends = (
-        ["decoder/last_layers_0/mlp/wo", "decoder/last_layers_1/mlp/wo"]
-        if scan
-        else ["decoder/layers_10/mlp/wo", "decoder/layers_11/mlp/wo"]
-    )
-    start = "decoder/first_layers_0/mlp/wo" if scan else "decoder/layers_0/mlp/wo"
-    matches = lambda rule, path: rule.matches(path, "dot_general", weights=True)  # noqa: E731
-    assert matches(first, start)
-    assert all(matches(last, path) for path in ends)
-    assert not any(matches(rule, path) for path in inside for rule in (first, last))
+    rows = Trainer(config).plan().rows
+    inside = ["layers"] if scan else ["layers_0", "layers_1", "layers_2"]
+    found = {row.path.split("/")[1] for row in rows if row.path.startswith("decoder/") and row.reason is None}
+    assert found == {*inside, "last_layers_0"}
+    kept = {row.path.split("/")[1] for row in rows if row.reason == "a rule leaves it alone" and "mlp" in row.path}
+    assert kept == {"first_layers_0", "last_layers_1"}
 
 
 def test_own_rules(tmp_path):
@@ -166,3 +162,30 @@ def test_rules_print_and_are_frozen():
     rule = rules_of(small(quantization="int8", use_qwix_quantization=True))[-1]
     assert isinstance(rule, QuantizationRule)
     assert eval(repr(rule), {"QtRule": QtRule}) == rule
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "nvfp4", "te_mxfp8", "int8", "deepseek_fp8"])
+def test_every_recipe_takes_local_shards(name):
+    """Formats with blocks of their own contract in pieces already."""
+    rules = rules_of(small(quantization=name, use_qwix_quantization=True, quantization_local_shard_count=8))
+    assert compiled(rules[-1]).drhs.lhs is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization": "intmp"}, "quantization=intmp has its ranges from quant_cfg_path"),
+        ({"quantization": "aqt_fp8_full", "constant_bound_config": (1.0,) * 6}, "ranges from constant_bound_config"),
+    ],
+)
+def test_ranges_come_from_one_place(changes, message, tmp_path):
+    table = tmp_path / "bits.json"
+    table.write_text("{}")
+    more = {"quant_cfg_path": str(table)} if changes["quantization"] == "intmp" else {}
+    with pytest.raises(ValueError, match=message):
+        rules_of(small(weight_quantization_calibration_method="rms,3", **changes, **more))
+
+
+def test_a_method_that_a_recipe_cannot_have_is_refused():
+    with pytest.raises(ValueError, match="calibration"):
+        rules_of(small(quantization="fp8_gpu", weight_quantization_calibration_method="fixed,-1,1"))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.train.config import Config, ConfigError
+from octavo.train.quantization import schedule_of
 from octavo.train.sources import load
 
 _HELP = """usage: octavo compare [CONFIG.yml] quantization=RECIPE[,RECIPE...] [seeds=N] [key=value ...]
@@ -42,9 +43,11 @@ def run(argv: Sequence[str]) -> int:
     try:
         recipes = [name for name in own["quantization"].strip("[]").split(",") if name and name != "float"]
         loaded = [load([*rest, f"quantization={name}"]) for name in recipes or [""]]
+        for config, _ in loaded:
+            schedule_of(config)
         options = {"seeds": _number("seeds", own["seeds"]), "eval_points": _number("eval_points", own["eval_points"])}
         options["fresh"] = _flag("fresh", own["fresh"])
-    except (ConfigError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"octavo compare: {error}", file=sys.stderr)
         return 2
     for text in dict.fromkeys(note for _, sources in loaded for note in sources.notes):

@@ -43,6 +43,12 @@ def _run(argv: Sequence[str]) -> int:
         config, sources = load(list(argv))
     except (ConfigError, OSError) as error:
         return _fail(str(error), USAGE)
+    from octavo.train.quantization import schedule_of
+
+    try:
+        schedule_of(config)
+    except ValueError as error:  # rules that cannot be made of these settings
+        return _fail(str(error), USAGE)
     return _train(config, sources)
 
 

@@ -82,6 +82,10 @@ def attend(
     scores = jnp.einsum("bhqd,bhkd->bhqk", rows, key, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, kv_heads, -1, *mask.shape[-2:])
     scores = named(jnp.where(mask, scores, jnp.finfo(scores.dtype).min), "attention_scores")
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype).reshape(batch, kv_heads, -1, key.shape[2])
-    context = jnp.einsum("bhqk,bhkd->bhqd", weights, value).reshape(batch, kv_heads, -1, length, dim)
+    # The softmax is divided by its sum only after the product: fewer values to divide, and none to keep.
+    parts = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    whole = jnp.sum(parts, axis=-1, keepdims=True)
+    parts = parts.astype(value.dtype).reshape(batch, kv_heads, -1, key.shape[2])
+    context = jnp.einsum("bhqk,bhkd->bhqd", parts, value).reshape(batch, kv_heads, -1, length, dim)
+    context = (context.astype(jnp.float32) / whole).astype(value.dtype)
     return context.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)

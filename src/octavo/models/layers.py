@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray, Shaped
-from octavo.models.remat import named
+from octavo.models.remat import light, named
 
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "silu": jax.nn.silu,
@@ -47,10 +47,12 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        wide = x.astype(jnp.float32)
-        normal = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        gain = self.scale[...].astype(jnp.float32)
-        return (normal * jnp.broadcast_to(gain, normal.shape)).astype(x.dtype)
+        def norm(x: Array, scale: Array) -> Array:
+            wide = x.astype(jnp.float32)
+            normal = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+            return (normal * jnp.broadcast_to(scale.astype(jnp.float32), x.shape)).astype(x.dtype)
+
+        return light(norm)(x, self.scale[...])
 
 
 class Embed(nnx.Module):
@@ -68,6 +70,11 @@ class Embed(nnx.Module):
         return jax.lax.dot_general(x, self.embedding[...].astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
 
 
+def gated(activation: str, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """activation(gate) * up."""
+    return light(lambda gate, up: ACTIVATIONS[activation](gate) * up)(gate, up)
+
+
 class Mlp(nnx.Module):
     """wo(activation(wi_0(x)) * wi_1(x))."""
 
@@ -78,6 +85,5 @@ class Mlp(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        gate = named(self.wi_0(x), "mlpwi_0")
-        hidden = ACTIVATIONS[self.activation](gate) * named(self.wi_1(x), "mlpwi_1")
-        return named(self.wo(hidden), "mlpwo")
+        gate, up = named(self.wi_0(x), "mlpwi_0"), named(self.wi_1(x), "mlpwi_1")
+        return named(self.wo(gated(self.activation, gate, up)), "mlpwo")

@@ -12,7 +12,7 @@ from flax import nnx
 
 from octavo._typing import Array, Float, Shaped
 from octavo.models.config import ModelConfig
-from octavo.models.layers import ACTIVATIONS, Dense, Mlp, matrix
+from octavo.models.layers import Dense, Mlp, gated, matrix
 from octavo.models.remat import named
 
 
@@ -89,16 +89,16 @@ class MoeBlock(nnx.Module):
         back = jnp.argsort(order)
         sizes = jnp.bincount(flat, length=self.config.num_experts)
         rows = permute(jnp.repeat(tokens, k, axis=0), order, back)
-        gate = named(self.wi_0(rows, sizes), "mlpwi_0")
-        hidden = ACTIVATIONS[self.config.activation](gate) * named(self.wi_1(rows, sizes), "mlpwi_1")
-        out = permute(named(self.wo(hidden, sizes), "mlpwo"), back, order)
+        gate, up = named(self.wi_0(rows, sizes), "mlpwi_0"), named(self.wi_1(rows, sizes), "mlpwi_1")
+        out = named(self.wo(gated(self.config.activation, gate, up), sizes), "mlpwo")
+        out = permute(out, back, order)
         return weighted(out.reshape(-1, k, tokens.shape[1]), choice.weights)
 
     def dense(self, tokens: Float[Array, "tokens size"], choice: Choice) -> Float[Array, "tokens size"]:
         """Each token goes to all experts, and most of them count nothing: the same result for more work."""
         gate = named(self.wi_0.every("td,edf->tef", tokens), "mlpwi_0")
         up = named(self.wi_1.every("td,edf->tef", tokens), "mlpwi_1")
-        out = named(self.wo.every("tef,efd->ted", ACTIVATIONS[self.config.activation](gate) * up), "mlpwo")
+        out = named(self.wo.every("tef,efd->ted", gated(self.config.activation, gate, up)), "mlpwo")
         picked = jax.nn.one_hot(choice.experts, self.config.num_experts, dtype=jnp.float32)
         return weighted(out, jnp.sum(picked * choice.weights[..., None], axis=1))
 

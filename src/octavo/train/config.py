@@ -60,7 +60,7 @@ class Config(octavo._config.Config):
     init_weights_seed: int = _run(0, "seed of the initial weights", low=0)
     log_period: int = _run(1, "steps between two lines of the log", low=1)
     metrics_file: str = _run("", "JSON-lines file of metrics; empty: in the run directory")
-    enable_tensorboard: bool = _run(True, "write TensorBoard events, where a writer is installed")
+    enable_tensorboard: bool = _run(True, "write TensorBoard events")
     abort_on_nan_loss: bool = _run(True, "stop when the loss is no longer finite")
 
     enable_checkpointing: bool = _checkpoints(True, "save the training state; the same run_name resumes from it")
@@ -71,12 +71,12 @@ class Config(octavo._config.Config):
     load_parameters_path: str = _checkpoints("", "checkpoint whose parameters a new run starts from")
 
     model_name: str = _model("default", "a file configs/models/<model_name>.yml", check=checks.check_given)
-    base_emb_dim: int = _model(256, "width of the residual stream", low=1)
-    base_num_query_heads: int = _model(8, "attention heads", low=1)
-    base_num_kv_heads: int = _model(4, "heads of keys and values, each shared by some queries", low=1)
-    head_dim: int = _model(32, "width of a head, even", low=2)
-    base_mlp_dim: int = _model(1024, "width inside the MLP", low=1)
-    base_num_decoder_layers: int = _model(6, "layers", low=1)
+    base_emb_dim: int = _model(320, "width of the residual stream", low=1)
+    base_num_query_heads: int = _model(5, "attention heads", low=1)
+    base_num_kv_heads: int = _model(5, "heads of keys and values, each shared by some queries", low=1)
+    head_dim: int = _model(64, "width of a head, even", low=2)
+    base_mlp_dim: int = _model(1280, "width inside the MLP", low=1)
+    base_num_decoder_layers: int = _model(3, "layers", low=1)
     vocab_size: int = _model(0, "rows of the embedding; 0: as many as the tokenizer has", low=0)
     mlp_activations: tuple[str, ...] = _model(
         ("silu", "linear"), "of the MLP's two branches, gate first", choices=_ACTIVATIONS
@@ -112,8 +112,8 @@ class Config(octavo._config.Config):
         "byte", "bpe: learned from the text", check=checks.check_tokenizer, hint=" | ".join(tokenizers())
     )
     tokenizer_path: str = _data("", "huggingface: a tokenizer.json or its directory")
-    max_target_length: int = _data(256, "tokens in a sequence", low=2)
-    per_device_batch_size: int = _data(8, "sequences in a step", low=1)
+    max_target_length: int = _data(128, "tokens in a sequence", low=2)
+    per_device_batch_size: int = _data(16, "sequences in a step", low=1)
     packing: bool = _data(True, "several documents in a sequence, apart from each other")
     data_shuffle_seed: int = _data(0, "seed of the order of the data", low=0)
     reuse_example_batch: int = _data(0, "deal out the first so many batches over and over; 0: all", low=0)

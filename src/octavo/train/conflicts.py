@@ -212,6 +212,8 @@ _NOTES = (
         lambda c: c.weight_sparsity_n is not None and c.weight_sparsity_start_step >= c.steps,
         "{weight_sparsity_n} has no effect: {weight_sparsity_start_step} is not before the end, {steps}",
     ),
+    Conflict(lambda c: c.quantize_kvcache, "{quantize_kvcache} is for generating: training keeps no cache"),
+    Conflict(lambda c: c.replicate_quant_scale, "{replicate_quant_scale} has no effect: a run uses one device"),
     Conflict(
         lambda c: c.use_manual_quantization and _quantized(c) and c.num_experts == 1,
         "{use_manual_quantization} quantizes experts only, and there are none: {num_experts}",

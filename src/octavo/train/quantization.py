@@ -13,11 +13,11 @@ from pathlib import Path
 import jax
 
 from octavo.frameworks.quantizations import aqt_int, constant_bounds
+from octavo.numerics import BlockFormat, get_format
 from octavo.ops import Matmul
 from octavo.rules import QtRule, QuantizationRule, Schedule, as_rules, recipe
 from octavo.train.config import Config
 
-FIRST, LAST = "first_layers", "last_layers"
 _EXPERTS = ("ragged_dot", "gmm")
 _AQT_BITS = {"int8": 8, "int4": 4}
 _AQT_NAMES = {"fp8": "fp8_gpu"}
@@ -69,6 +69,9 @@ def local_shards(config: Config) -> int:
 def _named(config: Config) -> tuple[QuantizationRule, ...]:
     name, exclude = config.quantization, _exclusion(config)
     methods = _methods(config)
+    if methods and (name == "intmp" or config.constant_bound_config):
+        where = "quant_cfg_path (w_scale, a_scale, g_scale)" if name == "intmp" else "constant_bound_config"
+        raise ValueError(f"quantization={name} has its ranges from {where}: leave the calibration methods out")
     if name == "intmp":
         table = json.loads(Path(config.quant_cfg_path).read_text(encoding="utf8"))
         rules = recipe(name, exclude=exclude, config=table)
@@ -133,6 +136,8 @@ def _in_pieces(rule: QuantizationRule, config: Config) -> QuantizationRule:
     """A rule whose weight gradient contracts in local shards, or not at all in low precision."""
     if rule.skip or not isinstance(rule, QtRule) or rule.bwd_qtype is None or rule.drhs is not None:
         return rule
+    if isinstance(get_format(rule.bwd_qtype), BlockFormat):
+        return rule  # blocks are pieces already
     shards = local_shards(config)
     if shards == 0:
         return rule.replace(drhs=Matmul(residual="original"))
@@ -140,18 +145,12 @@ def _in_pieces(rule: QuantizationRule, config: Config) -> QuantizationRule:
 
 
 def _kept_in_float(config: Config) -> Iterable[QuantizationRule]:
-    """Rules that leave the first and the last layers in float."""
-    names = []
-    if config.quantization_first_layers:
-        names.append(_layers(config, FIRST, range(config.quantization_first_layers)))
-    if config.quantization_last_layers:
-        total = config.base_num_decoder_layers
-        names.append(_layers(config, LAST, range(total - config.quantization_last_layers, total)))
-    return tuple(QuantizationRule(module_path=rf"(.*/)?{name}(/.*)?", skip=True) for name in names)
-
-
-def _layers(config: Config, name: str, numbers: range) -> str:
-    """The name of layers, in a pattern: those that stand apart from the scan, or by their numbers in a loop."""
-    if config.scan_layers:
-        return rf"{name}_\d+"
-    return f"layers_({'|'.join(map(str, numbers))})"
+    """Rules that leave the first and the last layers in float: these stand apart from the others, by name."""
+    first, last = config.quantization_first_layers, config.quantization_last_layers
+    apart = max(config.unscanned_last_layers, last)
+    groups = (("first_layers", range(first)), ("last_layers", range(apart - last, apart)))
+    return tuple(
+        QuantizationRule(module_path=rf"(.*/)?{name}_({'|'.join(map(str, numbers))})(/.*)?", skip=True)
+        for name, numbers in groups
+        if numbers
+    )

@@ -1,0 +1,180 @@
+"""A run that was interrupted is the run that was not, bit for bit."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from octavo.checkpoint import load
+from octavo.train.loop import train
+from octavo.train.metrics import read_metrics
+from octavo.train.trainer import Trainer
+from tests.train.common import small, words
+
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.usefixtures("compiled_once")]
+
+
+def saved(directory, name):
+    """The last checkpoint: every leaf as its type and bytes."""
+    found = load(directory / name / "checkpoints")
+    leaves = jax.tree_util.tree_leaves_with_path(found.state)
+    named = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    return found.step, {path: (x.dtype.name, x.shape, x.tobytes()) for path, x in named.items()}
+
+
+def lines(directory, name):
+    """The lines of the metrics as they are in the file, without times and the run's name."""
+    text = (directory / name / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    return [
+        {k: v for k, v in row.items() if k != "run_name" and "perf/" not in k and "seconds" not in k} for row in rows
+    ]
+
+
+def assert_same(directory, whole, parts):
+    (step, expected), (found_step, found) = saved(directory, whole), saved(directory, parts)
+    assert found_step == step
+    assert list(found) == list(expected)
+    assert [path for path in expected if found[path] != expected[path]] == []
+    assert lines(directory, parts) == lines(directory, whole)
+
+
+class Crash(BaseException):
+    """What nobody expects."""
+
+
+def crash():
+    raise Crash
+
+
+RUNS = {
+    "float": {},
+    "int8": {"quantization": "int8", "use_qwix_quantization": True},
+    "stochastic": {"quantization": "int8"},
+    "delayed": {"quantization": "fp8_gpu"},
+    "accumulated": {"quantization": "fp8_gpu", "gradient_accumulation_steps": 2},
+    "sparse": {
+        "quantization": "int8",
+        "weight_sparsity_n": 2,
+        "weight_sparsity_m": 4,
+        "weight_sparsity_start_step": 2,
+        "weight_sparsity_update_step": 4,
+    },
+    "staged": {"quantization": "fp8_gpu", "quantization_start_step": 2, "quantization_stop_step": 9},
+    "muon": {"quantization": "int8", "opt_type": "muon", "mu_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * bool(RUNS[name])) for name in RUNS])
+def test_interrupted_twice(name, tmp_path, monkeypatch):
+    """Once by a signal after step 5, once by a crash after step 7, when the last checkpoint is of step 6."""
+    step, acts = Trainer.step, {4: lambda: signal.raise_signal(signal.SIGTERM), 7: crash}
+
+    def interrupted(self):
+        acts.pop(self.now, lambda: None)()
+        return step(self)
+
+    def run(run_name):
+        changes = {"base_output_directory": str(tmp_path), "steps": 12, "checkpoint_period": 3, "eval_interval": 4}
+        return train(small(run_name=run_name, **changes, **RUNS[name]), say=lambda _: None)
+
+    assert run("whole").complete
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    assert (run("parts").step, list(acts)) == (5, [7])
+    with pytest.raises(Crash):
+        run("parts")
+    assert saved(tmp_path, "parts")[0] == 6
+    assert run("parts").complete
+    assert [row["step"] for row in read_metrics(tmp_path / "parts" / "metrics.jsonl")] == list(range(12))
+    assert_same(tmp_path, "whole", "parts")
+    state = saved(tmp_path, "whole")[1]
+    assert any(("key" in path) for path in state)
+    assert any(("quant" in path) for path in state) == (RUNS[name].get("quantization") == "fp8_gpu")
+    assert any(("masks" in path) for path in state) == ("weight_sparsity_n" in RUNS[name])
+
+
+def start(directory, cache, **changes):
+    """The command in a process of its own, with programs that are compiled once."""
+    arguments = words(base_output_directory=directory, steps=60, quantization="fp8_gpu", **changes)
+    environment = {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "octavo.train", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process):
+    text, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, text
+    return text
+
+
+def kill_at_random(directory, cache, rounds, seed):
+    """Kill a run `rounds` times, now and then before its first step, and let it finish; how often it was killed."""
+    rng, kills = random.Random(seed), 0
+    finish(start(directory, cache, run_name="whole"))
+    for _ in range(rounds):
+        with start(directory, cache, run_name="parts", checkpoint_period=rng.randint(1, 3)) as process:
+            wanted = rng.choice((0, 1, 1, 2, 3))
+            if wanted == 0:
+                time.sleep(rng.uniform(0, 4))
+            for line in process.stdout if wanted else ():
+                wanted -= line.startswith("completed step: ")
+                if wanted == 0:
+                    break
+            time.sleep(rng.uniform(0, 0.2))
+            process.kill()
+            process.stdout.read()
+        assert process.returncode in (0, -signal.SIGKILL)
+        kills += process.returncode != 0
+    text = finish(start(directory, cache, run_name="parts"))
+    assert "damaged" not in text
+    assert [row["step"] for row in lines(directory, "parts")] == list(range(60))
+    assert_same(directory, "whole", "parts")
+    return kills, text
+
+
+@pytest.mark.slow
+def test_killed(tmp_path):
+    kills, _ = kill_at_random(tmp_path, tmp_path / "cache", 2, seed=1)
+    assert kills == 2
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(tmp_path):
+    kills, text = kill_at_random(tmp_path, tmp_path / "cache", 20, seed=0)
+    assert kills > 10
+    assert "resuming at step " in text
+
+
+@pytest.mark.slow
+def test_terminated_from_outside(tmp_path):
+    """SIGTERM and Ctrl-C as an operating system sends them: saved, said, gone on from."""
+    cache = tmp_path / "cache"
+    finish(start(tmp_path, cache, run_name="whole"))
+    for number, status, text in ((signal.SIGTERM, 0, "stopped by SIGTERM"), (signal.SIGINT, 130, "stopped by Ctrl-C")):
+        with start(tmp_path, cache, run_name="parts", checkpoint_period=50) as process:
+            before = [next(line for line in process.stdout if line.startswith("completed step: "))]
+            process.send_signal(number)
+            before += process.stdout.readlines()
+        assert process.returncode == status
+        assert text in before[-1]
+        assert "saved; the same command goes on from there" in before[-1]
+    text = finish(start(tmp_path, cache, run_name="parts", checkpoint_period=50))
+    assert "resuming at step " in text
+    assert_same(tmp_path, "whole", "parts")
