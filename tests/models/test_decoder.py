@@ -46,7 +46,7 @@ def test_scanned_and_unscanned_are_the_same_model(config):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), unstack_layers(a), b)
 
 
-@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_tokens_sorted_by_expert_give_what_all_experts_give(k):
     config = MOE.replace(experts_per_token=k)
     params, inputs = params_of(config), batch(MOE)

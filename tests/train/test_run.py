@@ -88,6 +88,7 @@ def test_a_run_writes_down_what_it_did(tmp_path):
     assert total < rows[-1]["eval/seconds"]
 
 
+@pytest.mark.slow
 def test_complete_runs_say_so_and_more_steps_go_on(tmp_path):
     lines_of(**at(tmp_path, steps=2))
     before = (tmp_path / "test" / "metrics.jsonl").read_bytes()
@@ -101,6 +102,7 @@ def test_complete_runs_say_so_and_more_steps_go_on(tmp_path):
     assert [row["step"] for row in metrics_of(tmp_path)] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_no_step_is_timed_with_what_happens_between_steps(tmp_path, monkeypatch):
     """Evaluation, saving, measuring and the compilation of a stage take a second each here."""
 
@@ -187,6 +189,7 @@ def test_the_command_says_that_it_was_stopped(tmp_path, monkeypatch, capsys, num
     assert "Next:" not in out
 
 
+@pytest.mark.slow
 def test_a_value_that_is_not_finite_stops_the_run(tmp_path, capsys):
     arguments = at(tmp_path, learning_rate=1e30, warmup_steps_fraction=0.0, gradient_clipping_threshold=0.0)
     assert command(words(**arguments, checkpoint_period=1)) == 1
@@ -312,6 +315,7 @@ def test_another_model_in_the_same_directory_is_refused_and_changes_nothing(tmp_
     assert (tmp_path / "test" / "config.yml").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_other_data_is_told(tmp_path):
     lines_of(**at(tmp_path, steps=1))
     said, _ = lines_of(**at(tmp_path, steps=2, synthetic_kind="fixed"))
@@ -320,6 +324,7 @@ def test_other_data_is_told(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_without_checkpoints_none_is_written(tmp_path):
     lines_of(**at(tmp_path, steps=2, enable_checkpointing=False, checkpoint_period=1))
     assert steps_of(tmp_path) == []
@@ -331,6 +336,7 @@ def test_without_checkpoints_none_is_written(tmp_path):
         lines_of(**at(tmp_path, steps=1, run_name="saved", enable_checkpointing=False))
 
 
+@pytest.mark.slow
 def test_parameters_of_another_run(tmp_path):
     lines_of(**at(tmp_path, steps=2, run_name="first"))
     path = tmp_path / "first" / "checkpoints"
@@ -344,6 +350,7 @@ def test_parameters_of_another_run(tmp_path):
     assert second[0]["learning/loss"] < first[0]["learning/loss"]
 
 
+@pytest.mark.slow
 def test_quantized_parameters_are_written_at_the_end_and_only_then(tmp_path, monkeypatch):
     changes = at(tmp_path, steps=4, quantization="int8", save_quantized_params_path=str(tmp_path / "served"))
     _, say = when("completed step: 1,", lambda: signal.raise_signal(signal.SIGTERM))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import signal
@@ -51,6 +52,9 @@ def train(config: Config, *, say: Say | None = None) -> Outcome:
     """
     began, tell = time.perf_counter(), say or functools.partial(print, flush=True)
     directory = Path(config.run_directory)
+    if config.enable_checkpointing:
+        # Only the first save would find out that it is missing.
+        importlib.import_module("orbax.checkpoint")
     with Checkpoints(
         directory / "checkpoints",
         keep=config.max_num_checkpoints_to_keep,
