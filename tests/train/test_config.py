@@ -187,14 +187,14 @@ CONFLICTS = [
     ({"mlp_activations": ("silu",)}, "mlp_activations=silu: the MLP is gated"),
     (
         {"unscanned_first_layers": 4, "unscanned_last_layers": 3},
-        "unscanned_first_layers=4 and unscanned_last_layers=3 are more than base_num_decoder_layers=6",
+        "unscanned_first_layers=4 and unscanned_last_layers=3 are more than base_num_decoder_layers=3",
     ),
     ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_experts=4"),
     ({"shared_experts": 1}, "shared_experts=1 needs routed experts beside it, but num_experts=1"),
     ({"first_num_dense_layers": 1}, "first_num_dense_layers=1: all layers are dense with num_experts=1"),
     (
-        MOE | {"first_num_dense_layers": 6},
-        "first_num_dense_layers=6 leaves no layer of base_num_decoder_layers=6 to the experts of num_experts=4",
+        MOE | {"first_num_dense_layers": 3},
+        "first_num_dense_layers=3 leaves no layer of base_num_decoder_layers=3 to the experts of num_experts=4",
     ),
     ({"dataset_type": "text"}, 'dataset_type=text needs a file, a directory or a pattern, but dataset_path=""'),
     ({"dataset_type": "tokens"}, 'dataset_type=tokens needs a file of tokens, but dataset_path=""'),
@@ -255,12 +255,12 @@ CONFLICTS = [
     ),
     ({"quantization_start_step": 300}, "quantization_start_step=300 is not before the end, steps=200"),
     (
-        {"quantization_first_layers": 4, "quantization_last_layers": 3},
-        "quantization_first_layers=4 and quantization_last_layers=3 are more than base_num_decoder_layers=6",
+        {"quantization_first_layers": 2, "quantization_last_layers": 2},
+        "quantization_first_layers=2 and quantization_last_layers=2 are more than base_num_decoder_layers=3",
     ),
     (
-        {"quantization": "int8", "quantization_first_layers": 3, "quantization_last_layers": 3},
-        "quantization_first_layers=3 and quantization_last_layers=3 leave nothing of base_num_decoder_layers=6",
+        {"quantization": "int8", "quantization_first_layers": 2, "quantization_last_layers": 1},
+        "quantization_first_layers=2 and quantization_last_layers=1 leave nothing of base_num_decoder_layers=3",
     ),
     ({"weight_sparsity_n": 2}, "weight_sparsity_n=2 and weight_sparsity_m=null: set both"),
     (
@@ -311,7 +311,7 @@ def test_yaml_gives_the_same_config_again(tmp_path):
 
 
 def test_a_saved_config_is_stronger_than_the_file_of_its_model(tmp_path):
-    config = load(["model_name=10m", "base_num_decoder_layers=6", "num_experts=2", "run_name=a"], environ={}).config
+    config = load(["model_name=10m", "base_num_decoder_layers=3", "num_experts=2", "run_name=a"], environ={}).config
     file = tmp_path / "config.yml"
     file.write_text(config.to_yaml())
     assert load([str(file)], environ={}).config == config

@@ -152,12 +152,13 @@ def test_signals_save_and_end(tmp_path, number, reason):
 
 
 def test_a_second_interrupt_ends_at_once():
+    before = signal.getsignal(signal.SIGINT)
     with stopping() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.by == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_other_threads_leave_signals_alone():
@@ -195,15 +196,14 @@ def test_a_value_that_is_not_finite_stops_the_run(tmp_path, capsys):
     assert command(words(**arguments, checkpoint_period=1)) == 1
     error = capsys.readouterr().err
     assert re.match(
-        r"octavo train: step 1 has loss .*; not finite: the gradient of decoder/\S+ \(\d+ of \d+ values\)", error
+        r"octavo train: step 0 has loss .*; all gradients are finite, but the update of \S+ is as large as 1e\+30",
+        error,
     )
-    assert f"the last good checkpoint is {tmp_path / 'test' / 'checkpoints' / '1'}" in error
+    assert "there is no checkpoint yet" in error
     assert "Try a lower learning_rate" in error
     assert f"Report: {tmp_path / 'test' / 'report.html'}" in error
-    rows = metrics_of(tmp_path)
-    assert [row["step"] for row in rows] == [0]
-    assert np.isfinite(rows[0]["learning/loss"])
-    assert steps_of(tmp_path) == [1]
+    assert metrics_of(tmp_path) == []
+    assert steps_of(tmp_path) == []
 
 
 def test_a_bad_step_is_found_one_late_and_nothing_of_it_is_saved(tmp_path, monkeypatch):

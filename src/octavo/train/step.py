@@ -84,7 +84,8 @@ class Stepper:
             gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.clip / jnp.maximum(raw, 1e-30)), gradients)
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        bad = state.halted | ~(jnp.isfinite(loss) & jnp.isfinite(raw))
+        size = optax.tree.norm(params)
+        bad = state.halted | ~(jnp.isfinite(loss) & jnp.isfinite(raw) & jnp.isfinite(size))
         halted = bad if self.halts else state.halted
         new = TrainState(state.step + 1, params, opt_state, quant, state.masks, state.key, halted)
         old = dataclasses.replace(state, step=state.step + (1 - halted.astype(jnp.int32)), halted=halted)
@@ -98,7 +99,7 @@ class Stepper:
             "learning/total_weights": losses.weights,
             "learning/raw_grad_norm": raw,
             "learning/grad_norm": jnp.minimum(raw, self.clip) if self.clip > 0 else raw,
-            "learning/param_norm": optax.tree.norm(params),
+            "learning/param_norm": size,
             "learning/current_learning_rate": self.learning_rate(state.step),
             "halted": halted,
         }
