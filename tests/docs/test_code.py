@@ -67,6 +67,7 @@ def marked(page):
 
 
 @pytest.mark.parametrize("page", [marked(page) for page in PAGES])
+@pytest.mark.sampled(3)
 def test_pages(page):
     text = (ROOT / page).read_text()
     names = {"__name__": "__main__"}

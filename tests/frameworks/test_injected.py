@@ -80,6 +80,7 @@ def model_of(name):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in ("int8", "mixed") else pytest.mark.slow) for n in CONFIGS]
 )
+@pytest.mark.slow
 def test_served_logits_are_trained_logits_bit_for_bit(name):
     model = model_of(name)
     variables = trained(model)
@@ -137,6 +138,7 @@ class NnxModel(nnx.Module):
         )
     ],
 )
+@pytest.mark.slow
 def test_nnx_models_serve_what_they_trained(name, dense):
     model = NnxModel(CONFIGS[name], dense, nnx.Rngs(0))
     served = octavo.quantize_model(model, octavo.PtqProvider(()), X)
@@ -174,6 +176,7 @@ def test_names_of_sharded_axes_go_to_codes_and_scales(replicate):
     np.testing.assert_array_equal(octavo.served(model).apply(converted, x), model.apply(variables, x))
 
 
+@pytest.mark.slow
 def test_training_falls_and_gradients_flow_through_conv_dense_and_experts():
     model = Model(CONFIGS["int8"])
     params = model.init(KEY, X)["params"]

@@ -412,6 +412,7 @@ def test_c9_matmul_transpose_and_lookup_of_stored_weights():
 
 
 @pytest.mark.parametrize("cls", [Model, Stacked])
+@pytest.mark.sampled(2)
 def test_c1_scanned_layers_quantize_params(cls):
     model = cls(nnx.Rngs(0))
     model.eval()

@@ -56,6 +56,7 @@ def test_values_and_gradients_are_those_of_qwix(name):
         assert error < 1e-5, (path, error)
 
 
+@pytest.mark.slow
 def test_statistics_are_those_of_qwix():
     rule = {"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": True}
     models = [

@@ -24,6 +24,7 @@ variants = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 
 
 @variants
+@pytest.mark.sampled(4)
 def test_agrees_with_the_reference(config):
     params, inputs = params_of(config), batch(config)
     logits, aux = run(config, params, *inputs)
@@ -36,6 +37,7 @@ def test_agrees_with_the_reference(config):
 
 
 @pytest.mark.parametrize("config", [DENSE, MIXED], ids=["dense", "mixed"])
+@pytest.mark.sampled(2)
 def test_scanned_and_unscanned_are_the_same_model(config):
     scanned, inputs = params_of(config), batch(config)
     unscanned, params = config.replace(scan_layers=False), unstack_layers(scanned)
@@ -68,6 +70,7 @@ def test_an_expert_may_have_no_tokens():
 
 
 @pytest.mark.parametrize("config", [DENSE, MOE, MOE.replace(experts_per_token=1)], ids=["dense", "moe", "switch"])
+@pytest.mark.sampled(3)
 def test_gradients_agree_with_finite_differences(config):
     params, inputs = params_of(config), batch(config)
     loss, (_, grads) = jax.jit(loss_of(config)), step_of(config)(params, *inputs)

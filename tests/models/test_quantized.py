@@ -44,6 +44,7 @@ def expected(config):
     ],
     ids=["dense", "moe", "moe, all experts"],
 )
+@pytest.mark.sampled(3)
 def test_what_is_quantized(config, scan, remat):
     config = config.replace(scan_layers=scan, remat=remat)
     low = octavo.quantized(functools.partial(apply, config), RULES)
@@ -73,6 +74,7 @@ def test_a_rule_may_pick_the_layers_that_stand_apart():
 
 @pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
 @pytest.mark.parametrize("remat", ["none", "minimal", "full"])
+@pytest.mark.sampled(6)
 def test_the_step_is_in_low_precision(config, remat):
     config = config.replace(remat=remat)
     params, inputs = params_of(config), batch(config)
@@ -114,6 +116,7 @@ def distance(tree, wanted):
 
 
 @pytest.mark.parametrize("config", [pytest.param(DENSE, marks=pytest.mark.slow), MOE], ids=["dense", "moe"])
+@pytest.mark.slow
 def test_training_in_low_precision_follows_float(config):
     params, inputs = params_of(config), batch(config, (4, 16))
     low = octavo.quantized(loss_of(config), RULES)
@@ -125,6 +128,7 @@ def test_training_in_low_precision_follows_float(config):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("remat", [name for name in POLICIES if name != "none"])
+@pytest.mark.sampled(3)
 def test_rematerialization_changes_no_number(remat):
     params, inputs, config = params_of(MOE), batch(MOE), MOE.replace(remat=remat)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
@@ -132,6 +136,7 @@ def test_rematerialization_changes_no_number(remat):
 
 
 @pytest.mark.parametrize("remat", ["minimal", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_rematerialization_in_low_precision(remat):
     params, inputs = params_of(DENSE), batch(DENSE)
     step = lambda config: jax.jit(jax.value_and_grad(octavo.quantized(loss_of(config), RULES)))(params, *inputs)  # noqa: E731
@@ -142,6 +147,7 @@ def test_rematerialization_in_low_precision(remat):
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("config", [pytest.param(DENSE, marks=pytest.mark.slow), MOE], ids=["dense", "moe"])
+@pytest.mark.slow
 def test_quantized_as_a_module(config):
     model = Decoder(config, rngs=nnx.Rngs(0))
     tokens, *_ = batch(config)

@@ -110,7 +110,7 @@ def pair(name):
     return make(name, theirs), make(name)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bit_for_bit_with_scales_that_are_powers_of_two(name):
     bits = CONFIGS[name][2]
@@ -119,7 +119,7 @@ def test_bit_for_bit_with_scales_that_are_powers_of_two(name):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_values_bit_for_bit_and_gradients_to_rounding(name):
     x, w, g = data((64, 128), (128, 32), (64, 32))

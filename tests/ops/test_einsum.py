@@ -41,6 +41,7 @@ def data(shapes):
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("equation", "shapes"), [(e, s) for e, *s in CASES], ids=[c[0] for c in CASES])
+@pytest.mark.sampled(9)
 def test_every_equation(equation, shapes):
     xs = data(shapes)
     want = np.einsum(equation.replace(" ", ""), *(np.asarray(x, np.float64) for x in xs))

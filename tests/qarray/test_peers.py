@@ -52,7 +52,7 @@ def equal_to_qwix(ours, theirs):
         np.testing.assert_array_equal(np.asarray(ours.zero_point, int), np.asarray(theirs.zero_point, int))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     ("grain", "dtype"),
     [(g, d) for g in GRAINS for d in (jnp.float32, jnp.bfloat16) if d == jnp.float32 or g in ("tensor", "tile")],
@@ -89,7 +89,7 @@ def test_qwix_block_formats_bit_for_bit(qtype, tile, dtype):
     equal_to_qwix(ours, theirs)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("grain", ["row", "tile"])
 @pytest.mark.parametrize("qtype", QWIX_TYPES)
 @settings(max_examples=5)

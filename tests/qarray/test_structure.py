@@ -41,7 +41,7 @@ INDICES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     ("name", "packed"),
     [(n, False) for n in HOW if n != "channel"] + [(n, True) for n in ("channel", "padded", "nvfp4")],
@@ -68,7 +68,7 @@ def test_rows_of_a_packed_table_are_taken_packed():
     check(rows, np.asarray(table.dequantize())[[3, 1]])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @each
 def test_transposing(how):
     q = how.quantize(jnp.asarray(X))

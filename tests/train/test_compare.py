@@ -58,6 +58,7 @@ def test_intervals_are_students(count):
     assert all(math.isnan(x) for x in interval([1.0]))
 
 
+@pytest.mark.slow
 def test_a_comparison_is_run_kept_and_reported(tmp_path, capsys):
     argv = ["compare", *words(steps=3, base_output_directory=tmp_path, eval_steps=1)]
     argv += ["quantization=int8,qat_int8", "use_qwix_quantization=true", "seeds=1", "eval_points=1"]

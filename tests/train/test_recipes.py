@@ -42,6 +42,7 @@ def configure(name: str, qwix: bool, model: str, folder) -> Config:
 @pytest.mark.sampled(36)
 @pytest.mark.parametrize("model", ["1m", "moe-1m"])
 @pytest.mark.parametrize(("name", "qwix"), CASES, ids=[f"{name}-{'qwix' if q else 'aqt'}" for name, q in CASES])
+@pytest.mark.slow
 def test_it_trains(name, qwix, model, tmp_path):
     trainer = Trainer(configure(name, qwix, model, tmp_path))
     losses = [float(trainer.step()["learning/lm_loss"]) for _ in range(30)]

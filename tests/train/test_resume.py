@@ -73,6 +73,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * bool(RUNS[name])) for name in RUNS])
+@pytest.mark.slow
 def test_interrupted_twice(name, tmp_path, monkeypatch):
     """Once by a signal after step 5, once by a crash after step 7, when the last checkpoint is of step 6."""
     step, acts = Trainer.step, {4: lambda: signal.raise_signal(signal.SIGTERM), 7: crash}

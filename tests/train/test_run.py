@@ -139,6 +139,7 @@ def test_no_step_is_timed_with_what_happens_between_steps(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("number", "reason"), [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")])
+@pytest.mark.sampled(2)
 def test_signals_save_and_end(tmp_path, number, reason):
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     said, say = when("completed step: 1,", lambda: signal.raise_signal(number))
@@ -206,6 +207,7 @@ def test_a_value_that_is_not_finite_stops_the_run(tmp_path, capsys):
     assert steps_of(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_bad_step_is_found_one_late_and_nothing_of_it_is_saved(tmp_path, monkeypatch):
     step = Trainer.step
 

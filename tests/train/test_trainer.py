@@ -53,6 +53,7 @@ def test_microbatches_are_one_batch_in_float():
     np.testing.assert_allclose(b[3], a[3], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_histories_of_microbatches_are_those_of_the_whole_batch():
     """Each microbatch sees the scales of the step before, and the largest magnitude of all is remembered."""
     whole, parts = (Trainer(small(quantization="fp8_gpu", gradient_accumulation_steps=n)) for n in (1, 4))
@@ -70,6 +71,7 @@ def test_histories_of_microbatches_are_those_of_the_whole_batch():
     assert all(float(x.max()) > 0 for x in jax.tree.leaves(a))
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_repeatable_and_differs_by_step():
     a, b = (Trainer(small(quantization="int8")) for _ in range(2))
     assert losses(a, 3) == losses(b, 3)
@@ -81,6 +83,7 @@ def test_stochastic_rounding_is_repeatable_and_differs_by_step():
     assert not same(one, other)
 
 
+@pytest.mark.slow
 def test_schedule_changes_precision_at_its_steps():
     config = small(quantization="int8", quantization_start_step=2, quantization_stop_step=4, steps=6)
     trainer, plain = Trainer(config), Trainer(small(steps=6))
@@ -129,6 +132,7 @@ def test_the_loss_of_padding_is_zero():
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.sampled(3)
 def test_optimizers_learn(name):
     rate = {"adamw": 3e-3, "sgd": 1.0, "muon": 3e-3}[name]
     found = losses(Trainer(small(opt_type=name, learning_rate=rate, steps=12)), 12)
@@ -171,6 +175,7 @@ def test_masks_are_along_the_contraction_and_made_anew():
 
 
 @pytest.mark.parametrize("more", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.sampled(2)
 def test_quantized_parameters_give_the_same_loss_bit_for_bit(more, tmp_path):
     trainer = Trainer(small(quantization="int8", use_qwix_quantization=True, **more))
     trainer.step()
@@ -192,6 +197,7 @@ def test_quantized_parameters_give_the_same_loss_bit_for_bit(more, tmp_path):
     np.testing.assert_array_equal(kernel, expected)
 
 
+@pytest.mark.slow
 def test_telemetry_measures_what_is_quantized_and_when():
     config = small(quantization="fp8_full", quantization_metrics_interval=2, quantization_start_step=2)
     trainer = Trainer(config)
