@@ -87,6 +87,7 @@ def test_constant_with_a_bias_is_a_shifted_range():
 
 @pytest.mark.parametrize("method", ["mse", "snr", "mse,9,0.5"])
 @pytest.mark.parametrize("fmt", ["int4", "int2", "nf4", "float4_e2m1fn"])
+@pytest.mark.sampled(3)
 def test_searches_lose_less_than_absmax(method, fmt):
     def error(calibration):
         how = Quantizer(fmt, calibration=calibration, channelwise_axes=(0,))

@@ -62,6 +62,7 @@ def test_killed_many_times(tmp_path):
     kill_at_random(tmp_path, 20)
 
 
+@pytest.mark.slow
 def test_stopped_after_every_single_operation(tmp_path, monkeypatch):
     """As if killed before the n-th change of a name or a file's arrival on disk, for every n there is."""
 
@@ -165,6 +166,7 @@ def test_a_file_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs Linux")
+@pytest.mark.slow
 def test_a_full_disk(tmp_path):
     mount = f"mount -t tmpfs -o size=16m none {tmp_path}"
     if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode:

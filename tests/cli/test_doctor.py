@@ -114,6 +114,7 @@ def test_the_text_shows_speeds_reasons_and_fixes():
     assert "    python -m pip install flax" in text
 
 
+@pytest.mark.slow
 def test_the_command_tries_every_type_and_keeps_stderr_clean():
     done = subprocess.run([sys.executable, "-m", "octavo", "doctor", "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

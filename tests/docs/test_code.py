@@ -51,6 +51,7 @@ def run(text, names, where, line):
 
 
 @pytest.mark.parametrize("name", list(modules()))
+@pytest.mark.sampled(4)
 def test_docstrings(name):
     # Read from the source: doctest itself overlooks functions that a decorator has wrapped.
     module = importlib.import_module(name)
@@ -67,7 +68,7 @@ def marked(page):
 
 
 @pytest.mark.parametrize("page", [marked(page) for page in PAGES])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 def test_pages(page):
     text = (ROOT / page).read_text()
     names = {"__name__": "__main__"}

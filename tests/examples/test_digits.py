@@ -11,6 +11,7 @@ from octavo.examples import digits
 from tests.ops.walk import dot_types
 
 
+@pytest.mark.slow
 def test_int8_learns_as_well_as_float(capsys):
     pytest.importorskip("sklearn")
     found = digits.main(["--epochs", "8"])

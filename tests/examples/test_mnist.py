@@ -30,6 +30,7 @@ def test_a_short_run_learns_and_serves_what_it_learned(name, most_bits, capsys):
 
 
 @pytest.mark.parametrize("name", ["int4", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_converted_weights_give_the_logits_of_the_float_ones_bit_for_bit(name):
     model, x = mnist.Cnn(mnist.CONFIGS[name]), jax.random.uniform(jax.random.key(1), (5, 8, 8, 1))
     params = jax.jit(model.init)(jax.random.key(0), x)["params"]

@@ -58,7 +58,7 @@ class TestEinsum:
         return seen, state
 
     @pytest.mark.parametrize("length", [1024, 2])
-    @pytest.mark.sampled(2)
+    @pytest.mark.slow
     def test_agrees_with_flax_after_the_first_step(self, length):
         """The first step differs: Flax has a scale of 1 before it has seen anything, ours is the tensor's own.
 
@@ -115,6 +115,7 @@ class TestEinsum:
         low = quant.einsum(dtype=jnp.bfloat16)
         assert low.init_with_output(KEY, EQUATION, self.x, self.w)[0].dtype == jnp.bfloat16
 
+    @pytest.mark.slow
     def test_each_contraction_has_a_history_of_its_own(self):
         op, x, v = Einsum(FP8), jax.random.normal(KEY, (4, 8)), jax.random.normal(KEY, (6, 5))
         w = 3 * jax.random.normal(KEY, (8, 6))

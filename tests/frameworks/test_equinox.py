@@ -131,6 +131,7 @@ def test_vmap_is_a_loop(low):
     np.testing.assert_allclose(jax.jit(jax.vmap(low))(batch)[1], eqx.filter_jit(low)(2 * X), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_keys_pass_through(low):
     out = low(X, key=jax.random.key(0))
     assert jnp.any(out == 0)

@@ -256,6 +256,7 @@ def test_nnx_models_say_how_they_are_converted():
         octavo.convert(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), {}, X)
 
 
+@pytest.mark.slow
 def test_stochastic_gradients_need_a_stream_and_evaluation_does_not():
     """AQT asks for random numbers even to evaluate."""
     model = Model(CONFIGS["aqt"], experts=False)

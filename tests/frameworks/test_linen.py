@@ -127,6 +127,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.sampled(2)
 def test_scanned_and_rematerialized_layers(scanned, remat):
     model = Stack(scanned, remat)
     low = octavo.quantize_model(model, INT8)
@@ -234,6 +235,7 @@ class TestParameters:
         assert ptq.apply({"params": converted}, X).shape == (4, 8)
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_takes_a_stream():
     rule = INT8.replace(bwd_stochastic_rounding="uniform")
     low = octavo.quantize_model(FLOAT, rule)

@@ -412,7 +412,7 @@ def test_c9_matmul_transpose_and_lookup_of_stored_weights():
 
 
 @pytest.mark.parametrize("cls", [Model, Stacked])
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_c1_scanned_layers_quantize_params(cls):
     model = cls(nnx.Rngs(0))
     model.eval()
@@ -441,6 +441,7 @@ def test_from_training_to_serving_with_static_ranges():
     assert_same(abstract(2 * X), served(2 * X))
 
 
+@pytest.mark.slow
 def test_arguments_of_any_kind_pass_through(model):
     low = quantize_nnx(nnx.MultiHeadAttention(2, D, decode=False, rngs=nnx.Rngs(0)), QtProvider(RULE))
     rngs = nnx.Rngs(0)

@@ -69,6 +69,7 @@ class TestLinen:
         frozen = octavo.quantize_model(self.model, STATIC).apply(variables, 2 * X)
         same(low.at(4).apply(variables, 2 * X), frozen)
 
+    @pytest.mark.slow
     def test_a_history_stays_while_another_stage_trains(self):
         low = octavo.quantize_model(self.model, Schedule([(0, INT8), (2, DELAYED), (3, None)]))
         variables = low.init(KEY, X)

@@ -184,6 +184,7 @@ class TestFunctions:
 
         return run
 
+    @pytest.mark.slow
     def test_layers_of_a_scan_have_the_histories_of_an_unrolled_loop(self):
         def model(params, x):
             return jax.lax.scan(lambda x, params: (layer(params, x), None), x, params)[0]
@@ -206,6 +207,7 @@ class TestFunctions:
         loop = lambda v, x: stack([self.applied(one)(slice_of(v, i), x[i]) for i in range(STAGES)])  # noqa: E731
         assert_same_and_of_their_own(*both(jax.vmap(self.applied(one)), loop, variables, x.shape))
 
+    @pytest.mark.slow
     def test_stages_mapped_within_the_function_are_one_product(self):
         """A program has no stages, only a product with a batch axis: what is to have a range of its own is mapped."""
         low = octavo.quantized(jax.vmap(layer), self.rules, weights=0)

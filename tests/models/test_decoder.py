@@ -24,7 +24,7 @@ variants = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 
 
 @variants
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_agrees_with_the_reference(config):
     params, inputs = params_of(config), batch(config)
     logits, aux = run(config, params, *inputs)
@@ -49,6 +49,7 @@ def test_scanned_and_unscanned_are_the_same_model(config):
 
 
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
 def test_tokens_sorted_by_expert_give_what_all_experts_give(k):
     config = MOE.replace(experts_per_token=k)
     params, inputs = params_of(config), batch(MOE)
@@ -123,6 +124,7 @@ def test_an_unknown_token_is_noticed():
 
 
 @pytest.mark.parametrize("config", [DENSE, MOE.replace(tied_logits=False)], ids=["dense", "moe"])
+@pytest.mark.sampled(2)
 def test_bfloat16_is_close_and_really_used(config):
     low, params, inputs = config.replace(dtype="bfloat16"), params_of(config), batch(config)
     logits, _ = run(low, params, *inputs)

@@ -95,6 +95,7 @@ def test_the_step_is_in_low_precision(config, remat):
 
 
 @pytest.mark.parametrize("config", [DENSE, pytest.param(MOE, marks=pytest.mark.slow)], ids=["dense", "moe"])
+@pytest.mark.slow
 def test_what_a_policy_keeps_is_not_computed_again(config):
     params, inputs = params_of(config), batch(config)
 
@@ -126,7 +127,7 @@ def test_training_in_low_precision_follows_float(config):
     assert 1e-4 < distance(grads, slopes) < 0.2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [name for name in POLICIES if name != "none"])
 @pytest.mark.sampled(3)
 def test_rematerialization_changes_no_number(remat):

@@ -44,6 +44,7 @@ def test_eight_bit_noise_has_a_bias_of_at_most_a_512th_of_a_step(code, fraction)
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.sampled(4)
 def test_representable_values_never_move(name):
     fmt = formats()[name]
     grid = jnp.asarray(fmt.grid(), jnp.float32)

@@ -244,6 +244,7 @@ SETTERS = {
 
 
 @pytest.mark.parametrize("name", SETTERS)
+@pytest.mark.sampled(3)
 def test_each_setter_has_a_counterpart(name):
     change_theirs, change_ours, gradients = SETTERS[name]
     their_config, our_config = theirs.config_v4(drhs_bits=8), aqt.config_v4(drhs_bits=8)
@@ -431,6 +432,7 @@ def test_smoothing_leaves_the_gradients_alone():
         (((32,), (32,)), (((0,), (0,)), ((), ()))),
     ],
 )
+@pytest.mark.sampled(4)
 def test_smoothing_along_any_axes(shapes, numbers):
     """With 16 bits, smoothed or not, the product is that of the floats."""
     x, w = data(*shapes)

@@ -178,7 +178,7 @@ def out_shape(lhs, rhs, numbers):
     return jax.eval_shape(lambda a, b: jax.lax.dot_general(a, b, numbers), lhs, rhs).shape
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize(
     ("recipe", "shapes"),
     [_marked(r, s, core=s == "plain") for s in SHAPES for r in RECIPES if s == "plain" or r != "int8_other"],
@@ -514,7 +514,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("right", KINDS)
 @pytest.mark.parametrize("left", ["array", "bfloat16", "int8", "fp8", "uint8", "mxfp4"])
 def test_any_mix_of_arrays_and_qarrays(left, right):

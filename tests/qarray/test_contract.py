@@ -87,7 +87,7 @@ def data(seed, dtype="float32", kind="normal"):
 KINDS = st.sampled_from(["normal", "heavy", "positive", "sparse", "steps"])
 
 
-@pytest.mark.sampled(22)
+@pytest.mark.sampled(66)
 @every
 @dtypes
 @settings(max_examples=5)
@@ -177,7 +177,7 @@ def test_a_non_finite_value_shows_and_stays_in_its_group(name, granularity, bad)
     assert np.isfinite(got[outside]).all()
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(42)
 @pytest.mark.parametrize("name", KIND_OF)
 @pytest.mark.parametrize(
     "method", ["fixed", "constant,3", "percentile,99", "mse,5", "snr", "rms,3", "absmean", "given"]
@@ -198,6 +198,7 @@ def test_a_non_finite_value_shows_under_every_calibration(name, method):
 
 
 @cases
+@pytest.mark.sampled(4)
 def test_a_second_quantization_with_the_same_bounds_changes_nothing(name, granularity):
     how = quantizer(name, granularity)
     x = data(8)
@@ -211,6 +212,7 @@ def test_a_second_quantization_with_the_same_bounds_changes_nothing(name, granul
 
 
 @cases
+@pytest.mark.sampled(4)
 def test_negation_negates(name, granularity):
     how = quantizer(name, granularity)
     fmt = how.qtype
@@ -257,6 +259,7 @@ def test_vmap_equals_a_loop(name, granularity):
 
 
 @cases
+@pytest.mark.sampled(4)
 def test_packing_is_exact_and_small(name, granularity):
     q = compiled(quantizer(name, granularity))[0](data(11))
     packed, back, values = jax.jit(lambda q: (q.pack(), q.pack().unpack(), q.pack().dequantize()))(q)
@@ -271,6 +274,7 @@ def test_packing_is_exact_and_small(name, granularity):
     ("name", "dtype", "bits"),
     [(n, "float32", 24) for n in FORMATS] + [(n, d, b) for n in KIND_OF for d, b in [("float32", 8), ("bfloat16", 24)]],
 )
+@pytest.mark.sampled(4)
 def test_stochastic_rounding_has_no_bias_end_to_end(name, dtype, bits):
     how = quantizer(name, "row", rounding=f"stochastic,{bits}")
     x = jnp.asarray(np.random.default_rng(4).uniform(-1, 1, (3, 32)), DTYPES[dtype])

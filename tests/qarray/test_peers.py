@@ -72,6 +72,7 @@ def test_qwix_arithmetic_is_qwix_bit_for_bit(qtype, grain, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
 @pytest.mark.parametrize("method", ["minmax", "minmax,0.9", "fixed,-1,3"])
+@pytest.mark.sampled(4)
 def test_qwix_zero_points_bit_for_bit(qtype, dtype, method):
     x = data(3, dtype)
     theirs = qwix.quantize(x, qtype, calibration_method=method, channelwise_axes=(0,))
@@ -82,6 +83,7 @@ def test_qwix_zero_points_bit_for_bit(qtype, dtype, method):
 
 @pytest.mark.parametrize(("qtype", "tile"), [("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.sampled(3)
 def test_qwix_block_formats_bit_for_bit(qtype, tile, dtype):
     x = data(4, dtype)
     theirs = qwix.quantize(x, qtype, channelwise_axes=(0,), tiled_axes={1: tile})

@@ -41,7 +41,7 @@ INDICES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "packed"),
     [(n, False) for n in HOW if n != "channel"] + [(n, True) for n in ("channel", "padded", "nvfp4")],
@@ -97,6 +97,7 @@ def test_transposing(how):
         ("nvfp4", (768,), (48,)),
     ],
 )
+@pytest.mark.sampled(3)
 def test_reshaping(how, shape, scale_shape):
     q = HOW[how].quantize(jnp.asarray(X))
     new = q.reshape(*shape)
@@ -116,6 +117,7 @@ def test_a_reshape_that_tears_tiles_is_refused():
 
 @each
 @pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.sampled(5)
 def test_stacking(how, axis):
     parts = [how.quantize(jnp.asarray(X * s)) for s in (1, 2)]
     check(stack(parts, axis=axis), np.stack([p.dequantize() for p in parts], axis=axis))
@@ -128,6 +130,7 @@ def test_only_alike_arrays_stack():
 
 
 @each
+@pytest.mark.sampled(3)
 def test_scan_and_vmap_see_the_layers(how):
     layers = stack([how.quantize(jnp.asarray(X * s)) for s in (1.0, 3.0)])
     _, got = jax.lax.scan(lambda c, q: (c, q.dequantize()), 0, layers)
@@ -174,6 +177,7 @@ def test_to_disk_and_back(how, tmp_path):
 
 
 @each
+@pytest.mark.sampled(3)
 def test_sharding_follows_the_values(how):
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     x = jnp.asarray(X)

@@ -104,7 +104,7 @@ def gradients(x, w, scaling, config):
     return jax.grad(loss, (0, 1, 2))(x, w, scaling)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_trains(name):
     config = config_of(name, rhs_weight=True)

@@ -109,7 +109,7 @@ def test_exclusion_is_visible_and_can_be_overridden():
 
 
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_first_and_last_layers_stay_in_float(scan):
     config = small(
         quantization="int8",

@@ -139,7 +139,7 @@ def test_no_step_is_timed_with_what_happens_between_steps(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("number", "reason"), [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")])
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_signals_save_and_end(tmp_path, number, reason):
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     said, say = when("completed step: 1,", lambda: signal.raise_signal(number))
@@ -176,6 +176,7 @@ def test_other_threads_leave_signals_alone():
 
 
 @pytest.mark.parametrize(("number", "status", "text"), [(signal.SIGTERM, 0, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")])
+@pytest.mark.sampled(2)
 def test_the_command_says_that_it_was_stopped(tmp_path, monkeypatch, capsys, number, status, text):
     step = Trainer.step
 
@@ -258,6 +259,7 @@ def damage(folder):
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, capsys):
     lines_of(**at(tmp_path, steps=4, checkpoint_period=2))
     damage(tmp_path / "test" / "checkpoints" / "4")
@@ -270,6 +272,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, capsys):
     assert steps_of(tmp_path) == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_and_the_last_checkpoint_stays(tmp_path, monkeypatch, capsys):
     write = manifest.write
 
@@ -309,6 +312,7 @@ def test_an_error_on_the_way_lets_go_of_the_directory(tmp_path, monkeypatch):
     Checkpoints(tmp_path / "test" / "checkpoints").close()
 
 
+@pytest.mark.slow
 def test_another_model_in_the_same_directory_is_refused_and_changes_nothing(tmp_path):
     lines_of(**at(tmp_path, steps=1))
     before = (tmp_path / "test" / "config.yml").read_bytes()

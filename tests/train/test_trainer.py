@@ -44,6 +44,7 @@ def test_float_and_int8_begin_alike_and_both_learn():
     assert ints.verification.forward == ints.verification.backward > 0.5
 
 
+@pytest.mark.slow
 def test_microbatches_are_one_batch_in_float():
     whole, parts = (Trainer(small(gradient_accumulation_steps=n)) for n in (1, 4))
     batch = whole.data.batch(0)
@@ -132,7 +133,7 @@ def test_the_loss_of_padding_is_zero():
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 def test_optimizers_learn(name):
     rate = {"adamw": 3e-3, "sgd": 1.0, "muon": 3e-3}[name]
     found = losses(Trainer(small(opt_type=name, learning_rate=rate, steps=12)), 12)
@@ -156,6 +157,7 @@ def test_norms_do_not_decay():
     assert float(new["out"]["kernel"][0, 0]) == 0.5
 
 
+@pytest.mark.slow
 def test_masks_are_along_the_contraction_and_made_anew():
     config = small(
         weight_sparsity_n=2, weight_sparsity_m=4, weight_sparsity_start_step=2, weight_sparsity_update_step=3
@@ -175,7 +177,7 @@ def test_masks_are_along_the_contraction_and_made_anew():
 
 
 @pytest.mark.parametrize("more", [{}, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_quantized_parameters_give_the_same_loss_bit_for_bit(more, tmp_path):
     trainer = Trainer(small(quantization="int8", use_qwix_quantization=True, **more))
     trainer.step()

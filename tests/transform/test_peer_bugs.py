@@ -41,7 +41,7 @@ def float_gradients(fn=product, params=W, x=X):
     return jax.grad(lambda p, x: jnp.sum(fn(p, x) ** 2), argnums=(0, 1))(params, x)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("bwd", ["float8_e5m2", "int3", "int5"])
 def test_b7_stochastic_rounding_of_gradients_happens_in_every_format(bwd):
     rule = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype=bwd, bwd_stochastic_rounding="uniform")
