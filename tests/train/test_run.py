@@ -197,10 +197,8 @@ def test_a_value_that_is_not_finite_stops_the_run(tmp_path, capsys):
     arguments = at(tmp_path, learning_rate=1e30, warmup_steps_fraction=0.0, gradient_clipping_threshold=0.0)
     assert command(words(**arguments, checkpoint_period=1)) == 1
     error = capsys.readouterr().err
-    assert re.match(
-        r"octavo train: step 0 has loss .*; all gradients are finite, but the update of \S+ is as large as [1-9.]+e\+30",
-        error,
-    )
+    assert re.match(r"octavo train: step 0 has loss 6\.", error)
+    assert re.search(r"all gradients are finite, but the update of \S+ is as large as \d\S*e\+\d\d", error)
     assert "there is no checkpoint yet" in error
     assert "Try a lower learning_rate" in error
     assert f"Report: {tmp_path / 'test' / 'report.html'}" in error
