@@ -1,7 +1,5 @@
 """Streams are kept between runs, whole or not at all, and nothing needs a cache that can be written."""
 
-import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -83,15 +81,3 @@ def test_a_failed_write_leaves_nothing(cache):
     with pytest.raises(KeyError):
         cached("name", lambda path: {}["a bug is no disk that is full"])
     assert list(cache.iterdir()) == []
-
-
-@pytest.mark.skipif("CI" in os.environ, reason="timing")
-def test_a_batch_takes_well_under_a_millisecond(config, book):
-    data = make_dataset(config(dataset_path=book, max_target_length=256, per_device_batch_size=8))
-    best = float("inf")
-    for begin in range(0, 200, 10):
-        start = time.perf_counter()
-        for index in range(begin, begin + 10):
-            data.batch(index)
-        best = min(best, (time.perf_counter() - start) / 10)
-    assert best < 0.7e-3

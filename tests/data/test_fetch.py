@@ -7,6 +7,7 @@ import importlib.util
 import io
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,10 @@ def entry(script, archive, tmp_path):
     return make
 
 
+def read(take, archive):
+    return {name: b"".join(chunks) for name, chunks in take(archive)}
+
+
 def test_files_are_taken_once(script, entry, tmp_path):
     assert script.fetch("books", entry(), tmp_path) == "fetched"
     assert {file.name: file.read_text() for file in (tmp_path / "books").iterdir()} == {
@@ -97,7 +102,33 @@ def test_another_archive_is_refused(script, entry, tmp_path):
 
 def test_a_packed_member_is_unpacked(script, archive, tmp_path):
     (tmp_path / "x.tgz").write_bytes(archive)
-    assert list(script.gunzipped("package/packed.gz", "plain")(tmp_path / "x.tgz")) == [("plain", b"unpacked")]
+    assert read(script.gunzipped("package/packed.gz", "plain"), tmp_path / "x.tgz") == {"plain": b"unpacked"}
+    with pytest.raises(ValueError, match="package/none is no file of the archive"):
+        read(script.gunzipped("package/none", "plain"), tmp_path / "x.tgz")
+
+
+def test_a_member_is_cut_into_files(script, archive, tmp_path):
+    (tmp_path / "x.tgz").write_bytes(archive)
+    taken = read(script.cut("package/books/a.txt", {"al": 2, "pha": 3}), tmp_path / "x.tgz")
+    assert taken == {"al": b"al", "pha": b"pha"}
+    with pytest.raises(ValueError, match="the archive ends 4 bytes too early"):
+        read(script.cut("package/books/a.txt", {"al": 2, "pha": 7}), tmp_path / "x.tgz")
+
+
+def test_members_of_a_wheel_are_renamed(script, tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.whl", "w") as wheel:
+        wheel.writestr("package/deep/config.json", "{}")
+        wheel.writestr("package/code.py", "no")
+    assert read(script.unzipped({"pooling.json": "package/deep/config.json"}), tmp_path / "x.whl") == {
+        "pooling.json": b"{}"
+    }
+    with pytest.raises(ValueError, match=r"package/none is not in x\.whl"):
+        read(script.unzipped({"none": "package/none"}), tmp_path / "x.whl")
+
+
+def test_files_are_read_in_pieces(script):
+    assert list(script._chunks(io.BytesIO(b"abcdefg"), step=3)) == [b"abc", b"def", b"g"]
+    assert list(script._chunks(io.BytesIO(b"abcdefg"), 4, step=3)) == [b"abc", b"d"]
 
 
 def test_the_command_says_what_it_did(script, entry, tmp_path, monkeypatch, capsys):
@@ -122,6 +153,6 @@ def test_a_failing_client_shows_its_error(script, tmp_path):
 
 
 def test_hashes_are_recorded_for_everything(script):
-    assert set(script.DATA) >= {"enwik8", "gutenberg"}
+    assert set(script.DATA) >= {"enwik8", "gutenberg", "stories15m", "smollm2", "minilm"}
     for data in script.DATA.values():
         assert len(data.archive) == len(data.files) == 64

@@ -1,0 +1,92 @@
+"""Blocks of ggml as a QArray, where that says the same."""
+
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from octavo.files.gguf.blocks import IQ4_TABLE, Blocks, Codes
+from octavo.files.gguf.header import Info
+from octavo.numerics import Format, IntFormat, TableFormat, get_format
+from octavo.qarray import QArray
+
+IQ4 = TableFormat(name="iq4_nl", values=tuple(map(float, IQ4_TABLE)))
+
+_SIGNED = {"Q8_0": "int8", "Q8_K": "int8", "Q4_0": "int4", "Q5_0": "int5", "Q6_K": "int6", "Q3_K": "int3"}
+_FORMATS: dict[str, Format] = {
+    **{kind: get_format(name) for kind, name in _SIGNED.items()},
+    "TQ1_0": get_format("int2"),
+    "TQ2_0": get_format("int2"),
+    "IQ4_NL": IQ4,
+    "IQ4_XS": IQ4,
+    "MXFP4": get_format("mxfp4"),
+    # With a minimum: unsigned codes and a zero point.
+    "Q2_K": get_format("uint2"),
+    "Q4_1": get_format("uint4"),
+    "Q4_K": get_format("uint4"),
+    "Q5_1": IntFormat(bits=5, signed=False),
+    "Q5_K": IntFormat(bits=5, signed=False),
+}
+_TWO_BIT_TERNARY = ("TQ1_0", "TQ2_0")
+
+
+def assemble(info: Info, parts: Iterable[tuple[Blocks, Codes]]) -> QArray | None:
+    """The QArray of blocks that come in pieces, or None if one of them has no exact counterpart."""
+    if info.kind not in _FORMATS:
+        return None
+    fmt = _FORMATS[info.kind]
+    codes = np.empty(info.size, np.int8)
+    scales: list[np.ndarray] = []
+    zeros: list[np.ndarray] = []
+    done, tile = 0, 1
+    for blocks, piece in parts:
+        if info.kind in _TWO_BIT_TERNARY and piece.codes.max() > 1:
+            return None  # the fourth code, which int2 has not; nothing writes it
+        scale = _e8m0(blocks, piece) if info.kind == "MXFP4" else piece.scale
+        if scale is None:
+            return None
+        if piece.minimum is not None:
+            zero = _zero_points(piece, fmt)
+            if zero is None:
+                return None
+            zeros.append(zero.ravel())
+        tile = piece.codes.shape[-1]
+        codes[done : done + piece.codes.size] = piece.codes.ravel()
+        scales.append(scale.ravel())
+        done += piece.codes.size
+    groups = (*info.shape[:-1], info.shape[-1] // tile)
+    return QArray(
+        jnp.asarray(_stored(codes.reshape(info.shape), fmt)),
+        jnp.asarray(np.concatenate(scales).reshape(groups)),
+        jnp.asarray(_stored(np.concatenate(zeros).reshape(groups), fmt)) if zeros else None,
+        fmt,
+        dtype=np.float32,
+    )
+
+
+def _stored(codes: np.ndarray, fmt: Format) -> np.ndarray:
+    """Small integers under the dtype of a format; those of e2m1 are its bits."""
+    if fmt.storage == ml_dtypes.float4_e2m1fn:
+        return codes.view(np.uint8).view(ml_dtypes.float4_e2m1fn)
+    return codes.astype(fmt.storage, copy=False)
+
+
+def _e8m0(blocks: Blocks, piece: Codes) -> np.ndarray | None:
+    """The exponents as scales; None where ggml and e8m0 differ (255) or float32 would overflow or lose bits."""
+    exponent = blocks["e"]
+    used = (piece.codes & np.uint8(7)).any(axis=-1)
+    outside = (exponent < 2) | (exponent > 252)
+    if (exponent == 255).any() or (outside & used).any():
+        return None
+    return exponent.view(ml_dtypes.float8_e8m0fnu)
+
+
+def _zero_points(piece: Codes, fmt: Format) -> np.ndarray | None:
+    """Zero points z with minimum == -z * scale, exactly and for all; None if there are no such."""
+    assert piece.minimum is not None
+    with np.errstate(all="ignore"):
+        zero = np.rint(-piece.minimum / piece.scale)
+        zero = np.where(piece.scale == 0, np.float32(0), zero)
+        exact = (zero >= 0) & (zero <= fmt.largest) & (-zero * piece.scale == piece.minimum) & np.isfinite(piece.scale)
+    return zero.astype(np.int8) if exact.all() else None

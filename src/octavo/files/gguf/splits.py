@@ -1,0 +1,67 @@
+"""How text is cut before BPE, by the name that `tokenizer.ggml.pre` gives: regular expressions, one after the other.
+
+Each cuts what the ones before it left whole. The names and what they stand for are llama.cpp's; each expression is that
+of the model's own tokenizer.json.
+"""
+
+import dataclasses
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+
+
+def _words(digits: str, letters: str = r"\p{L}") -> str:
+    other = rf"[^\s{letters}\p{{N}}]"
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?{other}+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _cased(digits: str, contractions: str) -> str:
+    """Words that end where a capital follows a small letter."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    head = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{head}{upper}*{lower}+{contractions}|{head}{upper}+{lower}*{contractions}|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Expressions in order; whether a piece that is in the vocabulary is taken whole; whether bos is the custom."""
+
+    patterns: tuple[str, ...]
+    whole: bool = False
+    add_bos: bool = False
+
+
+_DIGITS_APART = Split((r"\p{N}", _GPT2))
+_LLAMA3 = Split((_words(r"\p{N}{1,3}"),), whole=True, add_bos=True)
+_QWEN2 = Split((_words(r"\p{N}"),))
+
+SPLITS: dict[str, Split] = {
+    "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "gpt-2": Split((_GPT2,)),
+    "mpt": Split((_GPT2,)),
+    "olmo": Split((_GPT2,)),
+    "phi-2": Split((_GPT2,)),
+    "smollm": _DIGITS_APART,
+    "starcoder": _DIGITS_APART,
+    "refact": _DIGITS_APART,
+    "command-r": _DIGITS_APART,
+    "codeshell": _DIGITS_APART,
+    "exaone": _DIGITS_APART,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "dbrx": dataclasses.replace(_LLAMA3, whole=False, add_bos=False),
+    "smaug-bpe": dataclasses.replace(_LLAMA3, whole=False, add_bos=False),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "stablelm2": _QWEN2,
+    "qwen35": Split((_words(r"\p{N}", r"\p{L}\p{M}"),)),
+    "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    "deepseek-coder": Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    "tekken": Split((_cased(r"\p{N}", ""),), whole=True, add_bos=True),
+    "gpt-4o": Split((_cased(r"\p{N}{1,3}", _CONTRACTIONS + "?"),)),
+}

@@ -1,0 +1,247 @@
+"""The tokenizer in the metadata of a GGUF file, as one of the `tokenizers` library."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octavo.files.errors import FileError
+from octavo.files.gguf.reader import Gguf
+from octavo.files.gguf.splits import SPLITS, Split
+from octavo.numerics import nearest_names
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_KEY = "tokenizer.ggml."
+_NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
+_SPACE = "\u2581"
+_LONGEST = 512
+
+# Files seldom name all the tokens that end a turn; llama.cpp knows these by their text.
+_ENDS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<|return|>",
+    "<EOT>",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTokenizer:
+    """A tokenizer and what the file says about it.
+
+    `tokenizer.encode(text)` adds bos and eos as the file has it; `encode(text, add_special_tokens=False)` does not.
+    Control tokens in the text count as such; `tokenizer.encode_special_tokens = True` makes them ordinary text.
+    `eos_ids` are all the ids that end an answer.
+    """
+
+    tokenizer: "Tokenizer"
+    model: str
+    pre: str
+    bos_id: int | None
+    eos_id: int | None
+    eos_ids: tuple[int, ...]
+    unknown_id: int | None
+    padding_id: int | None
+    add_bos: bool
+    add_eos: bool
+    chat_template: str | None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, with bos and eos as the file has it."""
+        return self.tokenizer.encode(text).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, without control tokens."""
+        return self.tokenizer.decode(ids)
+
+
+def tokenizer_of(file: Gguf | Mapping[str, Any]) -> GgufTokenizer:
+    """The tokenizer of a GGUF file, or of its metadata: byte-level BPE ("gpt2") or SentencePiece's BPE ("llama")."""
+    vocabulary = _Vocabulary(file.metadata if isinstance(file, Gguf) else file)
+    try:
+        import tokenizers  # noqa: F401
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("tokenizers of files need a package: pip install 'octavo[models]'") from None
+    builders = {"gpt2": _byte_level, "llama": _sentence_piece}
+    if vocabulary.model not in builders:
+        raise FileError(f"tokenizer.ggml.model {vocabulary.model!r} is not known; known: {', '.join(builders)}")
+    tokenizer, add_bos = builders[vocabulary.model](vocabulary)
+    return _finish(vocabulary, tokenizer, add_bos)
+
+
+class _Vocabulary:
+    """What the metadata say, checked."""
+
+    def __init__(self, metadata: Mapping[str, Any]):
+        self._metadata = metadata
+        self.model: str = self._get("model", str)
+        self.pre: str = self._get("pre", str, "default")
+        self.tokens = self._tokens()
+        count = len(self.tokens)
+        self.ids = {text: i for i, text in enumerate(self.tokens)}
+        if len(self.ids) < count:
+            twice = next(text for i, text in enumerate(self.tokens) if self.ids[text] != i)
+            raise FileError(f"tokenizer.ggml.tokens has {twice!r} twice")
+        self.types = self._numbers("token_type", count, "iu")
+        self.scores = self._numbers("scores", count, "f")
+
+    def _get(self, name: str, kind: type, default: Any = None) -> Any:
+        value = self._metadata.get(_KEY + name, default)
+        if not isinstance(value, kind):
+            problem = "is missing" if value is None else f"should be of type {kind.__name__}"
+            raise FileError(f"metadata {_KEY}{name} {problem}")
+        return value
+
+    def _tokens(self) -> list[str]:
+        tokens = self._get("tokens", list)
+        if not tokens or not all(isinstance(text, str) for text in tokens):
+            raise FileError("tokenizer.ggml.tokens is no list of texts")
+        return [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)]
+
+    def _numbers(self, name: str, count: int, kinds: str) -> np.ndarray | None:
+        values = self._metadata.get(_KEY + name)
+        if values is None:
+            return None
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds or len(values) != count:
+            raise FileError(f"{_KEY}{name} should be {count} numbers, one to a token")
+        if kinds == "f" and np.isnan(values).any():
+            raise FileError(f"{_KEY}{name} has a NaN")
+        return values
+
+    def kind(self, i: int) -> int:
+        return _NORMAL if self.types is None else int(self.types[i])
+
+    def of_kind(self, kind: int) -> list[int]:
+        return [] if self.types is None else np.flatnonzero(self.types == kind).tolist()
+
+    def id(self, name: str) -> int | None:
+        value = self._metadata.get(f"{_KEY}{name}_token_id")
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(self.tokens):
+            raise FileError(f"{_KEY}{name}_token_id is {value!r}, but ids are below {len(self.tokens)}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        return self._get(name, bool, default)
+
+    def merges(self) -> list[tuple[str, str]]:
+        pairs = []
+        for line in self._get("merges", list):
+            # A part may begin with a space, but none is empty.
+            at = line.find(" ", 1) if isinstance(line, str) else -1
+            left, right = (line[:at], line[at + 1 :]) if at > 0 else ("", "")
+            if left not in self.ids or right not in self.ids or left + right not in self.ids:
+                raise FileError(f"tokenizer.ggml.merges has {line!r}, whose parts are not all among the tokens")
+            pairs.append((left, right))
+        return pairs
+
+    def template(self) -> str | None:
+        value = self._metadata.get("tokenizer.chat_template")
+        return value if isinstance(value, str) else None
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple["Tokenizer", bool]:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    split = _split_of(vocabulary.pre)
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, vocabulary.merges(), ignore_merges=split.whole))
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, split.add_bos
+
+
+def _split_of(pre: str) -> Split:
+    if pre not in SPLITS:
+        raise FileError(f"tokenizer.ggml.pre {pre!r} is not known: {nearest_names(pre, list(SPLITS))}")
+    return SPLITS[pre]
+
+
+def _sentence_piece(vocabulary: _Vocabulary) -> tuple["Tokenizer", bool]:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    if vocabulary.scores is None:
+        raise FileError("metadata tokenizer.ggml.scores is missing")
+    unknown = vocabulary.id("unknown")
+    model = models.BPE(
+        vocabulary.ids,
+        _merges_by_score(vocabulary),
+        unk_token=None if unknown is None else vocabulary.tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    spaces = normalizers.Replace(" ", _SPACE)
+    prefixed = vocabulary.flag("add_space_prefix", True)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefixed else spaces
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+    return tokenizer, True
+
+
+def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token, in the order of its score: BPE by rank then does as SentencePiece does."""
+    assert vocabulary.scores is not None
+    ids, found = vocabulary.ids, []
+    for i, text in enumerate(vocabulary.tokens):
+        if vocabulary.kind(i) in (_NORMAL, _USER):
+            if len(text) > _LONGEST:  # all ways to cut it are tried
+                raise FileError(f"token {i} has {len(text)} characters; {_LONGEST} at most are believed")
+            for at in range(1, len(text)):
+                left, right = ids.get(text[:at]), ids.get(text[at:])
+                if left is not None and right is not None:
+                    found.append((-float(vocabulary.scores[i]), left, right))
+    found.sort()
+    return [(vocabulary.tokens[left], vocabulary.tokens[right]) for _, left, right in found]
+
+
+def _finish(vocabulary: _Vocabulary, tokenizer: "Tokenizer", add_bos: bool) -> GgufTokenizer:
+    from tokenizers import AddedToken, processors
+
+    texts = vocabulary.tokens
+    special = [AddedToken(texts[i], special=True, normalized=False) for i in vocabulary.of_kind(_CONTROL)]
+    special += [AddedToken(texts[i], special=True, normalized=False) for i in vocabulary.of_kind(_UNKNOWN)]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(texts[i], normalized=False) for i in vocabulary.of_kind(_USER)])
+    bos, eos = vocabulary.id("bos"), vocabulary.id("eos")
+    add_bos = vocabulary.flag("add_bos_token", add_bos) and bos is not None
+    add_eos = vocabulary.flag("add_eos_token", False) and eos is not None
+    around = [texts[i] for i in (bos if add_bos else None, eos if add_eos else None) if i is not None]
+    if around:
+        before, after = ["bos"] * add_bos, ["eos"] * add_eos
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *before, "$B", *after],
+            special_tokens=[
+                {"id": name, "ids": [i], "tokens": [texts[i]]}
+                for name, i in (("bos", bos), ("eos", eos))
+                if i is not None
+            ],
+        )
+    ends = [eos, vocabulary.id("eot"), vocabulary.id("eom")]
+    control = set(vocabulary.of_kind(_CONTROL))
+    ends += [i for text in _ENDS if (i := vocabulary.ids.get(text)) in control]
+    return GgufTokenizer(
+        tokenizer=tokenizer,
+        model=vocabulary.model,
+        pre=vocabulary.pre,
+        bos_id=bos,
+        eos_id=eos,
+        eos_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
+        unknown_id=vocabulary.id("unknown"),
+        padding_id=vocabulary.id("padding"),
+        add_bos=add_bos,
+        add_eos=add_eos,
+        chat_template=vocabulary.template(),
+    )
