@@ -1,0 +1,30 @@
+"""How others lay quantized weights out in safetensors files, and the `quantization_config` that tells which it is.
+
+A layout gives the weights of a file under the names that the float model has, each as a `QArray` of shape [out, in],
+with the codes and scales of the file, or as an array where it is not quantized. `layout_of` chooses one by the
+`quantization_config` of `config.json`.
+"""
+
+from octavo.files.layouts.awq import Awq
+from octavo.files.layouts.base import Layout, TensorFile, WeightInfo, get_layout, layout_of, layouts, register_layout
+from octavo.files.layouts.compressed_tensors import CompressedTensors
+from octavo.files.layouts.fp8 import Fp8
+from octavo.files.layouts.gptq import Gptq
+from octavo.files.layouts.mxfp4 import Mxfp4
+from octavo.files.layouts.scheme import Scheme
+
+__all__ = [
+    "Awq",
+    "CompressedTensors",
+    "Fp8",
+    "Gptq",
+    "Layout",
+    "Mxfp4",
+    "Scheme",
+    "TensorFile",
+    "WeightInfo",
+    "get_layout",
+    "layout_of",
+    "layouts",
+    "register_layout",
+]

@@ -1,0 +1,123 @@
+"""AWQ as AutoAWQ writes it, in its "gemm" version.
+
+Eight 4-bit fields of neighbouring outputs lie in an int32, in `qweight` [in, out/8] and `qzeros` [groups, out/8], the
+lowest first those of outputs 0, 2, 4, 6, 1, 3, 5, 7. `scales` are [groups, out]; `value = (field - zero) * scale`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from octavo.files import bits as streams
+from octavo.files.errors import FileError
+from octavo.files.layouts.base import Layout, TensorFile, register_layout
+from octavo.files.layouts.config import choice, count, one_scheme, strings
+from octavo.files.layouts.parts import (
+    FLOATS,
+    WORDS,
+    check_integers,
+    expect,
+    groups_of,
+    integer_fields,
+    integers,
+    shape_of,
+)
+from octavo.files.layouts.scheme import Scheme
+from octavo.files.safetensors import Info
+from octavo.qarray import QArray
+
+_ORDER = np.asarray([0, 2, 4, 6, 1, 3, 5, 7])
+_PLACE = np.argsort(_ORDER)
+
+
+@register_layout
+@dataclasses.dataclass(frozen=True)
+class Awq(Layout):
+    """The layout of AutoAWQ."""
+
+    method: ClassVar[str] = "awq"
+    mains: ClassVar[Mapping[str, str]] = {".qweight": ".weight"}
+    parts: ClassVar[tuple[str, ...]] = (".qzeros", ".scales")
+
+    group_size: int
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Layout":
+        lowered = {key: value.lower() if isinstance(value, str) else value for key, value in config.items()}
+        choice(lowered, "version", {"gemm": True}, default="gemm")
+        # AutoAWQ's own quant_config.json has other names for the same.
+        lowered = {"bits": lowered.get("w_bit"), "group_size": lowered.get("q_group_size")} | lowered
+        choice(lowered, "bits", {4: 4})
+        return cls(count(lowered, "group_size"), ignore=strings(config, "modules_to_not_convert"))
+
+    def is_quantized(self, file: TensorFile, name: str) -> bool:
+        return name.endswith(".weight") and _part(name, "qweight") in file
+
+    def _scale(self, file: TensorFile, name: str) -> str:
+        return _part(name, "scales")
+
+    def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]:
+        size, words = shape_of(file, _part(name, "qweight"), WORDS, 2)
+        groups, _ = scales = shape_of(file, _part(name, "scales"), FLOATS, 2)
+        expect(_part(name, "scales"), scales, (groups, 8 * words), "the codes")
+        expect(_part(name, "qzeros"), shape_of(file, _part(name, "qzeros"), WORDS, 2), (groups, words), "the scales")
+        return 8 * words, size
+
+    def _read(self, file: TensorFile, name: str) -> QArray | np.ndarray:
+        _, size = self._shape(file, name)
+        fields, zeros = (_unpack(file.read(_part(name, part))).T for part in ("qweight", "qzeros"))
+        scales = np.ascontiguousarray(file.read(_part(name, "scales")).T)
+        group = size if self.group_size == -1 else self.group_size
+        groups_of(name, None, size, group, scales.shape[1])
+        return integers(np.ascontiguousarray(fields), zeros, scales, bits=4, group=group, g_idx=None)
+
+    @classmethod
+    def write(cls, name: str, q: QArray) -> dict[str, np.ndarray]:
+        cls.write_info(name, q.shape, Scheme.of(q))
+        fields, zeros, scale = integer_fields(q)
+        zeros = np.full(scale.shape, 8, np.uint8) if zeros is None else zeros
+        return {
+            _part(name, "qweight"): _pack(fields.T),
+            _part(name, "qzeros"): _pack(zeros.T),
+            _part(name, "scales"): np.ascontiguousarray(scale.T),
+        }
+
+    @classmethod
+    def write_info(cls, name: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Info]:
+        check_integers(name, shape, scheme, (4,))
+        (out, size), groups = shape, scheme.counts(shape)[1]
+        if out % 8:
+            raise FileError(f"{name!r} {list(shape)}: awq packs outputs in eights; leave this weight in float")
+        return {
+            _part(name, "qweight"): Info.make(np.int32, (size, out // 8)),
+            _part(name, "qzeros"): Info.make(np.int32, (groups, out // 8)),
+            _part(name, "scales"): Info.make(scheme.scale_dtype, (groups, out)),
+        }
+
+    @classmethod
+    def config_for(cls, schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
+        scheme, plain = one_scheme("awq", schemes)
+        return {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": scheme.tile[1],
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": plain,
+        }
+
+
+def _unpack(words: np.ndarray) -> np.ndarray:
+    fields = streams.unpack(words, 4, 8 * words.shape[1])
+    return fields.reshape(*words.shape, 8)[..., _PLACE].reshape(fields.shape)
+
+
+def _pack(fields: np.ndarray) -> np.ndarray:
+    eights = np.ascontiguousarray(fields).reshape(fields.shape[0], -1, 8)[..., _ORDER]
+    return streams.pack(eights.reshape(fields.shape), 4, np.int32)
+
+
+def _part(name: str, part: str) -> str:
+    return f"{name.removesuffix('.weight')}.{part}"

@@ -1,0 +1,200 @@
+"""What a layout is, and the registry of them by `quant_method`."""
+
+import abc
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+
+from octavo.files.errors import FileError
+from octavo.files.layouts.scheme import Scheme
+from octavo.files.safetensors import Info
+from octavo.numerics import nearest_names
+from octavo.qarray import QArray
+
+
+@runtime_checkable
+class TensorFile(Protocol):
+    """Named arrays, as `SafeTensors` has them."""
+
+    def names(self) -> list[str]: ...
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def info(self, name: str) -> Info: ...
+
+    def read(self, name: str) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightInfo:
+    """What a weight of the float model is: its shape, the dtype of its values, the bytes of all its parts in the file.
+
+    `quantized` says that the file has codes for it. They are read as a `QArray`, but for the layouts' own exceptions.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    quantized: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout(abc.ABC):
+    """One way to lay quantized weights out.
+
+    `mains` are the endings that a weight's codes may have in place of the ending of the weight; `parts` are the endings
+    of what belongs to it; `others` belong to no weight, such as scales of activations, and are passed over.
+    """
+
+    method: ClassVar[str]
+    mains: ClassVar[Mapping[str, str]]
+    parts: ClassVar[tuple[str, ...]]
+    others: ClassVar[tuple[str, ...]] = ()
+
+    ignore: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
+
+    @classmethod
+    @abc.abstractmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Layout":
+        """The layout that a `quantization_config` describes."""
+
+    @abc.abstractmethod
+    def is_quantized(self, file: TensorFile, name: str) -> bool:
+        """Whether the file has codes for a weight."""
+
+    @abc.abstractmethod
+    def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]: ...
+
+    @abc.abstractmethod
+    def _scale(self, file: TensorFile, name: str) -> str:
+        """The name of the tensor that has the scales of a weight."""
+
+    @abc.abstractmethod
+    def _read(self, file: TensorFile, name: str) -> QArray | np.ndarray: ...
+
+    def names(self, tensors: Iterable[str]) -> list[str]:
+        """The names that the float model has for what is in these tensors, in their order.
+
+        >>> from octavo.files.layouts import layout_of
+        >>> layout = layout_of({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"})
+        >>> layout.names(["up_proj.qweight", "up_proj.qzeros", "up_proj.scales", "norm.weight"])
+        ['up_proj.weight', 'norm.weight']
+        """
+        tensors = list(tensors)
+        there = set(tensors)
+        found = {}
+        for name in tensors:
+            if weight := self._weight_of(name):
+                found[weight] = True
+            elif not self._belongs(name, there):
+                found[name] = True
+        return list(found)
+
+    def _weight_of(self, name: str) -> str | None:
+        for main, ending in self.mains.items():
+            if name.endswith(main):
+                return name.removesuffix(main) + ending
+        return None
+
+    def _belongs(self, name: str, there: set[str]) -> bool:
+        if name.endswith(self.others):
+            return True
+        bases = [name.removesuffix(part) for part in self.parts if name.endswith(part)]
+        endings = {*self.mains, *self.mains.values()}
+        return any(base + ending in there for base in bases for ending in endings)
+
+    def info(self, file: TensorFile, name: str) -> WeightInfo:
+        """The shape and the dtype of a weight, without reading it."""
+        if not self.is_quantized(file, name):
+            plain = file.info(name)
+            return WeightInfo(plain.dtype, plain.shape, plain.nbytes, False)
+        shape = self._shape(file, name)
+        ending = next(e for e in self.mains.values() if name.endswith(e))
+        base = name.removesuffix(ending) if ending else name
+        parts = {base + part for part in (*self.mains, *self.mains.values(), *self.parts)}
+        total = sum(file.info(part).nbytes for part in parts if part in file)
+        return WeightInfo(values_dtype(file.info(self._scale(file, name)).dtype), shape, total, True)
+
+    def read(self, file: TensorFile, name: str) -> QArray | np.ndarray:
+        """A weight of shape [out, in]: its codes and scales, exactly, or the array if it is not quantized."""
+        return self._read(file, name) if self.is_quantized(file, name) else file.read(name)
+
+    def ignores(self, module: str) -> bool:
+        """Whether the configuration leaves a module in float: by its name, the name it lies in, or `re:` a pattern."""
+        return any(matches(pattern, module) for pattern in self.ignore)
+
+    # Writing. A layout that is only read has none of it.
+
+    @classmethod
+    def write(cls, name: str, q: QArray) -> dict[str, np.ndarray]:
+        """The tensors that a weight of shape [out, in] becomes."""
+        raise FileError(f"{name!r}: the layout {cls.method!r} is only read; write {_writable()}")
+
+    @classmethod
+    def write_info(cls, name: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Info]:
+        """What `write` will give for a weight, before there is one."""
+        raise FileError(f"{name!r}: the layout {cls.method!r} is only read; write {_writable()}")
+
+    @classmethod
+    def config_for(cls, schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
+        """The `quantization_config` for weights written by these schemes, None for those left in float."""
+        raise FileError(f"the layout {cls.method!r} is only read; write {_writable()}")
+
+
+def values_dtype(scale: np.dtype) -> np.dtype:
+    """The dtype of the values that scales of a dtype give: theirs, or float32 if that is less than two bytes."""
+    return scale if scale.itemsize >= 2 else np.dtype(np.float32)
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a pattern of a configuration means a module or a part of the model that it lies in."""
+    if pattern.startswith("re:"):
+        try:
+            return re.match(pattern[3:], module) is not None
+        except re.error as error:
+            raise FileError(f"quantization_config has the pattern {pattern!r}, which is not one: {error}") from None
+    return module == pattern or module.startswith(f"{pattern}.") or module.endswith(f".{pattern}")
+
+
+_layouts: dict[str, type[Layout]] = {}
+
+
+def register_layout(kind: type[Layout]) -> type[Layout]:
+    """Make a layout known by its `method`."""
+    _layouts[kind.method] = kind
+    return kind
+
+
+def layouts() -> dict[str, type[Layout]]:
+    """The layouts by their `quant_method`."""
+    return dict(_layouts)
+
+
+def get_layout(method: str) -> type[Layout]:
+    """The layout of a `quant_method`.
+
+    >>> from octavo.files import layouts
+    >>> layouts.get_layout("gptq").__name__
+    'Gptq'
+    """
+    if method not in _layouts:
+        raise FileError(f"quant_method {method!r} is not one Octavo reads; {nearest_names(method, list(_layouts))}")
+    return _layouts[method]
+
+
+def layout_of(quantization_config: Mapping[str, Any]) -> Layout:
+    """The layout that the `quantization_config` of a `config.json` describes."""
+    method = quantization_config.get("quant_method")
+    if not isinstance(method, str):
+        raise FileError(f"quantization_config has no quant_method; known: {', '.join(sorted(_layouts))}")
+    return get_layout(method.lower()).from_config(quantization_config)
+
+
+def _writable() -> str:
+    return " or ".join(sorted(name for name, kind in _layouts.items() if kind.write.__func__ is not _READ_ONLY))
+
+
+_READ_ONLY: Callable[..., Any] = Layout.write.__func__  # pyrefly: ignore

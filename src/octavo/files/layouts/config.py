@@ -1,0 +1,53 @@
+"""What a `quantization_config` says, checked; and what one has to say."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.files.errors import FileError
+from octavo.files.layouts.scheme import Scheme
+
+
+def choice(config: Mapping[str, Any], key: str, values: Mapping[Any, Any], default: Any = None) -> Any:
+    """The meaning of a value that is one of several."""
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | str) or value not in values:
+        known = ", ".join(map(repr, values))
+        raise FileError(f"quantization_config has {key} {value!r}; Octavo reads {known}")
+    return values[value]
+
+
+def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A number of values, at least one, or -1 for all."""
+    value = config.get(key)
+    value = default if value is None else value
+    if type(value) is not int or not (value == -1 or 1 <= value < 2**31):
+        raise FileError(f"quantization_config has {key} {value!r}; it is a positive number of values, or -1 for all")
+    return value
+
+
+def strings(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """A list of strings that may be missing."""
+    value = config.get(key)
+    value = [] if value is None else value
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
+        raise FileError(f"quantization_config has {key} {value!r}; it is a list of names")
+    return tuple(value)
+
+
+def module_of(weight: str) -> str:
+    """The module that has a weight."""
+    return weight.removesuffix(".weight")
+
+
+def one_scheme(method: str, schemes: Mapping[str, Scheme | None]) -> tuple[Scheme, list[str]]:
+    """The scheme that all quantized weights have, the dtype of scales aside, and the modules that stay in float."""
+    plain = [module_of(name) for name, scheme in schemes.items() if scheme is None]
+    found = {(s.format, s.tile, s.zero_point): (name, s) for name, s in schemes.items() if s is not None}
+    if not found:
+        raise FileError(f"{method}: none of {len(schemes)} weights is quantized; write a float model without a layout")
+    if len(found) > 1:
+        (a, one), (b, other) = list(found.values())[:2]
+        both = f"{a!r} is {one} and {b!r} {other}"
+        raise FileError(f"{method} has one scheme for all weights but {both}; write compressed-tensors")
+    return next(iter(found.values()))[1], plain

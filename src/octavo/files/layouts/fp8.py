@@ -1,0 +1,76 @@
+"""Block-scaled 8-bit floats as DeepSeek-V3 writes them (`quant_method` "fp8").
+
+`weight` is F8_E4M3 [out, in] and `weight_scale_inv` has one scale per 128x128 block, [ceil(out/128), ceil(in/128)];
+`value = weight * scale`, the name notwithstanding. The last blocks may be partly empty. Without `weight_block_size`
+there is one scale for the weight or for each row, in `weight_scale` or `weight_scale_inv`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from octavo.files.errors import FileError
+from octavo.files.layouts.base import Layout, TensorFile, register_layout
+from octavo.files.layouts.config import strings
+from octavo.files.layouts.parts import FLOATS, blocks, shape_of
+from octavo.qarray import QArray
+
+EIGHTS = tuple(map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)))
+_SCALES = (*FLOATS, np.dtype(ml_dtypes.float8_e8m0fnu))
+
+
+@register_layout
+@dataclasses.dataclass(frozen=True)
+class Fp8(Layout):
+    """The layout of DeepSeek's block-scaled fp8."""
+
+    method: ClassVar[str] = "fp8"
+    mains: ClassVar[Mapping[str, str]] = {".weight": ".weight"}
+    parts: ClassVar[tuple[str, ...]] = (".weight_scale_inv", ".weight_scale")
+    others: ClassVar[tuple[str, ...]] = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+
+    block: tuple[int, int] | None = (128, 128)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Layout":
+        ignore = strings(config, "modules_to_not_convert") + strings(config, "ignored_layers")
+        return cls(block_of(config, "weight_block_size"), ignore=ignore)
+
+    def is_quantized(self, file: TensorFile, name: str) -> bool:
+        if name not in file or file.info(name).dtype not in EIGHTS:
+            return False
+        if self._found(file, name) is not None:
+            return True
+        if self.ignores(name.removesuffix(".weight")):
+            return False
+        raise FileError(f"{name!r} is {file.info(name).dtype.name} but has no scales; is a shard missing?")
+
+    def _found(self, file: TensorFile, name: str) -> str | None:
+        return next((name + end for end in ("_scale_inv", "_scale") if name + end in file), None)
+
+    def _scale(self, file: TensorFile, name: str) -> str:
+        scale = self._found(file, name) or f"{name}_scale_inv"
+        shape_of(file, scale, _SCALES, None)
+        return scale
+
+    def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]:
+        return shape_of(file, name, EIGHTS, None)
+
+    def _read(self, file: TensorFile, name: str) -> QArray:
+        scale = self._scale(file, name)
+        if len(file.info(name).shape) < 2:
+            raise FileError(f"{name!r} is {list(file.info(name).shape)}; a weight in fp8 has at least two axes")
+        return blocks(name, file.read(name), file.read(scale), self.block)
+
+
+def block_of(config: Mapping[str, Any], key: str) -> tuple[int, int] | None:
+    """Rows and columns of a block."""
+    value = config.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
+        raise FileError(f"quantization_config has {key} {value!r}; it is the rows and columns of a block")
+    return value[0], value[1]

@@ -1,0 +1,53 @@
+"""MXFP4 as gpt-oss has it: `NAME_blocks` uint8 [..., out, groups, 16] and `NAME_scales` uint8 [..., out, groups].
+
+A byte has two e2m1 values, the first in its low half; 32 of them share a power of two, `2**(scale - 127)`. The weight
+NAME is read as [..., out, in]; the model's own code turns the last two axes around.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from octavo.files.errors import FileError
+from octavo.files.layouts.base import Layout, TensorFile, register_layout
+from octavo.files.layouts.config import strings
+from octavo.files.layouts.parts import expect, fours, shape_of
+from octavo.qarray import QArray
+
+_BYTES = (np.dtype(np.uint8),)
+
+
+@register_layout
+@dataclasses.dataclass(frozen=True)
+class Mxfp4(Layout):
+    """The layout of gpt-oss."""
+
+    method: ClassVar[str] = "mxfp4"
+    mains: ClassVar[Mapping[str, str]] = {"_blocks": ""}
+    parts: ClassVar[tuple[str, ...]] = ("_scales",)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Layout":
+        return cls(ignore=strings(config, "modules_to_not_convert"))
+
+    def is_quantized(self, file: TensorFile, name: str) -> bool:
+        return f"{name}_blocks" in file
+
+    def _scale(self, file: TensorFile, name: str) -> str:
+        return f"{name}_scales"
+
+    def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]:
+        shape = shape_of(file, f"{name}_blocks", _BYTES, None)
+        if len(shape) < 3 or shape[-1] != 16:
+            raise FileError(f"{name}_blocks is {list(shape)}, not [..., out, groups, 16]; is this another layout?")
+        scales = shape_of(file, f"{name}_scales", _BYTES, len(shape) - 1)
+        expect(f"{name}_scales", scales, shape[:-1], "the blocks")
+        return (*shape[:-2], 32 * shape[-2])
+
+    def _read(self, file: TensorFile, name: str) -> QArray:
+        shape = self._shape(file, name)
+        packed = file.read(f"{name}_blocks").reshape(*shape[:-1], shape[-1] // 2)
+        return fours(packed, file.read(f"{name}_scales").view(ml_dtypes.float8_e8m0fnu), "mxfp4")

@@ -1,0 +1,110 @@
+"""The dtypes of safetensors, as NumPy and ml_dtypes have them, and how values of less than a byte are packed.
+
+Values of four and six bits lie in a little-endian bit stream, the first in the lowest bits of the first byte, as
+`torch.float4_e2m1fn_x2` has them; in memory they take a byte each.
+"""
+
+import dataclasses
+import math
+
+import ml_dtypes
+import numpy as np
+
+from octavo.files.bits import pack, unpack
+from octavo.files.errors import FileError
+from octavo.numerics import nearest_names
+
+# In the order of the reference implementation, which sorts tensors by it, last first, so that all are aligned.
+_TYPES = {
+    "BOOL": np.bool_,
+    "F4": ml_dtypes.float4_e2m1fn,
+    "F6_E2M3": ml_dtypes.float6_e2m3fn,
+    "F6_E3M2": ml_dtypes.float6_e3m2fn,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+    "I16": np.int16,
+    "U16": np.uint16,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I32": np.int32,
+    "U32": np.uint32,
+    "F32": np.float32,
+    "C64": np.complex64,
+    "F64": np.float64,
+    "I64": np.int64,
+    "U64": np.uint64,
+}
+DTYPES = {name: np.dtype(dtype) for name, dtype in _TYPES.items()}
+ORDER = {name: place for place, name in enumerate(DTYPES)}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NARROW = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+LARGEST = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Info:
+    """What an array is: its dtype, its shape, and how many bytes of the file it takes.
+
+    >>> Info.of(np.zeros((2, 3), np.float16))
+    Info(dtype=dtype('float16'), shape=(2, 3), nbytes=12)
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def make(cls, dtype: object, shape: tuple[int, ...]) -> "Info":
+        """The info of an array of a dtype that safetensors has; raises `FileError` for any other."""
+        dtype = np.dtype(dtype)  # pyrefly: ignore
+        return cls(dtype, tuple(shape), nbytes(name_of(dtype), shape))
+
+    @classmethod
+    def of(cls, array: object) -> "Info":
+        """The info of an array, of NumPy or JAX."""
+        return cls.make(array.dtype, array.shape)  # pyrefly: ignore
+
+
+def bits_of(name: str) -> int:
+    """How many bits of the file a value takes."""
+    return _NARROW.get(name, 8 * DTYPES[name].itemsize)
+
+
+def nbytes(name: str, shape: tuple[int, ...]) -> int:
+    """How many bytes of the file an array takes."""
+    bits = bits_of(name) * math.prod(shape)
+    if bits % 8:
+        raise FileError(f"{math.prod(shape)} values of {name} do not fill whole bytes; give them another shape")
+    return bits // 8
+
+
+def name_of(dtype: np.dtype) -> str:
+    """What safetensors calls a dtype."""
+    if dtype not in _NAMES:
+        hint = "pack the codes, see octavo.files.layouts" if dtype.name in ("int2", "int4", "uint2", "uint4") else ""
+        raise FileError(f"safetensors has no dtype for {dtype.name}; {hint or nearest_names(dtype.name, list(DTYPES))}")
+    return _NAMES[dtype]
+
+
+def decode(data: np.ndarray, name: str, shape: tuple[int, ...], where: str) -> np.ndarray:
+    """The array that bytes stand for, sharing their memory where it can."""
+    dtype = DTYPES[name]
+    if name == "BOOL" and data.size and data.max() > 1:
+        raise FileError(f"{where} is BOOL but has bytes other than 0 and 1; the file is damaged, fetch it again")
+    if name in _NARROW:
+        return unpack(data, _NARROW[name], math.prod(shape)).view(dtype).reshape(shape)
+    return data.view(dtype).reshape(shape)
+
+
+def encode(array: np.ndarray) -> np.ndarray:
+    """The bytes of an array, sharing its memory where they can."""
+    name = name_of(array.dtype)
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if name in _NARROW:
+        return pack(flat.view(np.uint8), _NARROW[name])
+    return flat.view(np.uint8)

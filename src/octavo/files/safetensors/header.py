@@ -1,0 +1,108 @@
+"""The header of a safetensors file: eight bytes of length, then JSON that says where each tensor lies.
+
+Everything that the rest relies on is checked here: after `parse`, each tensor lies within the data, none overlaps
+another, nothing is left over, and its bytes are as many as its dtype and shape need.
+"""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from octavo.files.errors import FileError
+from octavo.files.safetensors.dtypes import DTYPES, LARGEST, Info, bits_of
+from octavo.numerics import nearest_names
+
+LIMIT = 100_000_000  # bytes; the reference implementation's
+MAX_RANK = 64  # NumPy's
+_DAMAGED = "the file is damaged or not safetensors; fetch or write it again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor of a file: what it is, and where its bytes begin, counted from the end of the header."""
+
+    kind: str
+    info: Info
+    start: int
+
+
+def parse(text: bytes, room: int, where: str) -> tuple[dict[str, str], dict[str, Entry]]:
+    """The metadata and the tensors that a header tells of, for a file with `room` bytes of data."""
+    if text[:1] != b"{":
+        raise FileError(f"{where}: the header does not begin with '{{'; {_DAMAGED}")
+    table = load_object(text, f"{where}: the header")
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FileError(f"{where}: __metadata__ is an object of strings, got {_short(metadata)}; {_DAMAGED}")
+    entries = {name: _entry(value, f"{where}: tensor {name!r}") for name, value in table.items()}
+    end, last = 0, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].info.nbytes)):
+        if entry.start != end:
+            what = "overlaps" if entry.start < end else "leaves a hole after"
+            raise FileError(f"{where}: tensor {name!r} at byte {entry.start} {what} {last}, which ends at {end}")
+        end, last = entry.start + entry.info.nbytes, f"{name!r}"
+    if end != room:
+        what = f"only {room} bytes follow: it is truncated" if end > room else f"{room} bytes follow"
+        raise FileError(f"{where}: the header tells of {end} bytes of tensors but {what}; fetch the file again")
+    return metadata, entries
+
+
+def load_object(text: bytes, where: str) -> dict[str, Any]:
+    """A JSON object from a file that nobody vouches for."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(items)
+        if len(table) != len(items):
+            names = [name for name, _ in items]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise _RefusedError(f"has the key {twice[:200]!r} twice")
+        return table
+
+    def constant(name: str) -> Any:
+        raise _RefusedError(f"has {name}, which is not JSON")
+
+    try:
+        table = json.loads(text.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
+        json.dumps(table, ensure_ascii=False).encode("utf-8")
+    except _RefusedError as refused:
+        raise FileError(f"{where} {refused}; {_DAMAGED}") from None
+    except RecursionError:
+        raise FileError(f"{where} is nested too deeply; {_DAMAGED}") from None
+    except ValueError as error:  # Also what is not UTF-8, or a number of thousands of digits.
+        raise FileError(f"{where} is not JSON ({error}); {_DAMAGED}") from None
+    if not isinstance(table, dict):
+        raise FileError(f"{where} is not a JSON object; {_DAMAGED}")
+    return table
+
+
+class _RefusedError(Exception):
+    pass
+
+
+def _entry(value: Any, where: str) -> Entry:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise FileError(f"{where} has dtype, shape and data_offsets, got {_short(value)}; {_DAMAGED}")
+    kind, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise FileError(f"{where} has the unknown dtype {_short(kind)}; {nearest_names(str(kind)[:40], list(DTYPES))}")
+    if not _counts(shape) or len(shape) > MAX_RANK:
+        raise FileError(f"{where} has the shape {_short(shape)}, not a list of up to {MAX_RANK} sizes; {_DAMAGED}")
+    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise FileError(f"{where} has the data_offsets {_short(offsets)}, not a beginning and an end; {_DAMAGED}")
+    # NumPy refuses even an empty array whose other sizes multiply to more than it can count.
+    if math.prod(size for size in shape if size) * DTYPES[kind].itemsize > LARGEST:
+        raise FileError(f"{where} has the shape {_short(shape)}, which is too large to count; {_DAMAGED}")
+    bits, given = bits_of(kind) * math.prod(shape), offsets[1] - offsets[0]
+    if bits != 8 * given:
+        raise FileError(f"{where} of {kind} {_short(shape)} needs {bits / 8:g} bytes but has {given}; {_DAMAGED}")
+    return Entry(kind, Info(DTYPES[kind], tuple(shape), given), offsets[0])
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= LARGEST for n in value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
