@@ -419,3 +419,16 @@ class TestConfigure:
         assert quantizations.configure_quantization(types.SimpleNamespace(quantization="")) is None
         with pytest.raises(ValueError, match="quantization='int9' is no recipe: did you mean"):
             quantizations.configure_quantization(types.SimpleNamespace(quantization="int9"))
+
+
+@pytest.mark.parametrize("fields", [{"rotate": 32}, {"sparsity": (2, 4)}])
+def test_a_weight_that_is_rotated_or_masked_before_it_is_rounded_is_served_as_it_was_trained(fields):
+    def product(params, x):
+        return x @ params["w"]
+
+    keys = jax.random.split(jax.random.key(0))
+    params, x = {"w": jax.random.normal(keys[0], (128, 64))}, jax.random.normal(keys[1], (8, 128)).at[:, 3].mul(50.0)
+    rules = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8", scope="weights", **fields)
+    trained = jax.jit(octavo.quantized(product, rules))(params, x)
+    low = octavo.convert(product, params, x, rules=rules)
+    np.testing.assert_array_equal(jax.jit(octavo.served(product, rules))(low, x), trained)

@@ -255,6 +255,9 @@ def site_quantizer(site: Site, shapes: Mapping[str, tuple[int, ...]]) -> Quantiz
     origin = site.origins[1] if rhs else site.origins[0]
     if operand is None or not origin.is_stored or site.leaf is None:
         return None
+    if site.config.fwd.rotate is not None or site.config.sparsity is not None:
+        # Its codes are those of the rotated or masked weight: it stays in float, and is rounded in every product.
+        return None
     shape = (site.rhs if rhs else site.lhs)[0]
     how = operand.quantizer(len(shape), **operand_axes(site, right=rhs))
     return stored_quantizer(how, origin, shape, len(shapes[site.leaf]))
