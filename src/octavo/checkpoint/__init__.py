@@ -2,6 +2,6 @@
 
 from octavo.checkpoint.checkpoints import Checkpoints
 from octavo.checkpoint.errors import CheckpointError, CheckpointWarning
-from octavo.checkpoint.reading import Restored, load
+from octavo.checkpoint.reading import Restored, load, structure
 
-__all__ = ["CheckpointError", "CheckpointWarning", "Checkpoints", "Restored", "load"]
+__all__ = ["CheckpointError", "CheckpointWarning", "Checkpoints", "Restored", "load", "structure"]

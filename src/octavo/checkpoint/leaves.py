@@ -94,8 +94,12 @@ def qarray(static: Mapping[str, Any], parts: Mapping[str, Any]) -> QArray:
     names = ("qvalue", "scale", "zero_point", "outer_scale")
     packed = None if static["packed"] is None else tuple(static["packed"])
     aux = (Config.from_json(static["qtype"]), dtype_of(static["dtype"]), tuple(map(tuple, static["padding"])), packed)
-    arrays = [jax.device_put(parts[name]) if name in parts else None for name in names]
+    arrays = [_put(parts[name]) if name in parts else None for name in names]
     return QArray.tree_unflatten(aux, arrays)
+
+
+def _put(part: Any) -> Any:
+    return part if isinstance(part, jax.ShapeDtypeStruct) else jax.device_put(part)
 
 
 def dtype_of(name: str) -> np.dtype:
@@ -128,6 +132,13 @@ def empty(leaf: Leaf) -> np.ndarray:
             jax.random.key_data(jax.random.split(jax.random.key(0, impl=leaf.implementation), leaf.shape))
         )
     return np.empty(leaf.shape, dtype_of(leaf.dtype))
+
+
+def abstract(leaf: Leaf) -> Any:
+    """The shape and dtype of a leaf."""
+    if leaf.kind == "key":
+        return jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl=leaf.implementation), leaf.shape))
+    return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype))
 
 
 def from_host(leaf: Leaf, array: np.ndarray, like: Any) -> Any:

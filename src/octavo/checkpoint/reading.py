@@ -56,6 +56,38 @@ def load(path: str | os.PathLike[str], like: Any = None, *, step: int | None = N
     return restored
 
 
+def structure(path: str | os.PathLike[str], *, step: int | None = None, part: str = "") -> Restored:
+    """What a checkpoint holds, without its arrays: its state as ShapeDtypeStructs, and QArrays of them.
+
+    >>> import numpy as np, tempfile
+    >>> from octavo.checkpoint import Checkpoints
+    >>> with tempfile.TemporaryDirectory() as directory, Checkpoints(directory) as checkpoints:
+    ...     checkpoints.save(7, {"params": {"w": np.ones((2, 3))}})
+    ...     checkpoints.wait()
+    ...     structure(directory, part="params").state
+    {'w': ShapeDtypeStruct(shape=(2, 3), dtype=float64)}
+    """
+    folder = _folder(Path(path), step)
+    found = manifest.check(folder, contents=lambda name: name in (TREE, EXTRA))
+    wanted, statics, _ = _described(folder, part)
+
+    def value(path: leaves.Path, target: Any) -> Any:
+        return leaves.abstract(wanted[path])
+
+    extra = json.loads((folder / EXTRA).read_text(encoding="utf-8"))
+    return Restored(found, _built(None, wanted, statics, value), extra)
+
+
+def _folder(path: Path, step: int | None) -> Path:
+    """The folder of a step, or of the newest one."""
+    if step is None and (path / manifest.NAME).exists():
+        return path
+    steps = Folder(path).whole()
+    if not steps or (step is not None and step not in steps):
+        raise CheckpointError(f"{path} holds no checkpoint" + ("" if step is None else f" of step {step}"))
+    return Folder(path).of(steps[-1] if step is None else step)
+
+
 def newest(folder: Folder, like: Any, *, step: int | None = None, part: str = "") -> Restored | None:
     """The newest checkpoint that is whole, with a warning for each that is not; or the one of a step."""
     if step is not None:
@@ -89,22 +121,13 @@ def newest(folder: Folder, like: Any, *, step: int | None = None, part: str = ""
 
 def read(directory: Path, like: Any, *, step: int | None = None, part: str = "") -> Restored:
     """The checkpoint in a folder, checked against its manifest; `step` is the one it should be of."""
-    prefix = tuple(name for name in part.split("/") if name)
     found = manifest.check(directory, contents=lambda name: name in (TREE, EXTRA))
     if step is not None and found != step:
         raise DamagedError(f"{directory / manifest.NAME} is of step {found}: the folder was renamed")
-    described = json.loads((directory / TREE).read_text(encoding="utf-8"))
-    stored = {leaf.path: leaf for leaf in map(Leaf.from_json, described["leaves"])}
-    quantized = {tuple(q["path"]): q["static"] for q in described["quantized"]}
-    size = len(prefix)
-    wanted = {path[size:]: leaf for path, leaf in stored.items() if path[:size] == prefix}
-    statics = {path[size:]: static for path, static in quantized.items() if path[:size] == prefix}
-    if prefix and not wanted:
-        tops = sorted({path[0] for path in stored if path})
-        raise CheckpointError(f"{directory} has nothing at {part!r}; at the top it has {', '.join(tops)}")
+    wanted, statics, stored = _described(directory, part)
     if like is not None:
         _compare(directory, like, wanted, statics)
-    places = store.places(list(stored))
+    places = store.places(stored)
     arrays = {places[leaf.path]: leaf for leaf in wanted.values() if 0 not in leaf.shape}
     manifest.check(directory, contents=_files(set(map(store.folder, arrays))))
     dtypes = {place: "uint32" if leaf.kind == "key" else leaf.dtype for place, leaf in arrays.items()}
@@ -121,6 +144,21 @@ def read(directory: Path, like: Any, *, step: int | None = None, part: str = "")
         return leaves.from_host(leaf, leaves.empty(leaf) if array is None else array, target)
 
     return Restored(found, _built(like, wanted, statics, value), extra)
+
+
+def _described(directory: Path, part: str) -> tuple[dict[leaves.Path, Leaf], dict[leaves.Path, Any], list[leaves.Path]]:
+    """The leaves and the QArrays of a part by their paths in it, and the paths of all that is stored."""
+    prefix = tuple(name for name in part.split("/") if name)
+    described = json.loads((directory / TREE).read_text(encoding="utf-8"))
+    stored = {leaf.path: leaf for leaf in map(Leaf.from_json, described["leaves"])}
+    quantized = {tuple(q["path"]): q["static"] for q in described["quantized"]}
+    size = len(prefix)
+    wanted = {path[size:]: leaf for path, leaf in stored.items() if path[:size] == prefix}
+    statics = {path[size:]: static for path, static in quantized.items() if path[:size] == prefix}
+    if prefix and not wanted:
+        tops = sorted({path[0] for path in stored if path})
+        raise CheckpointError(f"{directory} has nothing at {part!r}; at the top it has {', '.join(tops)}")
+    return wanted, statics, list(stored)
 
 
 def _files(folders: set[str]) -> Callable[[str], bool]:

@@ -34,6 +34,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_plan(commands)
     _add_verify(commands)
+    _add_quantize(commands)
+    _add_eval(commands)
+    _add_serve(commands)
+    _add_generate(commands)
     # These two take key=value words and print their own help, so `main` passes their words on.
     commands.add_parser("train", add_help=False, help="train a language model in a number format")
     commands.add_parser("compare", add_help=False, help="train in float and in recipes side by side, over seeds")
@@ -101,6 +105,138 @@ def _add_verify(commands: Any) -> None:
     )
 
 
+_MODEL = """MODEL is what `octavo quantize` wrote, a run of `octavo train` or one of its checkpoints, a Hugging Face
+directory (config.json and safetensors), a GGUF file, or a model.bin of llama2.c."""
+
+
+def _add_quantize(commands: Any) -> None:
+    quantize = commands.add_parser(
+        "quantize",
+        help="convert a model to low precision, parameter by parameter",
+        description="Read a model one parameter at a time, quantize each as the recipe says, and write the result with "
+        "a card. Nothing is run, and little more memory is used than the result takes. " + _MODEL,
+        epilog="Examples: octavo quantize model.gguf int4 small; octavo quantize runs/mine trained served; "
+        "octavo quantize hf-folder int8 out.gguf --format gguf. Exit status 2: the model, the recipe or the place is "
+        "wrong.",
+    )
+    quantize.add_argument("model", metavar="MODEL", help="the model to convert")
+    quantize.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help="a number format for the weights (int8, int4, int4:g64, int4:g32:mse, int3, int2, nf4, fp8, mxfp4, nvfp4, "
+        "...); or recipe:NAME, activations included; or a .json or .yml file of rules; or trained: the rules that the "
+        "model was trained with",
+    )
+    quantize.add_argument("out", metavar="OUT", help="where to write to: a directory, or a file for gguf")
+    quantize.add_argument(
+        "--head",
+        metavar="FORMAT",
+        default="",
+        help="the format of the embedding table and the logits; float leaves them (default: int8 where the weights "
+        "have fewer bits, else theirs)",
+    )
+    quantize.add_argument(
+        "--format",
+        metavar="FORM",
+        default="octavo",
+        help="octavo (the default), or what other programs read: safetensors, compressed-tensors, gptq, awq, gguf",
+    )
+    quantize.add_argument(
+        "--scales",
+        metavar="DTYPE",
+        choices=("", "float32", "bfloat16", "float16"),
+        default="",
+        help="the dtype of scales (default: bfloat16, in files for others float16, and float32 as trained)",
+    )
+    quantize.add_argument("--force", action="store_true", help="replace what is at OUT")
+    quantize.add_argument("--quiet", action="store_true", help="no line for each parameter")
+
+
+def _add_eval(commands: Any) -> None:
+    evaluate = commands.add_parser(
+        "eval",
+        help="perplexity of a model on a text, and its distance to another",
+        description="Measure a model on a text: perplexity with its standard error; against another model of the same "
+        "vocabulary also the KL divergence, the RMS change of probabilities, how often both choose the same token, and "
+        "the signal to noise ratio of every layer. " + _MODEL,
+        epilog="Example: octavo eval small --against model.gguf --text book.txt --max-tokens 20000",
+    )
+    evaluate.add_argument("model", metavar="MODEL", help="the model to measure")
+    evaluate.add_argument("--text", metavar="FILE", required=True, help="a text file")
+    evaluate.add_argument("--against", metavar="FLOAT", help="the model to compare with, such as the one in float")
+    evaluate.add_argument("--max-tokens", type=int, metavar="N", default=0, help="only the first N tokens of the text")
+    evaluate.add_argument("--length", type=int, metavar="N", default=256, help="tokens in a window (default 256)")
+    evaluate.add_argument("--kv", metavar="FORMAT", help="keys and values in int8, int4 or fp8")
+    evaluate.add_argument("--kv-values", metavar="FORMAT", help="the format of values, where it is another")
+    evaluate.add_argument("--kv-axis", metavar="AXIS", default="dkv", help="dkv (the default), heads_and_dkv or kivi")
+    evaluate.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI's clients expect it",
+        description="Answer /v1/completions and /v1/chat/completions, streaming or not, for many clients at a time. "
+        "Stops in good order at SIGINT and SIGTERM. " + _MODEL,
+        epilog="Example: octavo serve small --slots 8 --kv int8. Exit status 2: the model or an option is wrong, or "
+        "the port is taken.",
+    )
+    serve.add_argument("model", metavar="MODEL", help="the model to serve")
+    serve.add_argument("--host", default="127.0.0.1", help="the address to listen on (default 127.0.0.1: this machine)")
+    serve.add_argument("--port", type=int, default=8000, help="the port (default 8000); 0 takes a free one")
+    serve.add_argument("--name", help="what the model is called in requests (default: the name of the file)")
+    serve.add_argument("--slots", type=int, metavar="N", default=8, help="texts made at a time (default 8)")
+    serve.add_argument("--queue", type=int, metavar="N", default=64, help="texts that may wait (default 64)")
+    serve.add_argument(
+        "--max-length", type=int, metavar="N", help="tokens of a text (default: the model's, up to 2048)"
+    )
+    serve.add_argument("--kv", metavar="FORMAT", help="keys and values in int8, int4 or fp8")
+    serve.add_argument("--kv-values", metavar="FORMAT", help="the format of values, where it is another")
+    serve.add_argument("--kv-axis", metavar="AXIS", default="dkv", help="dkv (the default), heads_and_dkv or kivi")
+    serve.add_argument("--timeout", type=float, metavar="S", default=600.0, help="seconds for an answer (default 600)")
+    serve.add_argument(
+        "--grace", type=float, metavar="S", default=10.0, help="seconds to finish answers when stopped (default 10)"
+    )
+    serve.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="refuse requests without this key; better set OCTAVO_API_KEY, since others may see a command's arguments",
+    )
+
+
+def _add_generate(commands: Any) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="go on from prompts with a model, token by token",
+        description="Print what a model makes of prompts, as it makes it; at the end, on stderr, how fast and in how "
+        "much memory. " + _MODEL,
+        epilog="Example: octavo generate small --prompt 'Once upon a time' --max-tokens 64 --kv int8. Exit status 1: a "
+        "text ended in an error; 2: the model, a prompt or an option is wrong.",
+    )
+    generate.add_argument("model", metavar="MODEL", help="the model to run")
+    generate.add_argument(
+        "--prompt", metavar="TEXT", action="append", help="what to go on from; several are done side by side"
+    )
+    generate.add_argument("--prompt-file", metavar="FILE", help="a prompt on each line; - reads standard input")
+    generate.add_argument("--chat", action="store_true", help="prompts are what a user says, in the model's template")
+    generate.add_argument("--max-tokens", type=int, metavar="N", default=128, help="tokens at most (default 128)")
+    generate.add_argument("--temperature", type=float, metavar="T", default=0.8, help="default 0.8; 0: likeliest token")
+    generate.add_argument("--top-k", type=int, metavar="K", default=0, help="only the K likeliest tokens (0: all)")
+    generate.add_argument("--top-p", type=float, metavar="P", default=1.0, help="only the likeliest that sum to P")
+    generate.add_argument("--min-p", type=float, metavar="P", default=0.0, help="only those with this share of the top")
+    generate.add_argument("--repetition-penalty", type=float, metavar="R", default=1.0, help="above 1: fewer repeats")
+    generate.add_argument("--seed", type=int, metavar="N", help="the same number gives the same text")
+    generate.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text")
+    generate.add_argument("--kv", metavar="FORMAT", help="keys and values in int8, int4 or fp8")
+    generate.add_argument("--kv-values", metavar="FORMAT", help="the format of values, where it is another")
+    generate.add_argument("--kv-axis", metavar="AXIS", default="dkv", help="dkv (the default), heads_and_dkv or kivi")
+    generate.add_argument("--slots", type=int, metavar="N", help="prompts done at a time (default: all, up to 8)")
+    generate.add_argument(
+        "--max-length", type=int, metavar="N", help="tokens of a prompt and its answer (default: fits)"
+    )
+    generate.add_argument("--json", action="store_true", help="print a line of JSON for each prompt, when it is done")
+
+
 def _add_what(command: argparse.ArgumentParser) -> None:
     """What both commands look at: the target, its rules and its inputs."""
     # `--rules list` needs no target, so its absence is an error of the command and not of the parser.
@@ -156,5 +292,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         from octavo.cli import verify
 
         return verify.run(args)
+    if args.command == "quantize":
+        from octavo.cli import quantize
+
+        return quantize.run(args)
+    if args.command == "eval":
+        from octavo.cli import evaluate
+
+        return evaluate.run(args)
+    if args.command == "serve":
+        from octavo.cli import serve
+
+        return serve.run(args)
+    if args.command == "generate":
+        from octavo.cli import generate
+
+        return generate.run(args)
     parser.print_help()
     return 0

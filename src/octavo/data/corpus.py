@@ -137,7 +137,7 @@ def make_corpus(
         "tokens": tokens,
         "bytes_per_token": found.bytes / tokens,
     }
-    return Corpus(
+    corpus = Corpus(
         stream,
         layout,
         eos=tokenizer.eos,
@@ -146,6 +146,8 @@ def make_corpus(
         decode=tokenizer.decode,
         details=details,
     )
+    corpus.tokenizer = tokenizer
+    return corpus
 
 
 def _stream(texts: Callable[[], Iterable[str]], tokenizer: Tokenizer, found: Fingerprint) -> np.ndarray:

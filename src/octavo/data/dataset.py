@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.data.rows import Batch, Ids
+from octavo.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "eval")
 
@@ -66,6 +67,8 @@ class Dataset(abc.ABC):
 
     layout: Layout
     vocab_size: int
+    tokenizer: Tokenizer | None = None
+    """What made the tokens from text, where that is known."""
 
     def batch(self, index: int) -> Batch:
         """The batch at a place of the sequence: six int32 arrays [batch, length]."""

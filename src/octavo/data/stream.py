@@ -20,7 +20,8 @@ class Stream(Dataset):
     def __init__(self, opened: Open, tokenizer: Tokenizer, layout: Layout, details: dict[str, Any]):
         self.layout = layout
         self.vocab_size = layout.vocabulary(tokenizer.vocab_size, f"tokenizer_type={tokenizer.name}")
-        self._open, self._tokenizer, self._details = opened, tokenizer, details
+        self._open, self._details = opened, details
+        self.tokenizer = self._tokenizer = tokenizer
         self._next, self._windows = 0, self._rows()
 
     def _batch(self, index: int) -> Batch:

@@ -45,6 +45,10 @@ class Subwords(Tokenizer):
     def digest(self) -> str:
         return hashlib.sha256(f"{self.eos} {self.bos} {self._text}".encode()).hexdigest()
 
+    def files(self) -> dict[str, bytes]:
+        settings = {"bos_id": self.bos, "eos_ids": [self.eos], "add_bos": True, "template": None, "special": {}}
+        return {"tokenizer.json": self._text.encode(), "octavo_tokenizer.json": json.dumps(settings).encode()}
+
 
 def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
     """A text in pieces of about a size, cut after line ends where there are any.

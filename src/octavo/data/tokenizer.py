@@ -35,6 +35,10 @@ class Tokenizer(abc.ABC):
     def digest(self) -> str:
         """Differs between tokenizers that give a text different ids."""
 
+    def files(self) -> dict[str, bytes]:
+        """The files that a run keeps so that its model can be used on text later; none if it cannot say."""
+        return {}
+
 
 class Bytes(Tokenizer):
     """The bytes of UTF-8 text, with 256 ids and no more: byte 255 cannot occur in it, and parts documents.
@@ -56,6 +60,9 @@ class Bytes(Tokenizer):
     @property
     def digest(self) -> str:
         return hashlib.sha256(b"octavo byte 255").hexdigest()
+
+    def files(self) -> dict[str, bytes]:
+        return {"octavo_tokenizer.json": b'{"bytes": true}'}
 
 
 type TokenizerMaker = Callable[[Any, Texts], Tokenizer]

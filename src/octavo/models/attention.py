@@ -4,6 +4,7 @@ Su et al., RoFormer, arXiv:2104.09864: (x_i, x_{i + d/2}) is turned by the angle
 Ainslie et al., GQA, arXiv:2305.13245.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from octavo._typing import Array, Bool, Float, Shaped
+from octavo.models.cached import Cache
 from octavo.models.config import ModelConfig
-from octavo.models.layers import Dense
+from octavo.models.layers import Dense, RMSNorm
 from octavo.models.remat import named
 
 
@@ -21,21 +23,44 @@ class Places(NamedTuple):
 
     cos: Float[Array, "batch length 1 half"]
     sin: Float[Array, "batch length 1 half"]
-    mask: Bool[Array, "batch 1 1 query key"]
-    """Which keys a query sees."""
+    mask: Bool[Array, "batch 1 1 query key"] | None
+    """Which keys a query sees; None where a cache knows that."""
+    positions: Shaped[Array, "batch length"]
 
     @classmethod
     def of(
-        cls, config: ModelConfig, positions: Shaped[Array, "batch length"], segments: Shaped[Array, "batch length"]
+        cls,
+        config: ModelConfig,
+        positions: Shaped[Array, "batch length"],
+        segments: Shaped[Array, "batch length"] | None,
     ) -> "Places":
-        """Of tokens at these positions, each of which sees what came before it in its own segment."""
-        half = config.head_dim // 2
-        speed = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-        angle = positions.astype(jnp.float32)[..., None, None] * speed[None, None, None, :]
+        """Of tokens at these positions, each of which sees what came before it in its own segment.
+
+        Without segments, what a token sees is left to a cache.
+        """
+        angle = positions.astype(jnp.float32)[..., None, None] * speeds(config)[None, None, None, :]
+        if segments is None:
+            return cls(jnp.cos(angle), jnp.sin(angle), None, positions)
         length = positions.shape[1]
         causal = jnp.tril(jnp.ones((1, length, length), bool))
         mask = causal & (segments[:, :, None] == segments[:, None, :])
-        return cls(jnp.cos(angle), jnp.sin(angle), mask[:, None, None])
+        return cls(jnp.cos(angle), jnp.sin(angle), mask[:, None, None], positions)
+
+
+def speeds(config: ModelConfig) -> Float[Array, "half"]:
+    """By how much each pair of values is turned from one position to the next.
+
+    `rope_scaling` slows those down, by its factor, that turn less than `low` times in the original length, leaves alone
+    those that turn more than `high` times, and blends between the two: Llama 3.1.
+    """
+    half = config.head_dim // 2
+    speed = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if config.rope_scaling is None:
+        return speed
+    factor, low, high, length = config.rope_scaling
+    turns = speed * (length / (2 * math.pi))
+    kept = jnp.clip((turns - low) / (high - low), 0, 1)
+    return speed * (kept + (1 - kept) / factor)
 
 
 def rotate(x: Float[Array, "batch length heads dim"], places: Places) -> Float[Array, "batch length heads dim"]:
@@ -50,19 +75,45 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, gain: float):
         self.heads, self.kv_heads, self.dim = config.num_query_heads, config.num_kv_heads, config.head_dim
-        size, dtype = config.emb_dim, config.weight_dtype
-        self.query = Dense(size, self.heads * self.dim, dtype, rngs=rngs)
-        self.key = Dense(size, self.kv_heads * self.dim, dtype, rngs=rngs)
-        self.value = Dense(size, self.kv_heads * self.dim, dtype, rngs=rngs)
+        size, dtype, bias = config.emb_dim, config.weight_dtype, config.qkv_bias
+        if config.fused:
+            wide = (self.heads + 2 * self.kv_heads) * self.dim
+            self.query_key_value = Dense(size, wide, dtype, rngs=rngs, use_bias=bias)
+        else:
+            self.query = Dense(size, self.heads * self.dim, dtype, rngs=rngs, use_bias=bias)
+            self.key = Dense(size, self.kv_heads * self.dim, dtype, rngs=rngs, use_bias=bias)
+            self.value = Dense(size, self.kv_heads * self.dim, dtype, rngs=rngs, use_bias=bias)
         self.out = Dense(self.heads * self.dim, size, dtype, rngs=rngs, gain=gain)
+        if config.qk_norm:
+            self.query_norm = RMSNorm(self.dim, config.norm_eps, dtype)
+            self.key_norm = RMSNorm(self.dim, config.norm_eps, dtype)
+        self.fused, self.qk_norm = config.fused, config.qk_norm
 
-    def __call__(self, x: Float[Array, "batch length size"], places: Places) -> Float[Array, "batch length size"]:
+    def __call__(
+        self, x: Float[Array, "batch length size"], places: Places, cache: Cache | None = None, layer: str = ""
+    ) -> tuple[Float[Array, "batch length size"], Cache | None]:
+        query, key, value = self.projected(x)
+        if self.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = rotate(query, places), rotate(key, places)
+        if cache is not None:
+            context, cache = cache.attend(layer, query, key, value, places.positions)
+        else:
+            assert places.mask is not None
+            context = attend(query, key, value, places.mask)
+        context = named(context, "context")
+        return named(self.out(context.reshape(*x.shape[:2], -1)), "out_proj"), cache
+
+    def projected(self, x: Float[Array, "batch length size"]) -> list[Float[Array, "batch length _heads dim"]]:
+        """Queries, keys and values by head."""
+        if self.fused:
+            ends = (self.heads * self.dim, (self.heads + self.kv_heads) * self.dim)
+            parts = jnp.split(self.query_key_value(x), ends, axis=-1)
+        else:
+            parts = [self.query(x), self.key(x), self.value(x)]
+        names = ("query_proj", "key_proj", "value_proj")
         by_head = (*x.shape[:2], -1, self.dim)
-        query = rotate(named(self.query(x), "query_proj").reshape(by_head), places)
-        key = rotate(named(self.key(x), "key_proj").reshape(by_head), places)
-        value = named(self.value(x), "value_proj").reshape(by_head)
-        context = named(attend(query, key, value, places.mask), "context")
-        return named(self.out(context.reshape(*x.shape[:2], -1)), "out_proj")
+        return [named(part, name).reshape(by_head) for part, name in zip(parts, names, strict=True)]
 
 
 def attend(

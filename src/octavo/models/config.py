@@ -33,6 +33,14 @@ class ModelConfig(Config):
     """Of the gated half of an MLP: wo(activation(wi_0(x)) * wi_1(x))."""
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
+    rope_scaling: tuple[float, float, float, float] | None = None
+    """How Llama 3.1 slows rotations down for longer texts: factor, low and high frequency factor, original length."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have a bias, as in Qwen2."""
+    qk_norm: bool = False
+    """Whether each head's query and key are normalized before they are turned, as in Qwen3."""
+    fused: bool = False
+    """Whether query, key and value are one matrix, and so the two halves of an MLP: see `octavo.models.fuse`."""
     tied_logits: bool = True
     """Whether the embedding table gives the logits as well."""
     num_experts: int = 1
@@ -61,6 +69,7 @@ class ModelConfig(Config):
 
     def __post_init__(self):
         self._check_sizes()
+        self._check_rotation()
         self._check_names()
         self._check_experts()
         self._check_layers()
@@ -86,6 +95,18 @@ class ModelConfig(Config):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is even, because rotary positions turn pairs of values; got {self.head_dim}")
+
+    def _check_rotation(self) -> None:
+        if self.rope_scaling is None:
+            return
+        if len(self.rope_scaling) != 4 or not all(x > 0 for x in self.rope_scaling):
+            raise ValueError(
+                "rope_scaling is four positive numbers (factor, low frequency factor, high frequency factor, original "
+                f"length), got {self.rope_scaling}"
+            )
+        _, low, high, _ = self.rope_scaling
+        if not low < high:
+            raise ValueError(f"rope_scaling has its low frequency factor below the high one, got {low} and {high}")
 
     def _check_names(self) -> None:
         for name, known in (

@@ -12,6 +12,7 @@ from flax import nnx
 
 from octavo._typing import Array, Float, PRNGKeyArray, Shaped
 from octavo.models.attention import Attention, Places
+from octavo.models.cached import Cache
 from octavo.models.config import ModelConfig
 from octavo.models.layers import Dense, Embed, Mlp, RMSNorm
 from octavo.models.moe import MoeBlock
@@ -73,19 +74,20 @@ class DecoderLayer(nnx.Module):
         if is_moe:
             self.moe_block = MoeBlock(config, rngs=rngs, gain=gain)
         else:
-            self.mlp = Mlp(size, config.mlp_dim, config.activation, dtype, rngs=rngs, gain=gain)
+            self.mlp = Mlp(size, config.mlp_dim, config.activation, dtype, rngs=rngs, gain=gain, fused=config.fused)
         self.is_moe = is_moe
 
     def __call__(
-        self, x: Float[Array, "batch length size"], places: Places
-    ) -> tuple[Float[Array, "batch length size"], Float[Array, ""]]:
-        x = x + self.self_attention(self.pre_self_attention_layer_norm(x), places)
+        self, x: Float[Array, "batch length size"], places: Places, cache: Cache | None = None, name: str = ""
+    ) -> tuple[Float[Array, "batch length size"], Float[Array, ""], Cache | None]:
+        y, cache = self.self_attention(self.pre_self_attention_layer_norm(x), places, cache, name)
+        x = x + y
         y = self.post_self_attention_layer_norm(x)
         if self.is_moe:
             y, load_balance = self.moe_block(y)
         else:
             y, load_balance = self.mlp(y), jnp.zeros((), jnp.float32)
-        return x + y, load_balance
+        return x + y, load_balance, cache
 
 
 def _layer(config: ModelConfig, is_moe: bool, key: PRNGKeyArray) -> DecoderLayer:
@@ -107,20 +109,24 @@ class Stack(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "batch length size"], places: Places
-    ) -> tuple[Float[Array, "batch length size"], Aux]:
+        self, x: Float[Array, "batch length size"], places: Places, cache: Cache | None = None
+    ) -> tuple[Float[Array, "batch length size"], Aux, Cache | None]:
         total = jnp.zeros((), jnp.float32)
         for group in layer_groups(self.config):
+            if cache is not None:
+                x, load_balance, cache = getattr(self, group.name)(x, places, cache, group.name)
+                total = total + load_balance
+                continue
             graph, params = nnx.split(getattr(self, group.name))
 
             def layer(x: Array, params: Any, graph: Any = graph) -> tuple[Array, Array]:
-                return nnx.merge(graph, params)(x, places)
+                return nnx.merge(graph, params)(x, places)[:2]
 
             layer = remat(layer, self.config.remat, in_scan=group.is_stack)
             x, load_balance = jax.lax.scan(layer, x, params) if group.is_stack else layer(x, params)
             total = total + jnp.sum(load_balance)
         count = sum(map(self.config.is_moe, range(self.config.num_layers)))
-        return self.decoder_norm(x), Aux(load_balance=total / max(count, 1))
+        return self.decoder_norm(x), Aux(load_balance=total / max(count, 1)), cache
 
 
 class Decoder(nnx.Module):
@@ -157,8 +163,34 @@ class Decoder(nnx.Module):
         if segments is None:
             segments = jnp.zeros(tokens.shape, jnp.int32)
         x = self.token_embedder(tokens, self.config.dtype)
-        x, aux = self.decoder(x, Places.of(self.config, positions, segments))
+        x, aux, _ = self.decoder(x, Places.of(self.config, positions, segments))
+        return self.logits(x), aux
+
+    def cached(
+        self,
+        tokens: Shaped[Array, "batch length"],
+        positions: Shaped[Array, "batch length"] | None,
+        cache: Cache,
+        last: Shaped[Array, "batch"] | None = None,
+    ) -> tuple[Float[Array, "batch _length vocab"], Aux, Cache]:
+        """The same of tokens that follow those in a cache, and the cache with them added.
+
+        `last` picks the one token of each row whose logits are wanted.
+        """
+        if positions is None:
+            positions = cache.positions(tokens)
+        x = self.token_embedder(tokens, self.config.dtype)
+        # Angles are computed once: a compiler would fuse them into every layer.
+        places = jax.lax.optimization_barrier(Places.of(self.config, positions, None))
+        x, aux, new = self.decoder(x, places, cache)
+        assert new is not None
+        if last is not None:
+            x = jnp.take_along_axis(x, last[:, None, None], axis=1)
+        return self.logits(x), aux, new
+
+    def logits(self, x: Float[Array, "batch length size"]) -> Float[Array, "batch length vocab"]:
+        """Of what comes out of the last layer."""
         if self.config.float32_logits:
             x = x.astype(jnp.float32)
         logits = self.token_embedder.attend(x) if self.config.tied_logits else self.decoder.logits_dense(x)
-        return logits.astype(jnp.float32), aux
+        return logits.astype(jnp.float32)

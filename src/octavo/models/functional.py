@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from octavo._typing import Array, PRNGKeyArray
+from octavo.models.cached import Cache
 from octavo.models.config import ModelConfig
-from octavo.models.decoder import Aux, Decoder
+from octavo.models.decoder import Decoder, layer_groups
 
 type Params = dict[str, Any]
 
@@ -50,9 +51,19 @@ def count_params(config: ModelConfig) -> int:
 
 
 def apply(
-    config: ModelConfig, params: Params, tokens: Any, positions: Any = None, segments: Any = None
-) -> tuple[Array, Aux]:
+    config: ModelConfig,
+    params: Params,
+    tokens: Any,
+    positions: Any = None,
+    segments: Any = None,
+    cache: Cache | None = None,
+    last: Any = None,
+) -> Any:
     """The logits and more, of parameters from outside: a function to be jitted, differentiated and quantized.
+
+    The result is `(logits, aux)`. With a cache, such as those of `octavo.serve`, the tokens follow what it remembers:
+    the result is `(logits, aux, new cache)`, and `last`, a number for each row, picks the one token of each whose
+    logits are wanted.
 
     >>> import octavo
     >>> from octavo.models import ModelConfig
@@ -64,10 +75,28 @@ def apply(
     inputs = {"tokens": tokens, "positions": positions, "segments": segments}
     arrays = {name: jnp.asarray(x) for name, x in inputs.items() if x is not None}
     _check_inputs(arrays)
+    _check_cache(config, cache, segments, last)
     graph, state = _skeleton(config)
     _check_params(params, state)
-    logits, aux = nnx.merge(graph, nnx.State(params))(**arrays)
-    return logits, aux
+    model = nnx.merge(graph, nnx.State(params))
+    if cache is None:
+        return model(**arrays)
+    return model.cached(arrays["tokens"], arrays.get("positions"), cache, last)
+
+
+def _check_cache(config: ModelConfig, cache: Cache | None, segments: Any, last: Any) -> None:
+    if cache is None:
+        if last is not None:
+            raise ValueError("last picks tokens of a call with a cache; without one, index the logits")
+        return
+    stacks = [group.name for group in layer_groups(config) if group.is_stack]
+    if stacks:
+        raise ValueError(
+            f"a cache keeps every layer by its own name, but {stacks[0]!r} are scanned: use "
+            "config.replace(scan_layers=False) and octavo.models.unstack_layers(params)"
+        )
+    if segments is not None:
+        raise ValueError("rows of a cache hold one text each: segments are for calls without a cache")
 
 
 @functools.lru_cache(maxsize=64)

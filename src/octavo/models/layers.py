@@ -28,15 +28,23 @@ def matrix(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, *, gain:
 
 
 class Dense(nnx.Module):
-    """A product with a matrix, in the dtype of what comes in."""
+    """A product with a matrix, in the dtype of what comes in, and a bias if there is one."""
 
-    def __init__(self, inputs: int, outputs: int, dtype: str, *, rngs: nnx.Rngs, gain: float = 1.0):
+    def __init__(
+        self, inputs: int, outputs: int, dtype: str, *, rngs: nnx.Rngs, gain: float = 1.0, use_bias: bool = False
+    ):
         self.kernel = nnx.Param(matrix(rngs.params(), (inputs, outputs), dtype, gain=gain))
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros(outputs, jnp.dtype(dtype)))
+        self.use_bias = use_bias
 
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
         # As one matrix of rows: for the gradient of a batch of them, XLA's CPU backend takes half as long again.
         rows = x.reshape(-1, x.shape[-1])
-        return (rows @ self.kernel[...].astype(x.dtype)).reshape(*x.shape[:-1], -1)
+        out = rows @ self.kernel[...].astype(x.dtype)
+        if self.use_bias:
+            out = out + jnp.broadcast_to(self.bias[...].astype(x.dtype), out.shape)
+        return out.reshape(*x.shape[:-1], -1)
 
 
 class RMSNorm(nnx.Module):
@@ -78,12 +86,18 @@ def gated(activation: str, gate: Float[Array, "*shape"], up: Float[Array, "*shap
 class Mlp(nnx.Module):
     """wo(activation(wi_0(x)) * wi_1(x))."""
 
-    def __init__(self, size: int, hidden: int, activation: str, dtype: str, *, rngs: nnx.Rngs, gain: float):
-        self.wi_0 = Dense(size, hidden, dtype, rngs=rngs)
-        self.wi_1 = Dense(size, hidden, dtype, rngs=rngs)
+    def __init__(
+        self, size: int, hidden: int, activation: str, dtype: str, *, rngs: nnx.Rngs, gain: float, fused: bool = False
+    ):
+        if fused:
+            self.wi = Dense(size, 2 * hidden, dtype, rngs=rngs)
+        else:
+            self.wi_0 = Dense(size, hidden, dtype, rngs=rngs)
+            self.wi_1 = Dense(size, hidden, dtype, rngs=rngs)
         self.wo = Dense(hidden, size, dtype, rngs=rngs, gain=gain)
-        self.activation = activation
+        self.activation, self.fused = activation, fused
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        gate, up = named(self.wi_0(x), "mlpwi_0"), named(self.wi_1(x), "mlpwi_1")
+        gate, up = jnp.split(self.wi(x), 2, axis=-1) if self.fused else (self.wi_0(x), self.wi_1(x))
+        gate, up = named(gate, "mlpwi_0"), named(up, "mlpwi_1")
         return named(self.wo(gated(self.activation, gate, up)), "mlpwo")

@@ -69,7 +69,7 @@ class MoeBlock(nnx.Module):
         self.wo = Experts(count, hidden, size, dtype, rngs=rngs, gain=gain)
         if config.shared_experts:
             wide = config.shared_experts * hidden
-            self.shared_experts = Mlp(size, wide, config.activation, dtype, rngs=rngs, gain=gain)
+            self.shared_experts = Mlp(size, wide, config.activation, dtype, rngs=rngs, gain=gain, fused=config.fused)
         self.config = config
 
     def __call__(self, x: Float[Array, "batch length size"]) -> tuple[Float[Array, "batch length size"], Array]:

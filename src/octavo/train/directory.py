@@ -30,6 +30,8 @@ def describe(trainer: Trainer, directory: Path, say: Say) -> None:
     say(f"number parameters: {size / 1e6:.3f} million")
     say(f"data: {json.dumps(data)}")
     write(directory / "data.json", json.dumps(data, indent=2))
+    for name, content in (trainer.data.tokenizer.files() if trainer.data.tokenizer else {}).items():
+        write(directory / name, content.decode())
     if trainer.rules:
         plan, verification = trainer.plan(), trainer.verification
         say(f"{plan}\n{verification.summary()}")

@@ -1,0 +1,85 @@
+"""`octavo serve`: a model behind an HTTP endpoint that OpenAI's clients can use."""
+
+import json
+import os
+import shlex
+import socket
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+__all__ = ["run"]
+
+_LONGEST = 2048
+
+
+def run(args: Namespace) -> int:
+    """Serve as the arguments say, until a signal ends it; return the exit status."""
+    try:
+        from octavo.serve.http import Limits, bind
+
+        limits = Limits(queue=args.queue, grace=args.grace, timeout=args.timeout)
+        if not 0 <= args.port <= 65535:
+            raise ValueError(f"--port is from 0 to 65535, got {args.port}")
+        key = os.environ.get("OCTAVO_API_KEY") if args.api_key is None else args.api_key
+        if key is not None and (not key or not key.isascii() or not key.isprintable()):
+            raise ValueError("the key of --api-key or OCTAVO_API_KEY is printable ASCII, and not empty")
+        # Before the model is loaded, which may take long.
+        sock = bind(args.host, args.port)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        return _refuse(error)
+    with sock:
+        return _serve(args, sock, limits, key)
+
+
+def _serve(args: Namespace, sock: socket.socket, limits: Any, key: str | None) -> int:
+    from octavo.serve.http import serve, url_of
+
+    try:
+        engine, name = _engine(args)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        return _refuse(error)
+    except KeyboardInterrupt:  # while the model was loaded: there is nothing to finish
+        return 130
+
+    def ready() -> None:
+        url = url_of(sock)
+        ask = ["curl", f"{url}/v1/completions", "-H", "Content-Type: application/json"]
+        # The key itself is not printed.
+        auth = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if key else ""
+        body = shlex.quote(json.dumps({"model": name, "prompt": "Once upon a time", "max_tokens": 32}))
+        print(f"octavo serve: {name} at {url}; try: {shlex.join(ask)}{auth} -d {body}", flush=True)
+
+    if key is None and not _is_loopback(sock):
+        print("octavo serve: others can reach this address, and no --api-key is set", file=sys.stderr)
+    serve(engine, sock, name=name, limits=limits, api_key=key, ready=ready)
+    return 0
+
+
+def _engine(args: Namespace) -> tuple[Any, str]:
+    from octavo.pretrained import open_model
+    from octavo.serve import Engine, KVConfig, SamplingParams
+
+    source = open_model(args.model)
+    if source.tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer: it cannot read a prompt")
+    kv = KVConfig(keys=args.kv, values=args.kv_values or args.kv, axis=args.kv_axis) if args.kv else KVConfig()
+    # Some models could take very long texts, for which the memory of every slot would be reserved.
+    longest = min(_LONGEST, int(source.origin.get("max_length") or _LONGEST))
+    length = longest if args.max_length is None else args.max_length
+    engine = Engine(source, slots=args.slots, kv=kv, max_length=length)
+    # Compiles what every request needs, so that the first does not wait for it.
+    for _ in engine.generate([[0]], SamplingParams(temperature=0.0, max_tokens=2)):
+        pass
+    return engine, args.name or Path(args.model).resolve().name
+
+
+def _is_loopback(sock: socket.socket) -> bool:
+    host = sock.getsockname()[0]
+    return host == "::1" or host.startswith("127.")
+
+
+def _refuse(error: Exception) -> int:
+    print(f"octavo serve: {error}", file=sys.stderr)
+    return 2

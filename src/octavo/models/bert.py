@@ -1,0 +1,296 @@
+"""An encoder of text: every token sees every other, and a text becomes one vector.
+
+Devlin et al., BERT, arXiv:1810.04805. Layers are normalized after they are added (post-norm):
+x = norm(x + attention(x)), then x = norm(x + wo(gelu(wi(x)))).
+Reimers and Gurevych, Sentence-BERT, arXiv:1908.10084: a text's vector is the mean of its tokens' last states.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from octavo._config import Config
+from octavo._typing import Array, Bool, Float, PRNGKeyArray, Shaped
+from octavo.models.attention import attend
+from octavo.models.layers import Dense, Embed
+from octavo.numerics import nearest_names
+
+type Params = dict[str, Any]
+
+_SIZES = ("vocab_size", "emb_dim", "num_layers", "num_heads", "mlp_dim", "max_length", "num_types")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+BERT_ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
+"""Activations of an encoder's MLPs; "gelu" is the exact one, by the error function."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class BertConfig(Config):
+    """The sizes and choices of a `Bert`; made once, checked when made.
+
+    >>> BertConfig(vocab_size=100, emb_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
+    BertConfig(vocab_size=100, emb_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
+    """
+
+    vocab_size: int
+    emb_dim: int
+    num_layers: int
+    num_heads: int
+    mlp_dim: int
+    max_length: int = 512
+    """How many positions have a vector."""
+    num_types: int = 2
+    """How many kinds of segments have a vector: the two sentences of a pair."""
+    activation: str = "gelu"
+    norm_eps: float = 1e-12
+    dtype: str = "float32"
+    """In which activations are computed; norms and softmax are float32."""
+    weight_dtype: str = "float32"
+    """In which parameters are kept."""
+
+    def __post_init__(self):
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
+        if not self.norm_eps > 0:
+            raise ValueError(f"norm_eps is positive, got {self.norm_eps}")
+        if self.emb_dim % self.num_heads:
+            raise ValueError(f"num_heads={self.num_heads} does not divide emb_dim={self.emb_dim} into equal heads")
+        known = {"activation": tuple(BERT_ACTIVATIONS), "dtype": _DTYPES, "weight_dtype": _DTYPES}
+        for name, choices in known.items():
+            if getattr(self, name) not in choices:
+                given = getattr(self, name)
+                raise ValueError(f"unknown {name} {given!r}: {nearest_names(given, choices)}")
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias, in float32."""
+
+    def __init__(self, size: int, eps: float, dtype: str):
+        self.scale = nnx.Param(jnp.ones(size, jnp.dtype(dtype)))
+        self.bias = nnx.Param(jnp.zeros(size, jnp.dtype(dtype)))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        normal = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
+        scale, bias = (jnp.broadcast_to(p[...].astype(jnp.float32), x.shape) for p in (self.scale, self.bias))
+        return (normal * scale + bias).astype(x.dtype)
+
+
+class Embeddings(nnx.Module):
+    """norm(word + position + type)."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        table = functools.partial(Embed, size=config.emb_dim, dtype=config.weight_dtype, rngs=rngs, stddev=0.02)
+        self.word = table(config.vocab_size)
+        self.position = table(config.max_length)
+        self.type = table(config.num_types)
+        self.norm = LayerNorm(config.emb_dim, config.norm_eps, config.weight_dtype)
+        self.dtype = config.dtype
+
+    def __call__(
+        self, tokens: Shaped[Array, "batch length"], types: Shaped[Array, "batch length"]
+    ) -> Float[Array, "batch length size"]:
+        places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        rows = self.word(tokens, self.dtype) + self.type(types, self.dtype) + self.position(places, self.dtype)
+        return self.norm(rows)
+
+
+class SelfAttention(nnx.Module):
+    """out(softmax(query key^T / sqrt(head size)) value) over all tokens that the mask lets be seen."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        square = functools.partial(Dense, config.emb_dim, config.emb_dim, config.weight_dtype, rngs=rngs, use_bias=True)
+        self.query, self.key, self.value, self.out = square(), square(), square(), square()
+        self.heads = config.num_heads
+
+    def __call__(
+        self, x: Float[Array, "batch length size"], mask: Bool[Array, "batch length"]
+    ) -> Float[Array, "batch length size"]:
+        query, key, value = (
+            part(x).reshape(*x.shape[:2], self.heads, -1) for part in (self.query, self.key, self.value)
+        )
+        seen = jnp.broadcast_to(mask[:, None, None, None, :], (x.shape[0], 1, 1, x.shape[1], x.shape[1]))
+        return self.out(attend(query, key, value, seen).reshape(x.shape))
+
+
+class Feedforward(nnx.Module):
+    """wo(activation(wi(x)))."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        self.wi = Dense(config.emb_dim, config.mlp_dim, config.weight_dtype, rngs=rngs, use_bias=True)
+        self.wo = Dense(config.mlp_dim, config.emb_dim, config.weight_dtype, rngs=rngs, use_bias=True)
+        self.activation = config.activation
+
+    def __call__(self, x: Float[Array, "batch length size"]) -> Float[Array, "batch length size"]:
+        return self.wo(BERT_ACTIVATIONS[self.activation](self.wi(x)))
+
+
+class EncoderLayer(nnx.Module):
+    """norm(x + attention(x)), then norm(x + mlp(x))."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        norm = functools.partial(LayerNorm, config.emb_dim, config.norm_eps, config.weight_dtype)
+        self.self_attention, self.self_attention_norm = SelfAttention(config, rngs=rngs), norm()
+        self.mlp, self.mlp_norm = Feedforward(config, rngs=rngs), norm()
+
+    def __call__(
+        self, x: Float[Array, "batch length size"], mask: Bool[Array, "batch length"]
+    ) -> Float[Array, "batch length size"]:
+        x = self.self_attention_norm(x + self.self_attention(x, mask))
+        return self.mlp_norm(x + self.mlp(x))
+
+
+class Layers(nnx.Module):
+    """All layers, `layers_0` first."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        self.names = tuple(f"layers_{i}" for i in range(config.num_layers))
+        for name in self.names:
+            setattr(self, name, EncoderLayer(config, rngs=rngs))
+
+    def __call__(
+        self, x: Float[Array, "batch length size"], mask: Bool[Array, "batch length"]
+    ) -> Float[Array, "batch length size"]:
+        for name in self.names:
+            x = getattr(self, name)(x, mask)
+        return x
+
+
+class Bert(nnx.Module):
+    """An encoder: the last states of a text's tokens.
+
+    >>> config = BertConfig(vocab_size=50, emb_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
+    >>> Bert(config, rngs=nnx.Rngs(0))(jnp.asarray([[3, 14, 15]]), jnp.ones((1, 3), bool)).shape
+    (1, 3, 16)
+    """
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        self.embeddings = Embeddings(config, rngs=rngs)
+        self.encoder = Layers(config, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: Shaped[Array, "batch length"],
+        mask: Bool[Array, "batch length"],
+        types: Shaped[Array, "batch length"] | None = None,
+    ) -> Float[Array, "batch length size"]:
+        """`mask` is true for tokens and false for padding; `types` tell the sentences of a pair apart."""
+        types = jnp.zeros(tokens.shape, jnp.int32) if types is None else types
+        return self.encoder(self.embeddings(tokens, types), mask)
+
+
+def bert_params(config: BertConfig, key: PRNGKeyArray) -> Params:
+    """Random parameters: nested dictionaries of arrays.
+
+    >>> config = BertConfig(vocab_size=50, emb_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
+    >>> bert_params(config, jax.random.key(0))["encoder"]["layers_0"]["mlp"]["wi"]["kernel"].shape
+    (16, 32)
+    """
+    return nnx.to_pure_dict(nnx.state(Bert(config, rngs=nnx.Rngs(key)), nnx.Param))
+
+
+def abstract_bert_params(config: BertConfig) -> Params:
+    """The shapes and dtypes of the parameters."""
+    return jax.eval_shape(functools.partial(bert_params, config), jax.random.key(0))
+
+
+def bert_apply(config: BertConfig, params: Params, tokens: Any, mask: Any, types: Any = None) -> Array:
+    """The last states of tokens, of parameters from outside: a function to be jitted, differentiated and quantized.
+
+    >>> import octavo
+    >>> config = BertConfig(vocab_size=50, emb_dim=16, num_layers=1, num_heads=2, mlp_dim=32)
+    >>> low = octavo.quantized(functools.partial(bert_apply, config), octavo.recipe("qat_int8"))
+    >>> tokens = jnp.asarray([[3, 14, 15], [9, 2, 0]])
+    >>> states = jax.jit(low)(bert_params(config, jax.random.key(0)), tokens, tokens != 0)
+    >>> mean_pool(states, tokens != 0).shape
+    (2, 16)
+    """
+    tokens, mask = jnp.asarray(tokens), jnp.asarray(mask)
+    types = jnp.zeros(tokens.shape, jnp.int32) if types is None else jnp.asarray(types)
+    _check_inputs(config, tokens, mask, types)
+    graph, wanted = _skeleton(config)
+    _check_params(params, wanted)
+    return nnx.merge(graph, nnx.State(params))(tokens, mask.astype(bool), types)
+
+
+def mean_pool(
+    states: Float[Array, "batch length size"], mask: Shaped[Array, "batch length"]
+) -> Float[Array, "batch size"]:
+    """The mean over the tokens of each text; zeros where there is none.
+
+    >>> mean_pool(jnp.asarray([[[1.0], [3.0], [9.0]]]), jnp.asarray([[True, True, False]])).tolist()
+    [[2.0]]
+    """
+    weight = mask.astype(jnp.float32)[..., None]
+    total = jnp.sum(states.astype(jnp.float32) * weight, axis=1)
+    return total / jnp.maximum(jnp.sum(weight, axis=1), 1.0)
+
+
+def cls_pool(
+    states: Float[Array, "batch length size"], mask: Shaped[Array, "batch length"]
+) -> Float[Array, "batch size"]:
+    """The state of the first token of each text."""
+    del mask
+    return states[:, 0].astype(jnp.float32)
+
+
+POOLINGS: dict[str, Callable[[Array, Array], Array]] = {"mean": mean_pool, "cls": cls_pool}
+"""How the states of a text's tokens become one vector."""
+
+
+def normalize(x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+    """Vectors of length one; zeros stay zeros.
+
+    >>> normalize(jnp.asarray([[3.0, 4.0], [0.0, 0.0]])).round(3).tolist()
+    [[0.6..., 0.8...], [0.0, 0.0]]
+    """
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+
+
+@functools.lru_cache(maxsize=64)
+def _skeleton(config: BertConfig) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """The model without its arrays, and the shape of each of them by its name."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0))))
+    return graph, _shapes(nnx.to_pure_dict(state))
+
+
+def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
+
+
+def _check_params(params: Params, wanted: dict[str, tuple[int, ...]]) -> None:
+    given = _shapes(params)
+    for name in (*wanted, *given):
+        if name not in given:
+            raise ValueError(f"the parameters are not those of this config: there is no {name!r}")
+        if name not in wanted:
+            raise ValueError(f"the parameters are not those of this config, which has no {name!r}")
+        if given[name] != wanted[name]:
+            raise ValueError(
+                f"the parameter {name!r} has the shape {given[name]}, but the config makes it {wanted[name]}"
+            )
+
+
+def _check_inputs(config: BertConfig, tokens: Array, mask: Array, types: Array) -> None:
+    for name, x in (("tokens", tokens), ("types", types)):
+        if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} are integers of shape [batch, length], got {x.dtype} of shape {x.shape}")
+    for name, x in (("mask", mask), ("types", types)):
+        if x.shape != tokens.shape:
+            raise ValueError(f"{name} has the shape of tokens, {tokens.shape}, got {x.shape}")
+    if tokens.shape[1] > config.max_length:
+        raise ValueError(f"texts of {tokens.shape[1]} tokens are longer than max_length={config.max_length}: cut them")

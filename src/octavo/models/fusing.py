@@ -1,0 +1,98 @@
+"""Matrices that multiply the same thing, side by side as one: fewer and larger products, column by column the same."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from octavo.models.config import ModelConfig
+from octavo.qarray import QArray
+
+type Params = dict[str, Any]
+
+_TOGETHER = {"query_key_value": ("query", "key", "value"), "wi": ("wi_0", "wi_1")}
+
+
+def fuse(config: ModelConfig, params: Params, *, donate: bool = False) -> tuple[ModelConfig, Params] | None:
+    """The config and parameters of the same model with fused matrices; None where scales do not go together.
+
+    Matrices may be arrays or QArrays. Those of experts stay as they are. With `donate`, parts are taken out of the tree
+    as soon as they are joined, so that memory never holds the model twice.
+
+    >>> import jax
+    >>> from octavo.models import init_params
+    >>> sizes = dict(emb_dim=16, num_layers=1, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
+    >>> config = ModelConfig(vocab_size=50, scan_layers=False, **sizes)
+    >>> config, params = fuse(config, init_params(config, jax.random.key(0)))
+    >>> params["decoder"]["layers_0"]["self_attention"]["query_key_value"]["kernel"].shape
+    (16, 32)
+    """
+    if config.fused:
+        return config, params
+    if config.scan_layers:
+        raise ValueError("fuse takes unscanned layers: config.replace(scan_layers=False) and unstack_layers(params)")
+    if not _fits(params):
+        return None
+    return config.replace(fused=True), _fused(params, donate)
+
+
+def _fits(tree: Params) -> bool:
+    """Whether all that is to be joined can be."""
+    for names in _TOGETHER.values():
+        if _all_dense(tree, names):
+            sources = [tree[name] for name in names]
+            if not all(_go_together([source[leaf] for source in sources]) for leaf in sources[0]):
+                return False
+    return all(_fits(value) for value in tree.values() if isinstance(value, dict))
+
+
+def _fused(tree: Params, donate: bool) -> Params:
+    new = {}
+    parts = {part: name for name, names in _TOGETHER.items() if _all_dense(tree, names) for part in names}
+    for key in list(tree):
+        if key not in parts:
+            new[key] = _fused(tree[key], donate) if isinstance(tree[key], dict) else tree[key]
+        elif parts[key] not in new:
+            names = _TOGETHER[parts[key]]
+            new[parts[key]] = {leaf: beside([tree[name][leaf] for name in names]) for leaf in tree[key]}
+            if donate:
+                for name in names:
+                    tree[name] = {}
+    return new
+
+
+def _all_dense(tree: Params, names: tuple[str, ...]) -> bool:
+    return all(name in tree and len(tree[name]["kernel"].shape) == 2 for name in names)
+
+
+def _go_together(parts: list[Any]) -> bool:
+    first = parts[0]
+    if not any(isinstance(part, QArray) for part in parts):
+        return all(part.dtype == first.dtype for part in parts)
+    if not all(isinstance(part, QArray) and _kind(part) == _kind(first) for part in parts):
+        return False
+    return not any(axis == -1 for axis, _ in first.padding) and (first.packed is None or first.packed[0] != -1)
+
+
+def beside(parts: list[Any]) -> Any:
+    """Matrices, or QArrays of one kind, next to each other along their last axis."""
+    first = parts[0]
+    if not isinstance(first, QArray):
+        join = np.concatenate if all(isinstance(part, np.ndarray) for part in parts) else jnp.concatenate
+        return join(parts, axis=-1)
+    fields = ("qvalue", "scale", "zero_point", "outer_scale")
+    arrays = {name: [_wide(part, name) for part in parts] for name in fields if getattr(first, name) is not None}
+    return first._replace(**{name: jnp.concatenate(xs, axis=-1) for name, xs in arrays.items()})
+
+
+def _wide(part: QArray, name: str) -> Any:
+    """One of the arrays with an entry for every column, so that it can stand beside others."""
+    array, columns = getattr(part, name), part.shape[-1]
+    return array if array.shape[-1] == columns else jnp.repeat(array, columns // array.shape[-1], axis=-1)
+
+
+def _kind(part: QArray) -> Any:
+    """What QArrays have in common that can stand side by side."""
+    scales = [getattr(part, name) for name in ("scale", "zero_point", "outer_scale")]
+    rows = tuple(None if x is None else (x.shape[:-1], x.dtype) for x in scales)
+    return part.qtype, part.dtype, part.padding, part.packed, part.qvalue.shape[:-1], part.qvalue.dtype, rows

@@ -1,0 +1,306 @@
+"""Encoders as Hugging Face has them (all-MiniLM-L6-v2 and the like): opened, quantized, and asked for embeddings."""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from octavo._typing import Array
+from octavo.data.optional import require
+from octavo.files.safetensors import SafeTensors
+from octavo.frameworks import convert, served
+from octavo.models import ModelConfig
+from octavo.models.bert import POOLINGS, BertConfig, Params, bert_apply, normalize
+from octavo.numerics import FormatLike, nearest_names
+from octavo.pretrained.weights import weight_rules
+from octavo.qarray import QArray, quantize
+from octavo.rules import QuantizationRule, as_rules
+
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+}
+# What `weight_rules` asks of a model is whether it has experts.
+_DECODER = ModelConfig(vocab_size=1, emb_dim=1, num_layers=1, num_query_heads=1, num_kv_heads=1, head_dim=2, mlp_dim=1)
+_WORDS = "embeddings.word_embeddings.weight"
+_LAYER = re.compile(r"encoder\.layer\.(\d+)\..*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """A model that makes a vector of a text: see `open_encoder`.
+
+    `params` may be in low precision, and `rules` are what its products then run with. Texts are cut at `max_length`
+    tokens. Embeddings have the length one.
+    """
+
+    config: BertConfig
+    params: Params = dataclasses.field(repr=False)
+    tokenizer: Any = dataclasses.field(default=None, repr=False)
+    """A `tokenizers.Tokenizer`, which neither cuts nor pads by itself."""
+    pooling: str = "mean"
+    max_length: int = 256
+    rules: tuple[QuantizationRule, ...] = ()
+
+    def __post_init__(self):
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"unknown pooling {self.pooling!r}: {nearest_names(self.pooling, tuple(POOLINGS))}")
+        if not 1 <= self.max_length <= self.config.max_length:
+            raise ValueError(f"max_length is 1 to {self.config.max_length}, the model's own; got {self.max_length}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params, is_leaf=_is_quantized))
+
+    def embed(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:
+        """The vectors of texts, `[texts, emb_dim]` in float32.
+
+        A text's vector does not depend on the others. How far they make it be padded may change last bits, and so,
+        where activations are in low precision, some of their codes.
+        """
+        if isinstance(texts, str):
+            raise TypeError("embed takes a list of texts; for a single one write embed([text])")
+        if batch_size < 1:
+            raise ValueError(f"batch_size is at least 1, got {batch_size}")
+        if self.tokenizer is None:
+            raise ValueError("this encoder has no tokenizer: give ids to embed_tokens instead")
+        ids = [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
+        result = np.zeros((len(ids), self.config.emb_dim), np.float32)
+        # Texts of like length together, so that little is padding.
+        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+        for start in range(0, len(order), batch_size):
+            some = order[start : start + batch_size]
+            tokens, mask = self._padded([ids[i] for i in some], batch_size)
+            result[some] = np.asarray(self.embed_tokens(tokens, mask))[: len(some)]
+        return result
+
+    def embed_tokens(self, tokens: Any, mask: Any) -> Array:
+        """The vectors of texts as ids `[texts, length]`; `mask` is false for padding."""
+        return _embed(self.config, self.rules, self.pooling, self.params, jnp.asarray(tokens), jnp.asarray(mask))
+
+    def quantize(
+        self,
+        how: str | QuantizationRule | Sequence[QuantizationRule],
+        *,
+        activations: FormatLike | None = None,
+        words: FormatLike | None = "int8",
+    ) -> "Encoder":
+        """This encoder in low precision.
+
+        `how` is a number format for the weights of all layers: "int8", "int4", "int4:g64" (in groups of 64), "fp8",
+        "nf4", ...; or `recipe:NAME`, a file of rules or rules themselves. `activations` is the format that inputs of
+        these products are rounded to as they come; without one they stay in float. `words` is the format of the
+        table of words, a scale for each, or None to keep it.
+
+        >>> from octavo.models.bert import bert_params
+        >>> config = BertConfig(vocab_size=50, emb_dim=64, num_layers=2, num_heads=2, mlp_dim=128)
+        >>> encoder = Encoder(config, bert_params(config, jax.random.key(0)))
+        >>> low = encoder.quantize("int8:g32", activations="int8")
+        >>> low.params["encoder"]["layers_0"]["mlp"]["wi"]["kernel"].scale.shape
+        (2, 128)
+        """
+        if any(map(_is_quantized, jax.tree.leaves(self.params, is_leaf=_is_quantized))):
+            raise ValueError("this encoder is quantized already: quantize the float one it was made from")
+        rules = _rules(how, activations)
+        ids = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+        model = functools.partial(bert_apply, self.config)
+        params = convert(model, self.params, ids, jax.ShapeDtypeStruct((1, 8), bool), rules=rules)
+        params = jax.tree.map(lambda x: x.pack(axis=-2) if _is_quantized(x) else x, params, is_leaf=_is_quantized)
+        if words is not None:
+            table = quantize(params["embeddings"]["word"]["embedding"], words, channelwise_axes=(0,))
+            params["embeddings"]["word"]["embedding"] = table.pack()
+        return dataclasses.replace(self, params=params, rules=rules)
+
+    def _padded(self, rows: list[list[int]], batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids in one array, of few different shapes: each is compiled for."""
+        length = min(_power_of_two(max(map(len, rows)), 16), self.config.max_length)
+        count = min(_power_of_two(len(rows), 1), batch_size)
+        tokens, mask = np.zeros((count, length), np.int32), np.zeros((count, length), bool)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)], mask[i, : len(row)] = row, True
+        return tokens, mask
+
+
+def open_encoder(path: str | Path, *, max_length: int | None = None, num_heads: int | None = None) -> Encoder:
+    """The encoder of a directory: model.safetensors, tokenizer.json and config.json.
+
+    Texts are cut at `max_length` tokens: by default what sentence_bert_config.json says, or the model's own length.
+    Without a config.json all sizes but `num_heads` are read off the tensors, and that one has to be given.
+
+    >>> open_encoder("nowhere")
+    Traceback (most recent call last):
+    FileNotFoundError: there is no directory nowhere: give that of an encoder, with model.safetensors and tokenizer.json
+    """
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"there is no directory {path}: give that of an encoder, with model.safetensors and tokenizer.json"
+        )
+    described = _json(path / "config.json")
+    with SafeTensors(path) as file:
+        prefix = _prefix(file, path)
+        config = _config(file, prefix, described, num_heads, path)
+        params = _read(file, prefix, config)
+    limit = max_length or _json(path / "sentence_bert_config.json").get("max_seq_length") or config.max_length
+    limit = limit if max_length else min(limit, config.max_length)
+    tokenizer = _tokenizer(path / "tokenizer.json", limit, config)
+    return Encoder(config, params, tokenizer, _pooling(path), limit)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _embed(
+    config: BertConfig, rules: tuple[QuantizationRule, ...], pooling: str, params: Params, tokens: Array, mask: Array
+) -> Array:
+    states = served(functools.partial(bert_apply, config), rules)(params, tokens, mask)
+    return normalize(POOLINGS[pooling](states, mask))
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, QArray)
+
+
+def _power_of_two(n: int, least: int) -> int:
+    return max(least, 1 << max(n - 1, 0).bit_length())
+
+
+def _rules(how: Any, activations: FormatLike | None) -> tuple[QuantizationRule, ...]:
+    if isinstance(how, str):
+        how = weight_rules(how, _DECODER, head="float")
+    rules = as_rules(how)
+    if activations is None:
+        return rules
+    return tuple(r if r.leaves_alone else r.replace(act_qtype=activations) for r in rules)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no table of settings but a {type(found).__name__}")
+    return found
+
+
+def _prefix(file: SafeTensors, path: Path) -> str:
+    """What stands before the names of the encoder, where it is part of a larger model."""
+    for name in file.names():
+        if name.endswith(_WORDS):
+            return name.removesuffix(_WORDS)
+    raise ValueError(f"{path} has no tensor {_WORDS!r}: it holds no BERT")
+
+
+def _config(
+    file: SafeTensors, prefix: str, described: Mapping[str, Any], num_heads: int | None, path: Path
+) -> BertConfig:
+    """The model that the tensors and config.json describe, which have to agree."""
+    kind = described.get("model_type", "bert")
+    if kind != "bert":
+        raise ValueError(f"{path / 'config.json'}: model_type {kind!r} is no encoder that Octavo knows: bert")
+    places = described.get("position_embedding_type", "absolute")
+    if places != "absolute":
+        raise ValueError(
+            f"{path / 'config.json'}: positions of the kind {places!r} are not supported: absolute ones are"
+        )
+    activation = described.get("hidden_act", "gelu")
+    if activation not in _ACTIVATIONS:
+        known = nearest_names(str(activation), tuple(_ACTIVATIONS))
+        raise ValueError(f"{path / 'config.json'}: unknown hidden_act {activation!r}: {known}")
+    heads = num_heads or described.get("num_attention_heads")
+    if not heads:
+        raise ValueError(f"{path} does not tell the number of heads: it has no config.json, so pass num_heads=")
+    layers = [int(found[1]) for name in file.names() if (found := _LAYER.fullmatch(name.removeprefix(prefix)))]
+
+    def shape(name: str) -> tuple[int, ...]:
+        return tuple(file.info(prefix + name).shape)
+
+    vocab_size, emb_dim = shape(_WORDS)
+    config = BertConfig(
+        vocab_size=vocab_size,
+        emb_dim=emb_dim,
+        num_layers=1 + max(layers, default=-1),
+        num_heads=heads,
+        mlp_dim=shape("encoder.layer.0.intermediate.dense.weight")[0],
+        max_length=shape("embeddings.position_embeddings.weight")[0],
+        num_types=shape("embeddings.token_type_embeddings.weight")[0],
+        activation=_ACTIVATIONS[activation],
+        norm_eps=described.get("layer_norm_eps", 1e-12),
+        weight_dtype=jnp.dtype(file.info(prefix + _WORDS).dtype).name,
+    )
+    said = {"vocab_size": "vocab_size", "hidden_size": "emb_dim", "num_hidden_layers": "num_layers"}
+    for key, field in {**said, "intermediate_size": "mlp_dim"}.items():
+        if described.get(key, getattr(config, field)) != getattr(config, field):
+            raise ValueError(
+                f"{path / 'config.json'} says {key}={described[key]}, but the tensors make it {getattr(config, field)}"
+            )
+    return config
+
+
+def _names(config: BertConfig) -> Iterator[tuple[str, str]]:
+    """The paths of modules, and what files call them."""
+    yield "embeddings/norm", "embeddings.LayerNorm"
+    for i in range(config.num_layers):
+        here, there = f"encoder/layers_{i}", f"encoder.layer.{i}"
+        for part in ("query", "key", "value"):
+            yield f"{here}/self_attention/{part}", f"{there}.attention.self.{part}"
+        yield f"{here}/self_attention/out", f"{there}.attention.output.dense"
+        yield f"{here}/self_attention_norm", f"{there}.attention.output.LayerNorm"
+        yield f"{here}/mlp/wi", f"{there}.intermediate.dense"
+        yield f"{here}/mlp/wo", f"{there}.output.dense"
+        yield f"{here}/mlp_norm", f"{there}.output.LayerNorm"
+
+
+def _read(file: SafeTensors, prefix: str, config: BertConfig) -> Params:
+    params: Params = {}
+    for path, name in _names(config):
+        weight = file.read(f"{prefix}{name}.weight")
+        _put(params, path, {"scale": weight} if weight.ndim == 1 else {"kernel": weight.T})
+        _put(params, path, {"bias": file.read(f"{prefix}{name}.bias")})
+    for part, name in (("word", "word"), ("position", "position"), ("type", "token_type")):
+        table = file.read(f"{prefix}embeddings.{name}_embeddings.weight")
+        _put(params, f"embeddings/{part}", {"embedding": table})
+    return params
+
+
+def _put(tree: Params, path: str, arrays: dict[str, np.ndarray]) -> None:
+    for key in path.split("/"):
+        tree = tree.setdefault(key, {})
+    tree.update({name: jnp.asarray(x) for name, x in arrays.items()})
+
+
+def _tokenizer(path: Path, limit: int, config: BertConfig) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}, which makes ids of texts")
+    tokenizer = require("tokenizers", "an encoder's text", "'octavo[models]'").Tokenizer.from_file(str(path))
+    if tokenizer.get_vocab_size() > config.vocab_size:
+        raise ValueError(f"{path} knows {tokenizer.get_vocab_size()} words, but the model {config.vocab_size}")
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(limit)
+    return tokenizer
+
+
+def _pooling(path: Path) -> str:
+    """As sentence-transformers says; the mean where nothing does."""
+    for place in ("1_Pooling/config.json", "pooling.json"):
+        asked = {key for key, value in _json(path / place).items() if key.startswith("pooling_mode_") and value is True}
+        if asked:
+            known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+            if len(asked) > 1 or not asked <= set(known):
+                raise ValueError(
+                    f"{path / place} asks for {', '.join(sorted(asked))}; Octavo has {', '.join(POOLINGS)}"
+                )
+            return known[asked.pop()]
+    return "mean"

@@ -1,0 +1,76 @@
+"""The README.md that lies beside a converted model: what it is, how it was made and what became of it."""
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from octavo.pretrained.convert import Summary
+from octavo.pretrained.source import Source
+from octavo.rules import QuantizationRule, rules_to_yaml
+
+_PACKAGES = ("octavo", "jax", "jaxlib", "numpy", "ml_dtypes")
+
+
+def model_card(source: Source, rules: Sequence[QuantizationRule], summary: Summary, *, command: str) -> str:
+    """The text of the card, in Markdown."""
+    config = source.config
+    kinds = sorted(summary.kinds.items(), key=lambda item: -item[1])
+    lines = [
+        f"# {source.name}, converted",
+        "",
+        f"From {_origin(source)}. {source.size:,} parameters: {config.num_layers} layers of {config.emb_dim}, "
+        f"{config.num_query_heads} heads ({config.num_kv_heads} for keys and values), a vocabulary of "
+        f"{config.vocab_size:,}.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| size | {summary.before / 2**20:.1f} MiB before, {summary.after / 2**20:.1f} MiB after |",
+        f"| bits per weight | {summary.bits_per_weight:.3f} |",
+        *(f"| stored as {kind} | {count:,} parameters ({count / summary.values:.1%}) |" for kind, count in kinds),
+        "",
+        "## How it was made",
+        "",
+        "```",
+        command,
+        "```",
+        "",
+        "The rules, of which the first that matches a product counts:",
+        "",
+        "```yaml",
+        rules_to_yaml(rules).rstrip(),
+        "```",
+        "",
+        "## Where precision was lost most",
+        "",
+        "Signal to noise ratio of the parameters themselves, lowest first. It says nothing yet about the model's "
+        "output: `octavo eval` measures that.",
+        "",
+        "| parameter | dB |",
+        "|---|---|",
+        *(f"| {path} | {ratio:.1f} |" for path, ratio in summary.worst),
+        "",
+        "## Use",
+        "",
+        "```",
+        "octavo generate . --prompt 'Once upon a time'",
+        "octavo eval . --text FILE [--against THE_FLOAT_MODEL]",
+        "octavo serve .",
+        "```",
+        "",
+        f"Made with {', '.join(f'{name} {found}' for name in _PACKAGES if (found := _version(name)))}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _origin(source: Source) -> str:
+    known: dict[str, Any] = {k: v for k, v in source.origin.items() if k in ("kind", "path", "step") and v is not None}
+    step = f", step {known['step']}" if "step" in known else ""
+    return f"{known.get('path', source.name)} ({known.get('kind', 'unknown')}{step})"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

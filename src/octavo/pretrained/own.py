@@ -1,0 +1,172 @@
+"""Octavo's own directories: a model that was converted, and the run of a training with its checkpoints.
+
+A converted model is `octavo.json`, which describes it, `params/`, an Orbax checkpoint with a checksum of every file,
+the tokenizer's files and a README.md.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo._config import Config as Description
+from octavo.checkpoint import CheckpointError, Checkpoints, load, structure
+from octavo.models import ModelConfig
+from octavo.pretrained.registry import Kind, register_kind
+from octavo.pretrained.source import Leaf, Source, nested, paths_of
+from octavo.pretrained.tokenizer import read_tokenizer
+from octavo.qarray import QArray
+from octavo.rules import rules_from_json, rules_to_json
+from octavo.train.config import Config
+from octavo.train.quantization import schedule_of
+from octavo.train.trainer import model_of
+
+NAME = "octavo.json"
+VERSION = 1
+
+
+def write_model(source: Source, params: dict[str, Any], directory: Path, *, facts: dict[str, Any]) -> None:
+    """Write a converted model whose parameters are at hand, by path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with Checkpoints(directory / "params", asynchronous=False) as checkpoints:
+        checkpoints.save(0, nested(params), force=True)
+    if source.tokenizer is not None:
+        source.tokenizer.save(directory)
+    described = {
+        "version": VERSION,
+        "name": source.name,
+        "config": json.loads(source.config.to_json()),
+        "rules": json.loads(rules_to_json(source.rules)),
+        "origin": dict(source.origin),
+        **facts,
+    }
+    draft = directory / f".{NAME}.new"
+    draft.write_text(json.dumps(described, indent=2), encoding="utf-8")
+    draft.replace(directory / NAME)
+
+
+def _is_converted(path: Path) -> bool:
+    return (path / NAME).is_file()
+
+
+def _read_converted(directory: Path) -> Source:
+    try:
+        described = json.loads((directory / NAME).read_text(encoding="utf-8"))
+        if described["version"] > VERSION:
+            raise ValueError(f"{directory} was written by a newer Octavo; update to read it")
+        config = Description.from_json(json.dumps(described["config"]))
+        rules = rules_from_json(json.dumps(described["rules"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{directory / NAME} is damaged: it has no {error}") from error
+    if not isinstance(config, ModelConfig):
+        raise ValueError(f"{directory / NAME} describes no model, but {config!r}")
+    origin = {**described["origin"], "kind": "Octavo", "path": directory.name, "name": described["name"]}
+    leaves = _leaves(directory / "params", "")
+    return Source(config, leaves, read_tokenizer(directory), rules, origin)
+
+
+def _leaves(directory: Path, part: str) -> dict[str, Leaf]:
+    """The leaves of a checkpoint; those of a stack of layers each by itself, under the name of its layer."""
+    found: dict[str, Leaf] = {}
+    for path, value in paths_of(structure(directory, part=part).state).items():
+        whole = functools.partial(_load, directory, f"{part}/{path}")
+        group, inner = _stack(path)
+        if group is None:
+            found[path] = Leaf(tuple(value.shape), str(value.dtype), whole, _stored(value))
+            continue
+        for i in range(value.shape[0]):
+            load_one = functools.partial(_one, whole, i)
+            found[f"decoder/{group}_{i}/{inner}"] = Leaf(
+                tuple(value.shape[1:]), str(value.dtype), load_one, _stored(value)
+            )
+    return found
+
+
+def _stack(path: str) -> tuple[str | None, str]:
+    top, _, rest = path.partition("/")
+    group, _, inner = rest.partition("/")
+    return (group, inner) if top == "decoder" and group in ("layers", "dense_layers") else (None, path)
+
+
+def _stored(value: Any) -> str:
+    return value.qtype.name if isinstance(value, QArray) else str(value.dtype)
+
+
+# The layers of a stack are asked for one after the other, and lie in one array.
+@functools.lru_cache(maxsize=1)
+def _load(directory: Path, part: str) -> Any:
+    return load(directory, part=part).state
+
+
+def _one(whole: Any, i: int) -> Any:
+    return whole()[i]
+
+
+def _checkpoints(path: Path) -> Path | None:
+    """Where the checkpoints of a path are: a run, its folder of checkpoints, or one of them."""
+    for place in (path / "checkpoints", path):
+        try:
+            structure(place, part="params")
+        except (CheckpointError, OSError):
+            continue
+        return place
+    return None
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and _checkpoints(path) is not None
+
+
+def _read_run(path: Path) -> Source:
+    place = _checkpoints(path)
+    assert place is not None
+    found = structure(place, part="params")
+    if "config" not in found.extra:
+        raise ValueError(f"{place} was saved without the configuration of its run: it is no run of `octavo train`")
+    config = Config(**found.extra["config"])
+    vocab_size = found.state["token_embedder"]["embedding"].shape[0]
+    model = model_of(config, vocab_size).replace(scan_layers=False, remat="none")
+    leaves = _leaves(place, "params")
+    if config.weight_sparsity_n is not None:
+        leaves = _masked(place, leaves)
+    schedule = schedule_of(config)
+    rules = schedule.stages[schedule.stage(max(0, found.step - 1))][1] or ()
+    run = next((p for p in (path, *path.resolve().parents[:2]) if (p / "config.yml").is_file()), path)
+    origin = {
+        "kind": "octavo train",
+        "path": path.name,
+        "name": config.run_name,
+        "step": found.step,
+        "quantization": config.quantization,
+        "max_length": config.max_target_length,
+    }
+    return Source(model, leaves, read_tokenizer(run), tuple(rules), origin)
+
+
+def _masked(place: Path, leaves: dict[str, Leaf]) -> dict[str, Leaf]:
+    """Weights with the values that training left out set to zero."""
+    masks = load(place, part="masks").state
+    by_path: dict[str, Any] = {}
+    for path, mask in paths_of(masks).items():
+        group, inner = _stack(path)
+        if group is None:
+            by_path[path] = mask
+        else:
+            by_path |= {f"decoder/{group}_{i}/{inner}": mask[i] for i in range(mask.shape[0])}
+
+    def load_masked(leaf: Leaf, mask: Any) -> Any:
+        value: Any = leaf.load()
+        return np.asarray(value) * np.asarray(mask, value.dtype)
+
+    return {
+        path: Leaf(leaf.shape, leaf.dtype, functools.partial(load_masked, leaf, by_path[path]), leaf.stored)
+        if path in by_path
+        else leaf
+        for path, leaf in leaves.items()
+    }
+
+
+register_kind(Kind("octavo", "a model that `octavo quantize` wrote", fits=_is_converted, read=_read_converted))
+register_kind(Kind("run", "a run of `octavo train`, or one of its checkpoints", fits=_is_run, read=_read_run))

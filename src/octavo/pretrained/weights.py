@@ -1,0 +1,86 @@
+"""What a conversion is asked for, as rules: a number format for weights, a recipe, a file of rules, or as trained."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.models import ModelConfig
+from octavo.numerics import BlockFormat, formats, get_format, nearest_names
+from octavo.rules import QuantizationRule, as_rules, recipe, recipes
+
+TRAINED = "trained"
+"""The rules that a model was trained with."""
+
+_ALIASES = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "fp4": "float4_e2m1fn"}
+_GROUPS = {2: 32, 3: 32, 4: 32}
+"""How many weights share a scale where the format does not say, by bits; above that a whole channel does."""
+
+_HEAD = r"(.*/)?(token_embedder|logits_dense)(/.*)?"
+_ROUTER = r"(.*/)?router(/.*)?"
+_SPEC = re.compile(r"(?P<format>\w+)(:g(?P<group>\d+))?(:(?P<calibration>[\w.,-]+))?")
+
+
+def weight_rules(
+    asked: str, config: ModelConfig, *, head: str = "", trained: Sequence[QuantizationRule] = ()
+) -> tuple[QuantizationRule, ...]:
+    """Rules for the products of a model.
+
+    `asked` is a number format for weights alone, `int8`, `int4:g64` in groups of 64, `int4:g32:mse` with another
+    calibration; or `recipe:NAME`, activations included; or a .json or .yml file of rules; or `trained`. `head` is the
+    format of the embedding table and of the logits: by default int8 where weights have fewer bits, else theirs; `float`
+    keeps them.
+
+    >>> sizes = dict(vocab_size=8, emb_dim=64, num_query_heads=1, num_kv_heads=1, head_dim=64, mlp_dim=64)
+    >>> for rule in weight_rules("int4", ModelConfig(**sizes, num_layers=1)):
+    ...     print(rule)
+    QuantizationRule(module_path='(.*/)?(token_embedder|logits_dense)(/.*)?', weight_qtype='int8', scope='weights')
+    QuantizationRule(weight_qtype='int4', tile_size=32, scope='weights')
+    """
+    if asked == TRAINED:
+        if not trained:
+            raise ValueError("the model was trained in float: name a number format, such as int8 or int4")
+        return tuple(trained)
+    if asked.startswith("recipe:"):
+        return recipe(asked.removeprefix("recipe:"))
+    if asked.endswith((".json", ".yml", ".yaml")):
+        if not Path(asked).is_file():
+            raise FileNotFoundError(f"there is no file of rules {asked}")
+        return as_rules(Path(asked))
+    match = _SPEC.fullmatch(asked)
+    name = _ALIASES.get(match["format"], match["format"]) if match else asked
+    if match is None or name not in formats():
+        if asked in recipes():
+            return recipe(asked)
+        known = (*_ALIASES, *formats(), TRAINED)
+        raise ValueError(f"{asked!r} is no number format: {nearest_names(asked, known)}; or a file of rules")
+    body = _rule(name, match["group"], match["calibration"])
+    rules = [] if head == "float" else [_head(name, head, config)]
+    if head == "float":
+        rules.append(QuantizationRule(module_path=_HEAD, skip=True))
+    if config.num_experts > 1:
+        rules.append(QuantizationRule(module_path=_ROUTER, skip=True))
+    return (*rules, body)
+
+
+def _rule(name: str, group: str | None, calibration: str | None, **fields: Any) -> QuantizationRule:
+    fmt = get_format(name)
+    if isinstance(fmt, BlockFormat):
+        if group and int(group) != fmt.tile:
+            raise ValueError(f"{name} has groups of {fmt.tile}: leave :g{group} out")
+        tile = None
+    else:
+        tile = int(group) if group else _GROUPS.get(fmt.bits)
+    if calibration:
+        fields["weight_calibration_method"] = calibration
+    return QuantizationRule(weight_qtype=name, tile_size=tile, scope="weights", **fields)
+
+
+def _head(name: str, head: str, config: ModelConfig) -> QuantizationRule:
+    if not head:
+        head = "int8" if get_format(name).bits < 8 else name
+    match = _SPEC.fullmatch(head)
+    found = _ALIASES.get(match["format"], match["format"]) if match else head
+    if match is None or found not in formats():
+        raise ValueError(f"{head!r} is no number format for the head: {nearest_names(head, (*_ALIASES, *formats()))}")
+    return _rule(found, match["group"], match["calibration"], module_path=_HEAD)

@@ -1,0 +1,294 @@
+"""Generation for many requests at once: prompts in chunks, then a token for each request at every step."""
+
+import dataclasses
+import secrets
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from octavo.models import ModelConfig
+from octavo.serve.cache import FLOAT, KVConfig
+from octavo.serve.engine_programs import Programs
+from octavo.serve.sampling import DEFAULT, SamplingParams, Settings
+from octavo.serve.text import TextStream
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt, as tokens, and how to go on from it."""
+
+    request_id: str | int
+    prompt: tuple[int, ...]
+    params: SamplingParams = DEFAULT
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One more token of a request, or its end.
+
+    `text` is what it adds to the text so far: whole characters only, so it may be empty and come with a later token.
+    The last event of a request has a `finish`: "stop" (the model ended the text, or a stop text came), "length"
+    (`max_tokens`, or the cache is full), "cancelled", or "error" (the logits were not numbers). A request that is
+    cancelled ends in an event of no token, -1.
+    """
+
+    request_id: str | int
+    token: int
+    text: str = ""
+    logprob: float = 0.0
+    finish: str | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their log probabilities, as many as the request asked for."""
+
+
+@dataclasses.dataclass
+class _Slot:
+    """A request that runs."""
+
+    request: Request
+    stream: TextStream
+    seed: int
+    done: int = 0
+    """Tokens of the prompt that are in the cache."""
+    made: int = 0
+    """Tokens that were generated."""
+
+    @property
+    def prefilling(self) -> bool:
+        return self.done < len(self.request.prompt)
+
+
+class Engine:
+    """A model that generates, in a fixed number of slots; requests beyond wait their turn.
+
+    `Engine(source)` takes what `octavo.pretrained.open_model` gives; `Engine(config, params)` a config and parameters,
+    of arrays or QArrays. One program reads `chunk` tokens of a prompt into a slot, another makes the next token of each
+    slot; both are compiled once. `fuse` joins matrices that multiply the same thing, where there are no `rules`.
+
+    A single thread may use an engine. What a request generates does not depend on which others there are.
+
+    >>> import jax
+    >>> from octavo.models import init_params
+    >>> sizes = dict(emb_dim=16, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
+    >>> config = ModelConfig(vocab_size=50, scan_layers=False, **sizes)
+    >>> engine = Engine(config, init_params(config, jax.random.key(0)), slots=2, max_length=32, chunk=8)
+    >>> prompts = [[3, 14, 15], [9, 2, 6]]
+    >>> events = list(engine.generate(prompts, SamplingParams(temperature=0, max_tokens=4)))
+    >>> sorted(e.request_id for e in events if e.finish == "length")
+    [0, 1]
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        params: Any = None,
+        *,
+        rules: Any = None,
+        slots: int = 1,
+        max_length: int = 2048,
+        kv: KVConfig = FLOAT,
+        chunk: int = 64,
+        tokenizer: Any = None,
+        eos_ids: Sequence[int] | None = None,
+        fuse: bool = True,
+    ):
+        own = params is None
+        config, params, rules, tokenizer = _opened(source, params, rules, tokenizer)
+        for name, value in (("slots", slots), ("max_length", max_length), ("chunk", chunk)):
+            if value < 1:
+                raise ValueError(f"{name} is at least 1, got {value}")
+        self.config, self.kv, self.tokenizer = config, kv, tokenizer
+        self.slots, self.max_length, self.chunk = slots, max_length, chunk
+        self.eos_ids = frozenset(getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids)
+        self._programs = Programs(
+            config,
+            params,
+            rules=rules,
+            slots=slots,
+            max_length=max_length,
+            kv=kv,
+            chunk=chunk,
+            fuse=fuse,
+            donate=own,
+        )
+        self._running: list[_Slot | None] = [None] * slots
+        self._waiting: deque[Request] = deque()
+        self._ended: list[Event] = []
+        self._ids: set[str | int] = set()
+
+    # What there is.
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do."""
+        return bool(self._waiting or self._ended or any(self._running))
+
+    @property
+    def free_slots(self) -> int:
+        """How many more requests would run at once and not wait."""
+        return max(0, self._running.count(None) - len(self._waiting))
+
+    @property
+    def waiting(self) -> int:
+        """How many requests have no slot yet."""
+        return len(self._waiting)
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self._programs.cache_nbytes
+
+    @property
+    def cache_bytes_per_token(self) -> float:
+        """Bytes that a token takes in the cache."""
+        return self._programs.cache_bytes_per_token
+
+    @property
+    def params_nbytes(self) -> int:
+        """Bytes of the parameters, as they are held."""
+        return self._programs.params_nbytes
+
+    @property
+    def traces(self) -> dict[str, int]:
+        """How often each program was traced: once, however many requests came."""
+        return dict(self._programs.traces)
+
+    # Requests.
+
+    def add(self, request: Request) -> None:
+        """Take a request, which starts when a slot is free."""
+        self.check(request.prompt)
+        if request.request_id in self._ids:
+            raise ValueError(f"there is a request {request.request_id!r} already, which has not ended")
+        if request.params.stop and self.tokenizer is None:
+            raise ValueError("stop texts need a tokenizer: Engine(..., tokenizer=...)")
+        self._ids.add(request.request_id)
+        self._waiting.append(request)
+
+    def check(self, prompt: Sequence[int]) -> None:
+        """Raise a ValueError for a prompt that cannot be answered."""
+        if not len(prompt):
+            raise ValueError("the prompt is empty: give it at least one token, such as the tokenizer's bos_id")
+        if len(prompt) >= self.max_length:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, and with max_length={self.max_length} there is no room for an "
+                "answer: shorten it, or make the engine with a larger max_length"
+            )
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= self.config.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(f"the prompt has the token {wrong}, but there are {self.config.vocab_size}, from 0 on")
+
+    def cancel(self, request_id: str | int) -> None:
+        """End a request; its last event comes with the next step. One that has ended is left alone."""
+        if request_id not in self._ids:
+            return
+        for number, slot in enumerate(self._running):
+            if slot is not None and slot.request.request_id == request_id:
+                self._running[number] = None
+        self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
+        self._ids.discard(request_id)
+        self._ended.append(Event(request_id, -1, finish="cancelled"))
+
+    def step(self) -> list[Event]:
+        """Read a chunk of one prompt, if there is one to read; make a token for each request that was read before."""
+        events, self._ended = self._ended, []
+        self._admit()
+        going = [n for n, slot in enumerate(self._running) if slot is not None and not slot.prefilling]
+        number = next((n for n, slot in enumerate(self._running) if slot is not None and slot.prefilling), None)
+        if number is not None:
+            events += self._prefill(number)
+        if going:
+            events += self._decode(going)
+        return events
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] = DEFAULT
+    ) -> Iterator[Event]:
+        """The events of prompts as they come; requests are numbered from 0 on. Leaving early cancels the rest."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but sampling parameters for {len(each)}")
+        if self.busy:
+            raise RuntimeError("generate needs the engine to itself; use add and step beside running requests")
+        for prompt in prompts:
+            self.check(prompt)
+        for number, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
+            self.add(Request(number, tuple(prompt), how))
+        try:
+            while self.busy:
+                yield from self.step()
+        finally:
+            for number in range(len(prompts)):
+                self.cancel(number)
+            self._ended.clear()
+
+    # How it is done.
+
+    def _admit(self) -> None:
+        for number, slot in enumerate(self._running):
+            if slot is None and self._waiting:
+                request = self._waiting.popleft()
+                seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
+                decode = self.tokenizer.decode if self.tokenizer is not None else lambda ids: ""
+                stream = TextStream(decode, request.params.stop, prompt=request.prompt)
+                self._running[number] = _Slot(request, stream, seed)
+
+    def _prefill(self, number: int) -> list[Event]:
+        slot = self._running[number]
+        assert slot is not None
+        prompt = slot.request.prompt
+        piece = prompt[slot.done : slot.done + self.chunk]
+        settings = Settings.of([slot.request.params.replace(seed=slot.seed)])
+        out = self._programs.prefill(number, piece, slot.done, settings)
+        slot.done += len(piece)
+        if slot.prefilling:
+            return []
+        return [self._event(number, *out.fetch(0, slot.request.params.logprobs))]
+
+    def _decode(self, numbers: list[int]) -> list[Event]:
+        active = np.zeros(self.slots, bool)
+        active[numbers] = True
+        out = self._programs.decode(active)
+        slots = [(n, slot) for n in numbers if (slot := self._running[n]) is not None]
+        return [self._event(n, *out.fetch(n, slot.request.params.logprobs)) for n, slot in slots]
+
+    def _event(self, number: int, token: int, logprob: float, top: tuple[tuple[int, float], ...]) -> Event:
+        slot = self._running[number]
+        assert slot is not None
+        slot.made += 1
+        request = slot.request
+        finish, text = None, ""
+        if np.isnan(logprob):
+            finish, token = "error", -1
+        elif token in self.eos_ids:
+            finish = "stop"
+        else:
+            text = slot.stream.push(token)
+            if slot.stream.stopped:
+                finish = "stop"
+            elif slot.made >= request.params.max_tokens or len(request.prompt) + slot.made >= self.max_length:
+                finish = "length"
+        if finish is not None:
+            text += slot.stream.finish()
+            self._running[number] = None
+            self._ids.discard(request.request_id)
+        return Event(request.request_id, token, text, logprob, finish, top)
+
+
+def _opened(source: Any, params: Any, rules: Any, tokenizer: Any) -> tuple[ModelConfig, Any, Any, Any]:
+    if isinstance(source, ModelConfig):
+        if params is None:
+            raise TypeError("Engine(config, params) takes the parameters too; Engine(source) a model that was opened")
+        return source, params, () if rules is None else rules, tokenizer
+    if params is not None:
+        raise TypeError(f"parameters come with a ModelConfig, or within a source; got a {type(source).__name__}")
+    if not hasattr(source, "config") or not hasattr(source, "params"):
+        raise TypeError(
+            f"Engine takes a ModelConfig and parameters, or what octavo.pretrained.open_model gives, got a "
+            f"{type(source).__name__}"
+        )
+    rules = getattr(source, "rules", ()) if rules is None else rules
+    return source.config, source.params(), rules, tokenizer or getattr(source, "tokenizer", None)

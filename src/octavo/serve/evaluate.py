@@ -1,0 +1,238 @@
+"""How good a model is on a text, and how far it is from another, in float: perplexity, divergence, choices, layers.
+
+With l the negative log likelihood of each token and n of them: perplexity = exp(mean l), its standard error by the
+delta method perplexity * std(l) / sqrt(n). Against a reference p, for a model q:
+
+    KL = mean over places of sum_t p(t) (log p(t) - log q(t))
+    RMS change = sqrt(mean (q(token) - p(token))^2)        same top-1 = mean [argmax p = argmax q]
+
+as llama.cpp reports them, so that figures can be put side by side.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from octavo._typing import Array
+from octavo.models import Decoder, ModelConfig, apply, layer_groups
+from octavo.models.attention import Places
+from octavo.pretrained.source import Source
+from octavo.serve.cache import KVCache, KVConfig
+
+_LOGITS_AT_ONCE = 1 << 26
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A mean over tokens and its standard error."""
+
+    mean: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.6g} ± {self.error:.2g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What was found. `against` is empty unless there was a reference; see the module for the formulas."""
+
+    tokens: int
+    perplexity: Measured
+    loss: Measured
+    seconds: float
+    reference_perplexity: Measured | None = None
+    log_ratio: Measured | None = None
+    """The mean of log(perplexity / reference perplexity), token by token: much surer than the two apart."""
+    kl: Measured | None = None
+    rms_change: float | None = None
+    same_top: Measured | None = None
+    layers: tuple[tuple[str, float], ...] = ()
+    """For each layer the ratio of its output's power to that of its error, in dB."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"tokens            {self.tokens}", f"perplexity        {self.perplexity}"]
+        if self.reference_perplexity is not None:
+            assert self.log_ratio is not None
+            assert self.kl is not None
+            assert self.same_top is not None
+            change = math.expm1(self.log_ratio.mean)
+            lines += [
+                f"  of the other    {self.reference_perplexity}",
+                f"  change          {change:+.4%} ± {self.log_ratio.error:.4%}",
+                f"KL divergence     {self.kl}",
+                f"RMS change of p   {self.rms_change:.4%}",
+                f"same top token    {self.same_top.mean:.3%} ± {self.same_top.error:.3%}",
+            ]
+        if self.layers:
+            lines.append("signal to noise of each layer's output, in dB:")
+            lines += [f"  {name:<16} {ratio:6.1f}" for name, ratio in self.layers]
+        return "\n".join(lines)
+
+
+def evaluate(
+    source: Source,
+    ids: Sequence[int],
+    *,
+    against: Source | None = None,
+    kv: KVConfig | None = None,
+    length: int = 256,
+    layers: bool = True,
+    say: Callable[[str], None] | None = None,
+) -> Evaluation:
+    """Measure a model on the ids of a text, in windows of `length` that each begin anew.
+
+    A window begins with the id that begins a text, if the model has one, so that its first token counts as well. `kv`
+    evaluates with keys and values as a cache of that kind would give them back.
+    """
+    began = time.perf_counter()
+    windows = list(_windows(ids, length, source))
+    if not windows:
+        raise ValueError("the text is too short: there is no token to predict")
+    run = _forward(source, kv)
+    other = None if against is None else _forward(against, None)
+    if against is not None and against.config.vocab_size != source.config.vocab_size:
+        raise ValueError(
+            f"the vocabularies differ: {source.config.vocab_size} and {against.config.vocab_size} tokens; models of "
+            "one family can be compared"
+        )
+    rows = max(1, _LOGITS_AT_ONCE // (length * source.config.vocab_size))
+    found: dict[str, list[np.ndarray]] = {}
+    for start in range(0, len(windows), rows):
+        tokens, targets, counts = _padded(windows[start : start + rows], rows, length)
+        measured = _measure(run(tokens), None if other is None else other(tokens), targets)
+        for name, values in measured.items():
+            found.setdefault(name, []).append(np.asarray(values)[counts])
+        if say is not None:
+            say(f"{min(start + rows, len(windows))} of {len(windows)} windows")
+    values = {name: np.concatenate(parts).astype(np.float64) for name, parts in found.items()}
+    loss = _mean(values["nll"])
+    result = Evaluation(values["nll"].size, _perplexity(loss), loss, 0.0)
+    if against is not None:
+        change = values["change"]
+        result = dataclasses.replace(
+            result,
+            reference_perplexity=_perplexity(_mean(values["reference"])),
+            log_ratio=_mean(values["nll"] - values["reference"]),
+            kl=_mean(values["kl"]),
+            rms_change=float(np.sqrt(np.mean(change**2))),
+            same_top=_mean(values["same"]),
+            layers=_layer_ratios(source, against, windows[0]) if layers else (),
+        )
+    return dataclasses.replace(result, seconds=time.perf_counter() - began)
+
+
+def _perplexity(loss: Measured) -> Measured:
+    value = math.exp(min(loss.mean, 700.0))
+    return Measured(value, value * loss.error)
+
+
+def _mean(values: np.ndarray) -> Measured:
+    error = float(np.std(values, ddof=1) / np.sqrt(values.size)) if values.size > 1 else math.nan
+    return Measured(float(np.mean(values)), error)
+
+
+def _windows(ids: Sequence[int], length: int, source: Source) -> Iterator[list[int]]:
+    """Each window is what is read, and one more: what its last token predicts."""
+    tokenizer = source.tokenizer
+    bos = [tokenizer.bos_id] if tokenizer is not None and tokenizer.add_bos and tokenizer.bos_id is not None else []
+    text = [int(i) for i in ids]
+    if bos and text[:1] == bos:
+        text = text[1:]
+    if any(not 0 <= i < source.config.vocab_size for i in set(text)):
+        raise ValueError(f"an id of the text is outside of the model's vocabulary of {source.config.vocab_size}")
+    step = length + 1 - len(bos)
+    for start in range(0, len(text), step if bos else length):
+        window = [*bos, *text[start : start + step]]
+        if len(window) > 1:
+            yield window
+
+
+def _padded(windows: list[list[int]], rows: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    tokens, targets = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.int32)
+    counts = np.zeros((rows, length), bool)
+    for row, window in enumerate(windows):
+        size = len(window) - 1
+        tokens[row, :size], targets[row, :size], counts[row, :size] = window[:-1], window[1:], True
+    return tokens, targets, counts
+
+
+def _forward(source: Source, kv: KVConfig | None) -> Callable[[np.ndarray], Array]:
+    """The logits of windows of tokens."""
+    params = source.params()
+    if kv is None:
+        plain = jax.jit(lambda params, tokens: source.function()(params, tokens)[0])
+        return lambda tokens: plain(params, tokens)
+
+    # A whole window at once: each token attends to those before it as the cache gives them back.
+    def cached(params: Any, tokens: Array) -> Array:
+        empty = KVCache.empty(source.config, kv, slots=tokens.shape[0], max_length=tokens.shape[1])
+        fn = functools.partial(_cached, source.config, empty)
+        return source.function(fn)(params, tokens)
+
+    fn = jax.jit(cached)
+    return lambda tokens: fn(params, jnp.asarray(tokens))
+
+
+def _cached(config: ModelConfig, cache: KVCache, params: Any, tokens: Array) -> Array:
+    return apply(config, params, tokens, cache=cache)[0]
+
+
+@jax.jit
+def _measure(logits: Array, reference: Array | None, targets: Array) -> dict[str, Array]:
+    """Of each place: what is averaged over tokens."""
+
+    def of(logits: Array) -> Array:
+        return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+
+    def at(logs: Array) -> Array:
+        return jnp.take_along_axis(logs, targets[..., None], axis=-1)[..., 0]
+
+    mine = of(logits)
+    found = {"nll": -at(mine)}
+    if reference is not None:
+        other = of(reference)
+        found["reference"] = -at(other)
+        found["kl"] = jnp.sum(jnp.exp(other) * (other - mine), axis=-1)
+        found["change"] = jnp.exp(at(mine)) - jnp.exp(at(other))
+        found["same"] = (jnp.argmax(mine, axis=-1) == jnp.argmax(other, axis=-1)).astype(jnp.float32)
+    return found
+
+
+def layer_outputs(config: ModelConfig, params: Any, tokens: Any) -> dict[str, Array]:
+    """What comes out of each layer, by its name, and the logits."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    model = nnx.merge(graph, nnx.State(params))
+    x = model.token_embedder(tokens, config.dtype)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    places = Places.of(config, positions, jnp.zeros(tokens.shape, jnp.int32))
+    found = {}
+    for group in layer_groups(config):
+        found[group.name] = x = getattr(model.decoder, group.name)(x, places)[0]
+    found["logits"] = model.logits(model.decoder.decoder_norm(x))
+    return found
+
+
+def _layer_ratios(source: Source, against: Source, window: list[int]) -> tuple[tuple[str, float], ...]:
+    tokens = jnp.asarray([window[:-1]], jnp.int32)
+    outputs = [
+        jax.jit(s.function(functools.partial(layer_outputs, s.config)))(s.params(), tokens) for s in (source, against)
+    ]
+    found = []
+    for name, wanted in outputs[1].items():
+        signal = float(jnp.sum(jnp.square(wanted)))
+        noise = float(jnp.sum(jnp.square(outputs[0][name] - wanted)))
+        found.append((name, math.inf if noise == 0 else 10 * math.log10(signal / noise)))
+    return tuple(found)

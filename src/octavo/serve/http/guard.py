@@ -1,0 +1,70 @@
+"""What every request passes: its number, the key, the counting, and an answer whatever happens behind."""
+
+import hmac
+import logging
+import secrets
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.serve.http.errors import ApiError
+from octavo.serve.http.metrics import Metrics
+
+_log = logging.getLogger("octavo.serve")
+
+
+class Guard:
+    """Middleware around the endpoints; `paths` are those that requests are counted by."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, api_key: str | None, paths: frozenset[str]):
+        self.app, self.metrics, self.paths = app, metrics, paths
+        self.key = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = scope["request_id"] = secrets.token_hex(12)
+        status = 0
+
+        async def numbered(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            self._check_key(scope)
+            await self.app(scope, receive, numbered)
+        except ApiError as error:
+            await error_response(error)(scope, receive, numbered)
+        except Exception:
+            _log.exception("request %s failed", request_id)
+            if status:
+                raise  # too late for an answer: the connection breaks, which tells the client
+            error = ApiError(500, f"something went wrong in the server; its log tells more of request {request_id}")
+            await error_response(error)(scope, receive, numbered)
+        finally:
+            path = scope["path"]
+            # One that never got a status has left.
+            self.metrics.requests[path if path in self.paths else "other", status or 499] += 1
+
+    def _check_key(self, scope: Scope) -> None:
+        if self.key is None or scope["path"] == "/health":
+            return
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if not hmac.compare_digest(given, self.key):
+            what = "a wrong key" if given else "no key"
+            raise ApiError(
+                401,
+                f"the request has {what}: send the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """An error as it is sent."""
+    return JSONResponse(error.body(), error.status, error.headers)

@@ -1,0 +1,87 @@
+"""Reading what a client sends, and noticing when it leaves."""
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
+
+from octavo.serve.http.errors import ApiError
+from octavo.serve.http.limits import Limits
+
+_CLOSE = {"Connection": "close"}
+_DISCARD, _DISCARD_SECONDS = 4, 1.0
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body of a request, which is JSON by its header, not too long and not too slow.
+
+    Asking for the header also keeps pages in a browser from using a server on the same machine: a page of another
+    origin may not send it.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "the body is JSON: send the header Content-Type: application/json", code="not_json")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and len(declared) < 20 and int(declared) > limits.body:
+        await _discard(request.receive, limits)
+        raise _too_long(limits)
+    try:
+        async with asyncio.timeout(limits.body_timeout):
+            return await _read(request.receive, limits)
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {limits.body_timeout:g} seconds", code="slow_body", headers=_CLOSE
+        ) from None
+
+
+async def _read(receive: Receive, limits: Limits) -> bytes:
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > limits.body:
+            await _discard(receive, limits, more)
+            raise _too_long(limits)
+    return bytes(body)
+
+
+async def _discard(receive: Receive, limits: Limits, more: bool = True) -> None:
+    """Read a little on, though it is for nothing: a client that still writes may not see an answer otherwise."""
+    left = _DISCARD * limits.body
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            while more and left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                more = message.get("more_body", False)
+
+
+def _too_long(limits: Limits) -> ApiError:
+    # The rest of the body is not read, so that the connection cannot be used again.
+    return ApiError(413, f"the body is longer than {limits.body} bytes", code="body_too_long", headers=_CLOSE)
+
+
+async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What the work returns; if the client leaves before, the work is cancelled and ClientDisconnect raised."""
+    working = asyncio.create_task(work)
+    tasks = (working, asyncio.create_task(_gone(receive)))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

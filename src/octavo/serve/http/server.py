@@ -1,0 +1,125 @@
+"""Running the endpoints on uvicorn: the socket, signals, and an end in good order."""
+
+import asyncio
+import contextlib
+import math
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+
+from octavo.serve.http.app import Api
+from octavo.serve.http.limits import DEFAULT, Limits
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address, which does not listen yet; port 0 is any that is free."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host!r}: {error.strerror or error}") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise OSError(
+            f"cannot listen on port {port} of {host!r}: {error.strerror or error}; choose another by --port, or 0 for "
+            "any that is free"
+        ) from None
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where a socket is found."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """One that tells when it listens, and gives requests their time when it ends."""
+
+    def __init__(self, api: Api, ready: Callable[[], None]):
+        grace = api.limits.grace
+        # All but what would differ with the packages that happen to be installed.
+        config = uvicorn.Config(
+            api.app,
+            http="h11",
+            ws="none",
+            loop="asyncio",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=math.ceil(grace) + 5,
+        )
+        super().__init__(config)
+        self._api, self._ready = api, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        closing = asyncio.create_task(self._api.close(self._api.limits.grace))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
+
+
+def serve(
+    engine: Any,
+    sock: socket.socket,
+    *,
+    name: str,
+    limits: Limits = DEFAULT,
+    api_key: str | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve an engine on a bound socket until SIGINT or SIGTERM, then finish what is under way and return."""
+    api = Api(engine, name=name, limits=limits, api_key=api_key)
+    # uvicorn raises the signal that ended it once more, for whoever handled it before. That is us, and we are done.
+    before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+    try:
+        _Server(api, ready).run([sock])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        api.worker.stop()
+        sock.close()
+
+
+@contextlib.contextmanager
+def running(
+    engine: Any,
+    *,
+    name: str = "model",
+    host: str = "127.0.0.1",
+    port: int = 0,
+    limits: Limits = DEFAULT,
+    api_key: str | None = None,
+) -> Iterator[str]:
+    """A server in a thread, for as long as the block runs: gives its URL."""
+    with bind(host, port) as sock:
+        listening = threading.Event()
+        server = _Server(Api(engine, name=name, limits=limits, api_key=api_key), listening.set)
+        thread = threading.Thread(target=server.run, args=([sock],), name="octavo-http")
+        thread.start()
+        try:
+            while not listening.wait(0.05):
+                if not thread.is_alive():
+                    raise RuntimeError("the server ended before it listened; its log tells why")
+            yield url_of(sock)
+        finally:
+            server.should_exit = True
+            thread.join()

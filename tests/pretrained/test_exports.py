@@ -1,0 +1,116 @@
+"""Files for other programs hold the same model: what is written is opened again, and by their own formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from octavo import QArray
+from octavo.cli import main
+from octavo.pretrained import convert_model, open_model, weight_rules
+from octavo.pretrained.source import nested, on_device
+from octavo.pretrained.to_gguf import write_as_gguf
+from octavo.pretrained.to_huggingface import write_huggingface
+from tests.pretrained.conftest import SMALL, source_of
+from tests.pretrained.real import path_of, real
+
+pytestmark = pytest.mark.standard_promotion
+
+TOKENS = jnp.asarray([[1, 5, 9, 200, 7, 3, 90, 17]])
+
+
+def logits(source, params=None):
+    params = source.params() if params is None else params
+    return np.asarray(jax.jit(source.function())(params, TOKENS)[0])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        SMALL.replace(tied_logits=False),
+        SMALL.replace(qkv_bias=True),
+        SMALL.replace(qk_norm=True, rope_theta=5e5),
+        SMALL.replace(rope_scaling=(8.0, 1.0, 4.0, 32.0)),
+    ],
+)
+def test_a_float_model_goes_to_hugging_face_and_back(config, tmp_path):
+    source = source_of(config)
+    write_huggingface(source, {p: leaf.load() for p, leaf in source.leaves.items()}, tmp_path)
+    found = open_model(tmp_path)
+    assert found.config == config
+    np.testing.assert_array_equal(logits(found), logits(source))
+
+
+@pytest.mark.parametrize(
+    ("method", "asked"),
+    [
+        ("compressed-tensors", "int4:g32"),
+        ("compressed-tensors", "int8"),
+        ("compressed-tensors", "fp8"),
+        ("gptq", "int4:g32"),
+        ("awq", "int4:g32"),
+    ],
+)
+def test_codes_go_to_the_layouts_of_others_and_back(small, tmp_path, method, asked):
+    params, _ = convert_model(small, weight_rules(asked, small.config, head="float"))
+    write_huggingface(small, params, tmp_path, method=method)
+    found = open_model(tmp_path)
+    for path, value in params.items():
+        back = found.leaves[path].load()
+        if not isinstance(value, QArray):
+            np.testing.assert_array_equal(back, value)
+            continue
+        assert isinstance(back, QArray)
+        np.testing.assert_array_equal(on_device(back, "float32").dequantize(), on_device(value, "float32").dequantize())
+    tree = nested({p: on_device(x, "float32") for p, x in params.items()})
+    np.testing.assert_allclose(logits(found), logits(small, tree), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("asked", "tolerance"), [("float32", 1e-5), ("float16", 5e-3), ("int8", 0.05), ("int4", 0.8)])
+def test_a_model_goes_to_gguf_and_back(tmp_path, asked, tolerance):
+    source = source_of(SMALL.replace(tied_logits=False))
+    summary = write_as_gguf(source, asked, tmp_path / "m.gguf")
+    found = open_model(tmp_path / "m.gguf")
+    assert found.config == source.config
+    assert summary.after <= (tmp_path / "m.gguf").stat().st_size
+    assert np.abs(logits(found) - logits(source)).max() < tolerance
+    with pytest.raises(ValueError, match="is no type that is written to GGUF files"):
+        write_as_gguf(source, "int3", tmp_path / "n.gguf")
+
+
+def test_a_model_for_which_gguf_has_no_place_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="scaled have no place"):
+        write_as_gguf(source_of(SMALL.replace(rope_scaling=(8.0, 1.0, 4.0, 32.0))), "int8", tmp_path / "m.gguf")
+
+
+@pytest.mark.slow
+def test_real_models_go_to_gguf_with_their_tokenizers(tmp_path):
+    text = "Once upon a time, there was a dog named Max. He said: “Hi, 42!” naïve\n\n  ok"
+    for name in ("stories15m", "smollm2"):
+        source = real(name)
+        assert main(["quantize", str(path_of(name)), "int8", str(tmp_path / f"{name}.gguf"), "--format", "gguf"]) == 0
+        found = open_model(tmp_path / f"{name}.gguf")
+        assert found.config == source.config
+        assert found.tokenizer.encode(text) == source.tokenizer.encode(text)
+        assert found.tokenizer.decode(found.tokenizer.encode(text)) == text
+
+
+def test_a_config_that_no_decoder_has_is_refused(small, tmp_path):
+    import json
+
+    write_huggingface(small, {p: leaf.load() for p, leaf in small.leaves.items()}, tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+
+    def with_(**changes):
+        (tmp_path / "config.json").write_text(json.dumps({**described, **changes}))
+        return open_model(tmp_path)
+
+    with pytest.raises(ValueError, match="model_type 'gpt2' is none that Octavo knows"):
+        with_(model_type="gpt2")
+    with pytest.raises(ValueError, match="looks back 16 tokens only"):
+        with_(model_type="mistral", sliding_window=16)
+    with pytest.raises(ValueError, match="rotary positions scaled as 'yarn'"):
+        with_(rope_scaling={"rope_type": "yarn"})
+    with pytest.raises(ValueError, match="its sizes make it"):
+        with_(intermediate_size=64)

@@ -1,0 +1,104 @@
+"""`octavo serve` as a command."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from octavo.cli import main
+from octavo.models import ModelConfig, init_params
+from octavo.pretrained import Leaf, Source
+from octavo.pretrained.own import write_model
+from octavo.pretrained.source import paths_of
+from octavo.pretrained.tokenizer import of_bytes
+from octavo.serve.http import bind
+from tests.serve.http.client import call, post
+
+
+def test_wrong_options_are_told_before_anything_is_loaded(capsys, monkeypatch):
+    monkeypatch.delenv("OCTAVO_API_KEY", raising=False)
+    for words, text in (
+        (["--port", "70000"], "--port is from 0 to 65535, got 70000"),
+        (["--queue", "-1"], "queue is at least 0, got -1"),
+        (["--grace", "-1"], "grace is at least 0, got -1"),
+        (["--api-key", ""], "the key of --api-key or OCTAVO_API_KEY is printable ASCII, and not empty"),
+    ):
+        assert main(["serve", "nothing", *words]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told(capsys):
+    with bind("127.0.0.1", 0) as sock:
+        sock.listen()
+        port = sock.getsockname()[1]
+        assert main(["serve", "nothing", "--port", str(port)]) == 2
+    assert f"octavo serve: cannot listen on port {port} of '127.0.0.1'" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_told(capsys, tmp_path):
+    assert main(["serve", str(tmp_path / "nothing"), "--port", "0"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("octavo serve: ")
+    assert "nothing" in error
+
+
+def test_a_missing_package_is_told():
+    # In a process of its own: what was imported stays imported.
+    code = """
+import sys
+import octavo.serve
+assert "starlette" not in sys.modules and "uvicorn" not in sys.modules, "imported though no server runs"
+sys.modules["uvicorn"] = None
+from octavo.cli import main
+sys.exit(main(["serve", "nothing"]))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 2
+    assert run.stderr == (
+        "octavo serve: an HTTP server needs the package 'uvicorn'; install it with: pip install 'octavo[serve]'\n"
+    )
+
+
+@pytest.fixture
+def model(tmp_path):
+    tokenizer = of_bytes()
+    sizes = {"emb_dim": 16, "num_layers": 1, "num_query_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_dim": 32}
+    config = ModelConfig(vocab_size=tokenizer.vocab_size, scan_layers=False, **sizes)
+    params = paths_of(init_params(config, jax.random.key(0)))
+    leaves = {path: Leaf(x.shape, str(x.dtype), lambda x=x: x) for path, x in params.items()}
+    write_model(Source(config, leaves, tokenizer), params, tmp_path / "tiny", facts={})
+    return tmp_path / "tiny"
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_the_command_serves_until_it_is_told_to_stop(model):
+    words = ["serve", str(model), "--port", "0", "--slots", "2", "--max-length", "64", "--kv", "int8"]
+    environment = {**os.environ, "OCTAVO_API_KEY": "secret"}
+    command = [sys.executable, "-m", "octavo", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        try:
+            line = process.stdout.readline()
+            found = re.fullmatch(r"octavo serve: tiny at (http://127\.0\.0\.1:\d+); try: (curl .*)\n", line)
+            assert found, line
+            url = found[1]
+            assert "secret" not in line
+            # The command that is printed works as it is.
+            shown = shlex.split(found[2].replace('"Authorization: Bearer $OCTAVO_API_KEY"', "KEY"))
+            assert shown[1] == f"{url}/v1/completions"
+            key = {"Authorization": "Bearer secret"}
+            status, _, answer = call(url, "/v1/completions", shown[-1].encode(), headers=key)
+            assert status == 200
+            assert answer["model"] == "tiny"
+            assert answer["usage"]["completion_tokens"] <= 32
+            assert post(url, prompt="a")[0] == 401
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+        assert process.stdout.read() == ""

@@ -1,0 +1,196 @@
+"""What a request may say, and how it is told that it said something else."""
+
+import json
+
+import pytest
+
+from octavo.serve.http.errors import ApiError
+from octavo.serve.http.fields import chat, completion
+from octavo.serve.http.limits import Limits
+
+LIMITS = Limits(choices=4, stops=2)
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def asked(**fields):
+    return completion(json.dumps({"prompt": "a", **fields}).encode(), LIMITS)
+
+
+def chatted(**fields):
+    return chat(json.dumps({"messages": HELLO, **fields}).encode(), LIMITS)
+
+
+def test_a_request_is_understood():
+    ask = asked(n=2, max_tokens=5, temperature=1, top_k=3, stop="x", seed=-1, stream=True, logprobs=2, user="me")
+    assert ask.prompts == ("a",)
+    assert not ask.chat
+    assert (ask.n, ask.max_tokens, ask.stop, ask.seed, ask.stream, ask.logprobs) == (2, 5, ("x",), -1, True, 2)
+    assert ask.sampling == {"temperature": 1.0, "top_k": 3}
+
+
+def test_null_is_as_good_as_nothing():
+    fields = ("n", "max_tokens", "temperature", "stop", "stream", "logprobs", "suffix", "best_of", "stream_options")
+    assert asked(**dict.fromkeys(fields)) == asked()
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("hi", ("hi",)),
+        ("", ("",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2, 3], ((1, 2, 3),)),
+        ([[1], [2, 3]], ((1,), (2, 3))),
+    ],
+)
+def test_prompts_have_four_forms(given, prompts):
+    assert asked(prompt=given).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "text"),
+    [
+        ({"prompt": None}, "prompt", "prompt is missing"),
+        ({"prompt": 3}, "prompt", "token ids, got a number"),
+        ({"prompt": []}, "prompt", "prompt is empty"),
+        ({"prompt": ["a", 1]}, "prompt", "mixed, empty or of another type"),
+        ({"prompt": [[1], []]}, "prompt", "mixed, empty or of another type"),
+        ({"prompt": [True]}, "prompt", "mixed, empty or of another type"),
+        ({"prompt": ["a"] * 5}, "prompt", "5 prompts times n=1 is more than 4"),
+        ({"prompt": ["a"] * 3, "n": 2}, "prompt", "3 prompts times n=2 is more than 4"),
+        ({"n": 0}, "n", "n is from 1 to 4, got 0"),
+        ({"n": 5}, "n", "n is from 1 to 4, got 5"),
+        ({"n": 1.5}, "n", "n is a whole number, got a number"),
+        ({"n": True}, "n", "n is a whole number, got a boolean"),
+        ({"max_tokens": "5"}, "max_tokens", "max_tokens is a whole number, got a string"),
+        ({"max_tokens": 0}, "max_tokens", "got 0"),
+        ({"temperature": 2.5}, "temperature", "temperature is from 0 to 2, got 2.5"),
+        ({"temperature": 10**400}, "temperature", "got a huge number"),
+        ({"temperature": []}, "temperature", "temperature is a number, got a list"),
+        ({"top_p": 0}, "top_p", "top_p is above 0 and at most 1, got 0"),
+        ({"min_p": -0.1}, "min_p", "min_p is from 0 to 1, got -0.1"),
+        ({"top_k": -1}, "top_k", "got -1"),
+        ({"seed": 1 << 63}, "seed", "seed is from -9223372036854775808"),
+        ({"stop": ["a", "b", "c"]}, "stop", "stop is at most 2 strings, got 3"),
+        ({"stop": ""}, "stop", "stop has an empty string"),
+        ({"stop": [1]}, "stop", "stop is a string, got a number"),
+        ({"stop": {}}, "stop", "stop is a string or a list of strings, got an object"),
+        ({"stream": "yes"}, "stream", "stream is a boolean, got a string"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options needs stream to be true"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "stream_options.x is unknown"),
+        ({"logprobs": 6}, "logprobs", "logprobs is from 0 to 5, got 6"),
+        ({"logprobs": True}, "logprobs", "logprobs is a whole number, got a boolean"),
+        ({"echo": True, "logprobs": 0}, "echo", "echo cannot be had together with logprobs"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty is not supported by this server"),
+        ({"frequency_penalty": -1}, "frequency_penalty", "frequency_penalty is not supported by this server"),
+        ({"logit_bias": {"1": 2}}, "logit_bias", "logit_bias is not supported"),
+        ({"best_of": 2}, "best_of", "best_of is not supported"),
+        ({"suffix": "x"}, "suffix", "suffix is not supported"),
+        ({"max_token": 2}, "max_token", "unknown field 'max_token': did you mean 'max_tokens'"),
+        ({"messages": HELLO}, "messages", "unknown field 'messages'"),
+    ],
+)
+def test_what_is_wrong_is_named(fields, param, text):
+    with pytest.raises(ApiError) as caught:
+        asked(**fields)
+    assert caught.value.status == 400
+    assert caught.value.param == param
+    assert text in caught.value.message
+    assert caught.value.body()["error"]["type"] == "invalid_request_error"
+
+
+def test_fields_that_ask_for_nothing_are_fine():
+    assert asked(presence_penalty=0, frequency_penalty=0.0, logit_bias={}, best_of=1, suffix="") == asked()
+    assert chatted(tools=[], tool_choice="none", response_format={"type": "text"}, store=False) == chatted()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b'"prompt"',
+        b'{"prompt": "a",}',
+        b'{"prompt": NaN}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "a"}x',
+        b"[" * 200_000,
+        b'{"n": ' + b"1" * 5000 + b"}",
+        '{"prompt": "a"}'.encode("utf-16"),
+    ],
+    ids=range(12),
+)
+def test_what_is_no_json_object_is_refused(body):
+    with pytest.raises(ApiError, match="the body is") as caught:
+        completion(body, LIMITS)
+    assert caught.value.status == 400
+    assert caught.value.code == "bad_json"
+
+
+def test_half_a_character_is_no_text():
+    for body in (b'{"prompt": "\\ud800"}', b'{"prompt": "a", "stop": "\\udc00"}'):
+        with pytest.raises(ApiError, match="half of a surrogate pair"):
+            completion(body, LIMITS)
+    with pytest.raises(ApiError, match="unknown field"):
+        completion(b'{"\\ud800": 1}', LIMITS)
+
+
+def test_a_huge_literal_is_not_finite():
+    with pytest.raises(ApiError, match="temperature is a finite number"):
+        completion(b'{"prompt": "a", "temperature": 1e999}', LIMITS)
+
+
+def test_a_conversation_is_understood():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    ask = chatted(
+        messages=[{"role": "system", "content": "s", "name": "x"}, {"role": "user", "content": parts}],
+        max_completion_tokens=7,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    assert ask.messages == ({"role": "system", "content": "s", "name": "x"}, {"role": "user", "content": "ab"})
+    assert (ask.chat, ask.max_tokens, ask.logprobs) == (True, 7, 3)
+    assert chatted(logprobs=True).logprobs == 0
+    assert chatted(logprobs=False).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "text"),
+    [
+        ({"messages": None}, "messages", "messages is missing"),
+        ({"messages": []}, "messages", "messages is empty"),
+        ({"messages": "hi"}, "messages", "messages is a list of messages, got a string"),
+        ({"messages": ["hi"]}, "messages[0]", "messages[0] is an object with role and content"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role is a string, got null"),
+        ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content", "content is a string, got null"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "reads parts of the type 'text'",
+        ),
+        ({"messages": [{**HELLO[0], "tool_calls": [1]}]}, "messages[0].tool_calls", "is not supported"),
+        ({"tools": [{}]}, "tools", "tools is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "response_format is not supported"),
+        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs to be true"),
+        ({"logprobs": 2}, "logprobs", "logprobs is a boolean, got a number"),
+        ({"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens", "give one of them"),
+        ({"prompt": "x"}, "prompt", "unknown field 'prompt'"),
+        ({"echo": True}, "echo", "unknown field 'echo'"),
+    ],
+)
+def test_what_is_wrong_in_a_conversation_is_named(fields, param, text):
+    with pytest.raises(ApiError) as caught:
+        chatted(**fields)
+    assert caught.value.status == 400
+    assert caught.value.param == param
+    assert text in caught.value.message
+
+
+def test_limits_are_checked():
+    assert Limits.from_json(LIMITS.to_json()) == LIMITS
+    with pytest.raises(ValueError, match="choices is at least 1, got 0"):
+        Limits(choices=0)
+    with pytest.raises(ValueError, match="timeout is at least 0, got nan"):
+        Limits(timeout=float("nan"))

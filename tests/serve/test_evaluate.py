@@ -1,0 +1,102 @@
+"""The measures of an evaluation are their formulas, and say nothing where nothing differs."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from octavo.pretrained import convert_model, weight_rules
+from octavo.pretrained.source import Leaf, Source
+from octavo.serve import KVConfig
+from octavo.serve.evaluate import evaluate, layer_outputs
+from tests.pretrained.conftest import SMALL, source_of
+
+pytestmark = pytest.mark.standard_promotion
+
+TEXT = np.random.default_rng(0).integers(0, 255, 150).tolist()
+
+
+def converted(source, asked):
+    params, _ = convert_model(source, weight_rules(asked, source.config))
+    leaves = {p: Leaf(x.shape, "float32", lambda x=x: x) for p, x in params.items()}
+    return Source(source.config, leaves, source.tokenizer, origin=source.origin)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    source = source_of(SMALL)
+    return source, converted(source, "int4")
+
+
+def reference(source, length):
+    """Log probabilities of every window, one at a time and without padding."""
+    rows = []
+    for start in range(0, len(TEXT), length):
+        window = [255, *TEXT[start : start + length]]
+        logits = source.function()(source.params(), jnp.asarray([window[:-1]]))[0][0]
+        rows.append((np.asarray(jax.nn.log_softmax(logits), np.float64), np.asarray(window[1:])))
+    return rows
+
+
+def test_against_the_formulas(pair):
+    float_model, low = pair
+    found = evaluate(low, TEXT, against=float_model, length=64)
+    mine, other = reference(low, 64), reference(float_model, 64)
+    nll = np.concatenate([-logs[np.arange(len(t)), t] for logs, t in mine])
+    base = np.concatenate([-logs[np.arange(len(t)), t] for logs, t in other])
+    kl = np.concatenate([np.sum(np.exp(b) * (b - a), -1) for (a, _), (b, _) in zip(mine, other, strict=True)])
+    same = np.concatenate([a.argmax(-1) == b.argmax(-1) for (a, _), (b, _) in zip(mine, other, strict=True)])
+    assert found.tokens == len(TEXT) == nll.size
+    close = {"rel_tol": 1e-4}
+    assert math.isclose(found.perplexity.mean, math.exp(nll.mean()), **close)
+    assert math.isclose(found.perplexity.error, math.exp(nll.mean()) * nll.std(ddof=1) / math.sqrt(nll.size), **close)
+    assert math.isclose(found.reference_perplexity.mean, math.exp(base.mean()), **close)
+    assert math.isclose(found.log_ratio.mean, (nll - base).mean(), rel_tol=1e-3, abs_tol=1e-6)
+    assert math.isclose(found.kl.mean, kl.mean(), rel_tol=1e-3)
+    assert math.isclose(found.same_top.mean, same.mean(), abs_tol=1e-9)
+    assert math.isclose(found.rms_change, np.sqrt(np.mean((np.exp(-nll) - np.exp(-base)) ** 2)), rel_tol=1e-3)
+    assert [name for name, _ in found.layers] == ["layers_0", "layers_1", "logits"]
+    assert all(10 < ratio < 40 for _, ratio in found.layers)
+    text = str(found)
+    assert "perplexity" in text
+    assert "KL divergence" in text
+
+
+def test_a_model_does_not_differ_from_itself(pair):
+    source, _ = pair
+    found = evaluate(source, TEXT, against=source, length=64)
+    assert found.kl.mean == 0
+    assert found.log_ratio.mean == 0
+    assert found.rms_change == 0
+    assert found.same_top.mean == 1
+    assert all(ratio == math.inf for _, ratio in found.layers)
+
+
+def test_the_last_layer_is_what_the_logits_come_from(pair):
+    source, _ = pair
+    tokens = jnp.asarray([TEXT[:16]])
+    outputs = layer_outputs(source.config, source.params(), tokens)
+    np.testing.assert_allclose(outputs["logits"], source.function()(source.params(), tokens)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kv", [KVConfig(), KVConfig.of("int8"), KVConfig.of("int8", axis="heads_and_dkv"), KVConfig.of("fp8")]
+)
+def test_with_a_cache(pair, kv):
+    source, _ = pair
+    plain, found = evaluate(source, TEXT, length=64), evaluate(source, TEXT, kv=kv, length=64, against=source)
+    off = abs(found.perplexity.mean / plain.perplexity.mean - 1)
+    assert off < (1e-5 if kv.keys is None else 5e-3)
+    assert (found.kl.mean > 1e-7) == (kv.keys is not None)
+
+
+def test_what_cannot_be_compared_says_so(pair):
+    source, _ = pair
+    with pytest.raises(ValueError, match="too short"):
+        evaluate(source, [])
+    with pytest.raises(ValueError, match="outside of the model's vocabulary of 256"):
+        evaluate(source, [3, 999])
+    with pytest.raises(ValueError, match="the vocabularies differ: 256 and 300 tokens"):
+        evaluate(source, TEXT, against=source_of(SMALL.replace(vocab_size=300)))
