@@ -13,7 +13,7 @@ BENCHMARKS := $(filter-out benchmarks/timing.py,$(sort $(wildcard benchmarks/*.p
 ifneq ($(shell $(PYTHON) -c 'print(open("$(STAMP)").read())' 2>/dev/null),$(CURDIR))
 $(STAMP): FORCE
 endif
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock pyproject.toml hatch_build.py $(wildcard src/octavo/kernels/cpu/*)
 	@scripts/install
 
 help: ## list the targets

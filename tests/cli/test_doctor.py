@@ -9,7 +9,8 @@ from octavo.cli.doctor import Requirement, at_least, missing, read_requirements,
 from octavo.cli.machine import Accelerator
 from octavo.cli.probe import DTYPES
 
-PROBED = {"error": None, "platform": "cpu", "devices": ["cpu", "cpu"], "dots": {}}
+KERNELS = {"ready": True, "status": "CPU kernels in AVX2"}
+PROBED = {"error": None, "platform": "cpu", "devices": ["cpu", "cpu"], "kernels": KERNELS, "dots": {}}
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,16 @@ def test_no_compiler(monkeypatch):
     assert item["fix"] == "apt install g++"
 
 
+def test_kernels_that_are_not_built():
+    (item,) = missing([], {**PROBED, "kernels": {"ready": False, "status": "CPU kernels are not built: run this"}})
+    assert item == {
+        "problem": "CPU kernels are not built",
+        "fix": "python -m octavo.kernels.build",
+        "essential": False,
+    }
+    assert missing([], {**PROBED, "kernels": None}) == []
+
+
 def test_an_accelerator_that_jax_does_not_use(monkeypatch):
     monkeypatch.setattr(machine, "accelerators", lambda: [Accelerator("TPU", "tpu", "jax[tpu]")])
     (item,) = missing([], PROBED)
@@ -111,6 +122,7 @@ def test_the_text_shows_speeds_reasons_and_fixes():
     assert "int8            runs   3.50x  native" in text
     assert "int4            refused       not supported" in text
     assert "2 x cpu (backend cpu)" in text
+    assert "  kernels   CPU kernels in AVX2\n" in text
     assert "    python -m pip install flax" in text
 
 

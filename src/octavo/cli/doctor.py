@@ -105,6 +105,8 @@ def missing(requirements: list[Requirement], probed: dict) -> list[dict]:
 
     if machine.compiler() is None:
         add("no C++ compiler: the CPU kernels cannot be built", machine.compiler_fix())
+    elif probed["kernels"] and not probed["kernels"]["ready"]:
+        add(probed["kernels"]["status"].partition(":")[0], "python -m octavo.kernels.build")
     for accelerator in machine.accelerators():
         if probed["platform"] not in (accelerator.platform, None):
             problem = f"{accelerator.name} present, but JAX runs on {probed['platform']}"
@@ -126,6 +128,8 @@ def show(report: dict) -> str:
     lines += ["", "machine", f"  {'cpu':10}{cpu['model']}, {cpu['cores']} cores"]
     lines += [f"  {'has':10}{' '.join(cpu['has']) or 'unknown'}", f"  {'lacks':10}{' '.join(cpu['lacks']) or '-'}"]
     lines += [f"  {'compiler':10}{report['compiler'] or 'none'}"]
+    if report["kernels"]:
+        lines += [f"  {'kernels':10}{report['kernels']['status']}"]
     kinds = {kind: report["devices"].count(kind) for kind in report["devices"]}
     devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
     lines += [f"  {'devices':10}{devices} (backend {report['platform'] or 'none'})"]

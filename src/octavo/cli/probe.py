@@ -31,7 +31,7 @@ _COMMAND = (sys.executable, "-m", "octavo.cli.probe")
 
 
 def probe(command: Sequence[str] = _COMMAND, timeout: float = 15.0) -> dict:
-    """Try every type and return `{"error", "platform", "devices", "dots"}`.
+    """Try every type and return `{"error", "platform", "devices", "kernels", "dots"}`.
 
     A type at which the child dies or hangs is reported as refused and left out of the next try.
     """
@@ -51,6 +51,7 @@ def probe(command: Sequence[str] = _COMMAND, timeout: float = 15.0) -> dict:
         "error": died,
         "platform": told.get("platform"),
         "devices": told.get("devices", []),
+        "kernels": told.get("kernels"),
         "dots": {name: _judged(dots[name], dots) for name in DTYPES if name in dots},
     }
 
@@ -123,7 +124,10 @@ def _compiled(name: str):
 def _main(skip: Sequence[str]) -> None:
     import jax
 
+    from octavo import kernels
+
     _say(platform=jax.default_backend(), devices=[device.device_kind for device in jax.devices()])
+    _say(kernels={"ready": kernels.available(), "status": kernels.status()})
     dots = {}
     for name in (name for name in DTYPES if name not in skip):
         _say(trying=name)

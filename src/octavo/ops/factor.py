@@ -55,9 +55,22 @@ def dequantized(lhs: Factor, rhs: Factor) -> tuple[Array, Array]:
     return wide[0].astype(common), wide[1].astype(common)
 
 
+def element(q: QArray) -> Format:
+    """The format of single codes: that of the element, for a block format."""
+    return q.qtype.element if isinstance(q.qtype, BlockFormat) else q.qtype
+
+
+def stored_shape(q: QArray) -> tuple[int, ...]:
+    """The shape with padding."""
+    shape = list(q.shape)
+    for axis, count in q.padding:
+        shape[axis] += count
+    return tuple(shape)
+
+
 def integers(q: QArray) -> Array:
     """Codes as int8, their zero point not yet subtracted."""
-    fmt, codes = _element(q), q.qvalue
+    fmt, codes = element(q), q.qvalue
     if not fmt.signed and fmt.bits == 8:
         codes = (codes ^ jnp.uint8(128)).astype(jnp.int8)  # 128 less, as are the zero points below
     codes = codes.astype(jnp.int8)
@@ -68,7 +81,7 @@ def zero_point(x: Factor) -> Array | None:
     """The zero point of `integers`, as int32."""
     if not isinstance(x, QArray) or x.zero_point is None:
         return None
-    fmt = _element(x)
+    fmt = element(x)
     return x.zero_point.astype(jnp.int32) - (128 if not fmt.signed and fmt.bits == 8 else 0)
 
 
@@ -92,24 +105,20 @@ def scale(x: Factor, *, codes: bool) -> Array | None:
     scale = x.scale.astype(jnp.float32)
     if x.outer_scale is not None:
         scale = scale * x.outer_scale.astype(jnp.float32)
-    fmt = _element(x)
+    fmt = element(x)
     if codes and isinstance(fmt, IntFormat):
         scale = scale * (fmt.unit * (1.0 if fmt.has_zero else 0.5))
     return scale
 
 
 def _is_integer(q: QArray) -> bool:
-    fmt = _element(q)
+    fmt = element(q)
     return isinstance(fmt, IntFormat) and fmt.bits <= (8 if fmt.has_zero else 7)
 
 
 def _native_float8(q: QArray) -> bool:
-    fmt = _element(q)
+    fmt = element(q)
     return isinstance(fmt, FloatFormat) and fmt.dtype is not None and fmt.bits == 8
-
-
-def _element(q: QArray) -> Format:
-    return q.qtype.element if isinstance(q.qtype, BlockFormat) else q.qtype
 
 
 def _carrier(x: Factor) -> np.dtype | None:

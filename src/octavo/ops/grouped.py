@@ -97,7 +97,7 @@ def rows_by_groups(lhs: Array, rhs: Array, rows: Rows, *, contract: int, precisi
 
     What it gives for rows of no group is not defined.
     """
-    check_lowering(lowering)
+    check_lowering(lowering, kernel=False)
     if lhs.dtype == jnp.int8:
         return _rows_by_groups(lhs, rhs, rows.sizes, contract, precision, lowering)
     return _float_rows_by_groups(*_alike(lhs, rhs), rows.sizes, contract, precision, lowering)
@@ -105,7 +105,7 @@ def rows_by_groups(lhs: Array, rhs: Array, rows: Rows, *, contract: int, precisi
 
 def rows_by_rows(lhs: Array, rhs: Array, rows: Rows, *, precision: Any, lowering: str) -> Array:
     """[m, k] x [m, n] -> [g, k, n]: int8 to int32, floats to float32."""
-    check_lowering(lowering)
+    check_lowering(lowering, kernel=False)
     if lhs.dtype == jnp.int8:
         return _rows_by_rows(lhs, rhs, rows.sizes, precision, lowering)
     return _float_rows_by_rows(*_alike(lhs, rhs), rows.sizes, precision, lowering)

@@ -5,7 +5,9 @@
   its last axis, both lie in memory row by row, and there are at least eight rows. Other forms are several times slower:
   `benchmarks/matmul.py` shows it in the `drhs` of libraries that do not do this. A layout constraint keeps XLA from
   folding the transposition back into the dot.
-* "auto" is "rows" on CPUs and "plain" elsewhere, decided when the program is lowered for a platform.
+* "kernel" is a native kernel (`octavo.kernels`), for a few rows and a large matrix; forced, it says what it lacks.
+* "auto" is "kernel" on CPUs where it can be, or "rows", and "plain" elsewhere, decided when the program is lowered for
+  a platform.
 
 All give the same bits for integers.
 """
@@ -19,10 +21,17 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
+from octavo import kernels
 from octavo._typing import Array
 from octavo.ops.dims import Dims
 
-LOWERINGS = ("auto", "plain", "rows")
+LOWERINGS = ("auto", "plain", "rows", "kernel")
+
+
+# More rows are worth a dequantized matrix and XLA's own product.
+MOST_ROWS = 16
+# A smaller matrix is in the cache, and its product done before a custom call begins.
+FEWEST_WEIGHTS = 1 << 15
 
 
 def lowerings() -> tuple[str, ...]:
@@ -30,10 +39,39 @@ def lowerings() -> tuple[str, ...]:
     return LOWERINGS
 
 
-def check_lowering(name: str) -> None:
-    """Refuse an unknown lowering."""
+def check_lowering(name: str, *, kernel: bool = True) -> None:
+    """Refuse an unknown lowering, and "kernel" for an operation without one."""
     if name not in LOWERINGS:
         raise ValueError(f"lowering is one of {LOWERINGS}, got {name!r}")
+    if name == "kernel" and not kernel:
+        raise ValueError("lowering='kernel': ragged products have no kernel; lowering='auto' takes another way")
+
+
+def layout_refusal(shape: tuple[int, ...], dims: Dims) -> str | None:
+    """Why a native kernel cannot run a product with these axes and a left operand of this shape; None if it can."""
+    if not kernels.available():
+        return kernels.status()
+    rows = math.prod(shape[a] for a in dims.lhs_remaining)
+    if dims.lhs_batch:
+        return "the kernel has no batch axes"
+    if not 0 < rows <= MOST_ROWS or math.prod(shape) == 0:
+        return f"the kernel is for 1 to {MOST_ROWS} rows, got an operand of shape {shape} with {rows}"
+    if is_transposed(dims) is None:
+        return "the kernel contracts the first axes of a matrix or its last ones, in order"
+    return None
+
+
+def is_transposed(dims: Dims) -> bool | None:
+    """False for a matrix [K, N], True for [N, K], None for any other order of axes."""
+    every = tuple(range(dims.rhs_ndim))
+    if dims.rhs_contract + dims.rhs_remaining == every:
+        return False
+    return True if dims.rhs_remaining + dims.rhs_contract == every else None
+
+
+def is_large(shape: tuple[int, ...]) -> bool:
+    """Whether a matrix is worth a custom call."""
+    return math.prod(shape) >= FEWEST_WEIGHTS
 
 
 def materialize[T](tree: T) -> T:
@@ -61,12 +99,28 @@ def integer_dot(lhs: Array, rhs: Array, dims: Dims, *, lowering: str = "auto", o
         preferred_element_type=jnp.int32,
         out_sharding=out_sharding,
     )
-    if lowering == "plain" or out_sharding is not None or is_explicit(lhs) or is_explicit(rhs):
+    is_placed = out_sharding is not None or is_explicit(lhs) or is_explicit(rhs)
+    refusal = "the kernel knows no shardings" if is_placed else layout_refusal(lhs.shape, dims)
+    if lowering == "kernel" and refusal is not None:
+        raise ValueError(f"lowering='kernel': {refusal}; lowering='auto' takes another way where it must")
+    if lowering == "plain" or is_placed:
         return plain(lhs, rhs)
     rows = functools.partial(_rows_dot, dims=dims)
+    kernel = functools.partial(_kernel_dot, dims=dims)
+    if lowering == "kernel" or (lowering == "auto" and refusal is None and is_large(rhs.shape)):
+        return jax.lax.platform_dependent(lhs, rhs, cpu=kernel, default=plain)
     if lowering == "rows":
         return rows(lhs, rhs)
     return jax.lax.platform_dependent(lhs, rhs, cpu=rows, default=plain)
+
+
+def _kernel_dot(lhs: Array, rhs: Array, *, dims: Dims) -> Array:
+    left = [lhs.shape[a] for a in dims.lhs_remaining]
+    right = [rhs.shape[a] for a in dims.rhs_remaining]
+    transposed = bool(is_transposed(dims))
+    lhs = jnp.transpose(lhs, (*dims.lhs_remaining, *dims.lhs_contract)).reshape(math.prod(left), -1)
+    rhs = rhs.reshape((math.prod(right), -1) if transposed else (-1, math.prod(right)))
+    return kernels.int_matvec(lhs, rhs, transposed=transposed).reshape(*left, *right)
 
 
 def _rows_dot(lhs: Array, rhs: Array, *, dims: Dims) -> Array:

@@ -7,6 +7,7 @@ is dequantized first. Zero points of integers become correction terms: with l = 
     sum l r = sum ql qr - zl sum qr - zr sum ql + n zl zr.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -14,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array
-from octavo.ops import digits, factor
+from octavo.ops import digits, factor, native
 from octavo.ops.dims import Dims
 from octavo.ops.factor import Factor
-from octavo.ops.lowering import check_lowering, float_dot, integer_dot
+from octavo.ops.lowering import check_lowering, float_dot, integer_dot, is_large, layout_refusal
 from octavo.qarray import QArray
 
 # Shorter tiles make a stack of products, one for each, larger than the operands: dequantizing is cheaper.
@@ -41,14 +42,55 @@ def multiply(
         return jax.lax.dot_general(
             lhs, rhs, dims.numbers, precision=precision, preferred_element_type=dtype, out_sharding=out_sharding
         )
+    if lowering in ("auto", "kernel") and not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
+        refusal = _kernel_refusal(lhs, rhs, dims, out_sharding, accumulator)
+        if refusal is None and (lowering == "kernel" or is_large(rhs.shape)):
+            how = functools.partial(_by_xla, dims=dims, dtype=jnp.float32, precision=precision)
+            assert not isinstance(lhs, QArray)
+            assert isinstance(rhs, QArray)
+            return native.product(lhs, rhs, dims, how).astype(dtype)
+        if lowering == "kernel":
+            raise ValueError(f"lowering='kernel': {refusal}; lowering='auto' takes another way where it must")
+    return _by_xla(
+        lhs,
+        rhs,
+        dims,
+        dtype=dtype,
+        precision=precision,
+        out_sharding=out_sharding,
+        lowering=lowering,
+        accumulator=accumulator,
+    )
+
+
+def _kernel_refusal(lhs: Factor, rhs: Factor, dims: Dims, out_sharding: Any, accumulator: str | None) -> str | None:
+    if out_sharding is not None:
+        return "the kernel knows no shardings"
+    if accumulator is not None and jnp.dtype(accumulator) != jnp.float32:
+        return f"the kernel accumulates in float32, not in {accumulator}"
+    return native.refusal(lhs, rhs, dims)
+
+
+def _by_xla(
+    lhs: Factor,
+    rhs: Factor,
+    dims: Dims,
+    *,
+    dtype: Any,
+    precision: Any = None,
+    out_sharding: Any = None,
+    lowering: str = "auto",
+    accumulator: str | None = None,
+) -> Array:
+    """The product of operands of which one at least is a QArray, without kernels but for integers."""
     lhs, rhs = factor.whole(lhs), factor.whole(rhs)
     tiles = _contraction_tiles(lhs, rhs, dims)
     kind = None if tiles is None else factor.kind(lhs, rhs)
+    if lowering == "kernel" and kind != "int":
+        raise ValueError("lowering='kernel': of two QArrays the kernel multiplies integers without tiles alone")
     if tiles is None or kind is None:
         return _dequantized(lhs, rhs, dims, dtype, precision, out_sharding, accumulator)
-    left = _Side(lhs, dims.lhs_contract, dims.lhs_batch, tiles)
-    right = _Side(rhs, dims.rhs_contract, dims.rhs_batch, tiles)
-    split = Dims(left.ndim, right.ndim, left.contract, right.contract, left.batch, right.batch)
+    left, right, split = _sides(lhs, rhs, dims, tiles)
     out_sharding = None if len(left.batch) > len(dims.lhs_batch) else out_sharding
     if kind == "int":
         out = integer_dot(left.integers(), right.integers(), split, lowering=lowering, out_sharding=out_sharding)
@@ -73,13 +115,20 @@ def multiply(
 
 def describe(lhs: Factor, rhs: Factor, dims: Dims) -> str:
     """In a few words, how `multiply` runs this product."""
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu and native.refusal(lhs, rhs, dims) is None and is_large(rhs.shape):
+        assert isinstance(rhs, QArray)
+        return f"{rhs.qtype.name} weights, CPU kernel"
     lhs, rhs = factor.whole(lhs), factor.whole(rhs)
     tiles = _contraction_tiles(lhs, rhs, dims)
     kind = None if tiles is None else factor.kind(lhs, rhs)
     if kind is None:
         return "dequantized"
     if kind == "int":
-        return "int8 -> int32"
+        assert tiles is not None
+        split = _sides(lhs, rhs, dims, tiles)[2]
+        by_kernel = on_cpu and split == dims and is_large(rhs.shape) and layout_refusal(lhs.shape, dims) is None
+        return "int8 -> int32" + (", CPU kernel" if by_kernel else "")
     return "float8" if kind == "native" else f"exact in {kind}"
 
 
@@ -106,6 +155,13 @@ def _dequantized(
     lhs, rhs = factor.dequantized(lhs, rhs)
     out = float_dot(lhs, rhs, dims, precision=precision, out_sharding=out_sharding, accumulator=accumulator)
     return out.astype(dtype)
+
+
+def _sides(lhs: Factor, rhs: Factor, dims: Dims, tiles: tuple[int, ...]) -> "tuple[_Side, _Side, Dims]":
+    """Both operands in split form, and the axes of their product."""
+    left = _Side(lhs, dims.lhs_contract, dims.lhs_batch, tiles)
+    right = _Side(rhs, dims.rhs_contract, dims.rhs_batch, tiles)
+    return left, right, Dims(left.ndim, right.ndim, left.contract, right.contract, left.batch, right.batch)
 
 
 class _Side:

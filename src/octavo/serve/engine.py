@@ -3,7 +3,7 @@
 import dataclasses
 import secrets
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,8 +94,7 @@ class Engine:
         eos_ids: Sequence[int] | None = None,
         fuse: bool = True,
     ):
-        own = params is None
-        config, params, rules, tokenizer = _opened(source, params, rules, tokenizer)
+        config, load, rules, tokenizer = _opened(source, params, rules, tokenizer)
         for name, value in (("slots", slots), ("max_length", max_length), ("chunk", chunk)):
             if value < 1:
                 raise ValueError(f"{name} is at least 1, got {value}")
@@ -103,15 +102,7 @@ class Engine:
         self.slots, self.max_length, self.chunk = slots, max_length, chunk
         self.eos_ids = frozenset(getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids)
         self._programs = Programs(
-            config,
-            params,
-            rules=rules,
-            slots=slots,
-            max_length=max_length,
-            kv=kv,
-            chunk=chunk,
-            fuse=fuse,
-            donate=own,
+            config, load, rules=rules, slots=slots, max_length=max_length, kv=kv, chunk=chunk, fuse=fuse
         )
         self._running: list[_Slot | None] = [None] * slots
         self._waiting: deque[Request] = deque()
@@ -278,11 +269,12 @@ class Engine:
         return Event(request.request_id, token, text, logprob, finish, top)
 
 
-def _opened(source: Any, params: Any, rules: Any, tokenizer: Any) -> tuple[ModelConfig, Any, Any, Any]:
+def _opened(source: Any, params: Any, rules: Any, tokenizer: Any) -> tuple[ModelConfig, Callable[[], Any], Any, Any]:
+    """The config, what loads the parameters, the rules and the tokenizer."""
     if isinstance(source, ModelConfig):
         if params is None:
             raise TypeError("Engine(config, params) takes the parameters too; Engine(source) a model that was opened")
-        return source, params, () if rules is None else rules, tokenizer
+        return source, lambda: params, () if rules is None else rules, tokenizer
     if params is not None:
         raise TypeError(f"parameters come with a ModelConfig, or within a source; got a {type(source).__name__}")
     if not hasattr(source, "config") or not hasattr(source, "params"):
@@ -291,4 +283,4 @@ def _opened(source: Any, params: Any, rules: Any, tokenizer: Any) -> tuple[Model
             f"{type(source).__name__}"
         )
     rules = getattr(source, "rules", ()) if rules is None else rules
-    return source.config, source.params(), rules, tokenizer or getattr(source, "tokenizer", None)
+    return source.config, source.params, rules, tokenizer or getattr(source, "tokenizer", None)

@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -51,7 +52,7 @@ class Programs:
     def __init__(
         self,
         config: ModelConfig,
-        params: Any,
+        load: Callable[[], Any],
         *,
         rules: Any,
         slots: int,
@@ -59,13 +60,12 @@ class Programs:
         kv: KVConfig,
         chunk: int,
         fuse: bool,
-        donate: bool,
     ):
-        config, params = prepared(config, params, fuse=fuse and not rules, donate=donate)
+        config, params = prepared(config, load, fuse=fuse and not rules)
         self.config, self.chunk = config, chunk
         self.traces: Counter[str] = Counter()
         # Leaves side by side: to take a tree of QArrays apart at every step costs as much as a small model does.
-        leaves, self._tree = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
+        leaves, self._tree = jax.tree.flatten(params)
         self._leaves = tuple(leaves)
         plain = functools.partial(apply, config)
         is_plain = not rules and not any(isinstance(x, QArray) for x in _stored(params))
@@ -145,12 +145,16 @@ class Programs:
         return Output(choice, likeliest(logits, MAX_LOGPROBS)), tuple(jax.tree.leaves(new))
 
 
-def prepared(config: ModelConfig, params: Any, *, fuse: bool, donate: bool = False) -> tuple[ModelConfig, Any]:
-    """A config and parameters as serving wants them: layers apart, matrices joined where they go together."""
+def prepared(config: ModelConfig, load: Callable[[], Any], *, fuse: bool) -> tuple[ModelConfig, Any]:
+    """A config and parameters as serving wants them: layers apart, matrices joined where they go together.
+
+    Parameters that are loaded only here are held once: parts are let go as soon as they are joined.
+    """
+    params = jax.tree.map(jnp.asarray, load())  # with dictionaries of its own, which may be emptied
     if config.scan_layers:
         params = unstack_layers(params)
     config = config.replace(scan_layers=False, remat="none")
-    joined = models.fuse(config, params, donate=donate) if fuse else None
+    joined = models.fuse(config, params, donate=True) if fuse else None
     return (config, params) if joined is None else joined
 
 

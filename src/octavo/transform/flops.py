@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from octavo import kernels
 from octavo.ops.grouped import TURNS
 from octavo.transform.arithmetic import product_flops
 from octavo.transform.frame import BACKWARD, scope_names
@@ -153,6 +154,9 @@ def _equation(eqn: Equation, values: list[_Value], platform: str) -> tuple[Tally
     if name in PRODUCTS:
         lhs, rhs = (None if v.origin is None else v.origin.name for v in values[:2])
         return Tally((_product(eqn, values),), codes=((lhs, rhs),)), outs
+    if name == "ffi_call" and eqn.params["target_name"] in kernels.TARGETS:
+        lhs, rhs = (None if v.origin is None else v.origin.name for v in values[:2])
+        return Tally((_kernel_product(eqn),), codes=((lhs, rhs),)), outs
     if name in _OPAQUE:
         return Tally(opaque=(name,)), outs
     if name in _CONTROL:
@@ -175,6 +179,15 @@ def _product(eqn: Any, values: list[_Value]) -> Product:
     op, dtypes = eqn.primitive.name, [str(x.dtype) for x in (lhs, rhs, out)]
     flops = product_flops(op, eqn.params, lhs.shape, rhs.shape, out.shape)
     return Product("", PRODUCTS[op], lhs.shape, rhs.shape, *dtypes, flops=flops, count=1, backward=False, kind=kind)
+
+
+def _kernel_product(eqn: Any) -> Product:
+    """A product that a native kernel runs: of rows with codes as they are stored, packed ones with half the depth."""
+    lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    kind = "native" if is_low(lhs.dtype) else "weight_only"
+    flops = 2 * math.prod(lhs.shape) * out.shape[1]
+    dtypes = [str(x.dtype) for x in (lhs, rhs, out)]
+    return Product("", "dot_general", lhs.shape, rhs.shape, *dtypes, flops=flops, count=1, backward=False, kind=kind)
 
 
 def _joined(a: _Value, b: _Value, aval: Any) -> _Value:

@@ -1,0 +1,209 @@
+"""`octavo generate`: what a model makes of prompts, printed as it comes.
+
+One prompt is answered token by token. Several are made side by side and printed one after the other, each as soon as
+all before it are done.
+"""
+
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["run"]
+
+_MOST_SLOTS = 8
+
+
+def run(args: Namespace) -> int:
+    """Generate as the arguments say, and return the exit status."""
+    try:
+        prompts = _prompts(args)
+        params = _params(args)
+        engine, source, ids = _engine(args, prompts)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"octavo generate: {error}", file=sys.stderr)
+        return 2
+    seeded = [params if params.seed is None else params.replace(seed=params.seed + i) for i in range(len(ids))]
+    # Before the clock starts: both programs are compiled by a first token of nothing.
+    warm = type(params)(temperature=0.0, max_tokens=2)
+    for _ in engine.generate([ids[0][:1]], warm):
+        pass
+    shown = [f"{prompt}\n" for prompt in prompts] if args.chat else prompts
+    printer = _Json(prompts, ids) if args.json else _Text(shown, sys.stdout)
+    clock = _Clock()
+    try:
+        for event in engine.generate(ids, seeded):
+            clock.tick(event)
+            printer.add(event)
+    except KeyboardInterrupt:
+        printer.close()
+        return 130
+    except BrokenPipeError:  # whoever reads has seen enough
+        return 0
+    printer.close()
+    print(f"octavo generate: {clock.said(ids)}\n{_loaded(source, engine)}", file=sys.stderr)
+    return 1 if clock.failed else 0
+
+
+def _prompts(args: Namespace) -> list[str]:
+    prompts = list(args.prompt or ())
+    if args.prompt_file is not None:
+        text = sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text("utf-8")
+        prompts += [line for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError("there is no prompt: give --prompt TEXT, or --prompt-file FILE with one on each line")
+    return prompts
+
+
+def _params(args: Namespace) -> Any:
+    from octavo.serve import SamplingParams
+
+    return SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        max_tokens=args.max_tokens,
+        stop=tuple(args.stop),
+        seed=args.seed,
+    )
+
+
+def _engine(args: Namespace, prompts: Sequence[str]) -> tuple[Any, Any, list[list[int]]]:
+    from octavo.pretrained import open_model
+    from octavo.serve import Engine, KVConfig
+
+    if args.kv_values and not args.kv:
+        raise ValueError("--kv-values needs --kv, the format of the keys")
+    kv = KVConfig(keys=args.kv, values=args.kv_values or args.kv, axis=args.kv_axis) if args.kv else KVConfig()
+    source = open_model(args.model)
+    tokenizer = source.tokenizer
+    if tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer: it cannot read a prompt")
+    if args.chat:
+        ids = [tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+    else:
+        ids = [list(tokenizer.encode(prompt)) for prompt in prompts]
+    ids = [tokens or _beginning(tokenizer, prompt) for tokens, prompt in zip(ids, prompts, strict=True)]
+    slots = min(len(ids), _MOST_SLOTS) if args.slots is None else args.slots
+    length = max(map(len, ids)) + args.max_tokens if args.max_length is None else args.max_length
+    engine = Engine(source, slots=slots, max_length=length, kv=kv)
+    for tokens in ids:
+        engine.check(tokens)
+    return engine, source, ids
+
+
+def _beginning(tokenizer: Any, prompt: str) -> list[int]:
+    """An empty prompt is the beginning of a text, if the tokenizer has a token for that."""
+    bos = getattr(tokenizer, "bos_id", None)
+    if bos is None:
+        raise ValueError(f"the prompt {prompt!r} has no tokens, and the tokenizer none that begins a text")
+    return [bos]
+
+
+class _Text:
+    """Prompts and what follows them, in order: of the first that is not done, every piece as it comes."""
+
+    def __init__(self, prompts: Sequence[str], out: Any):
+        self._prompts, self._out = prompts, out
+        self._held: list[list[str]] = [[] for _ in prompts]
+        self._done = [False] * len(prompts)
+        self._now = 0
+        self._write(prompts[0])
+
+    def add(self, event: Any) -> None:
+        number = event.request_id
+        self._held[number].append(event.text)
+        self._done[number] = event.finish is not None
+        while self._now < len(self._prompts):
+            self._write("".join(self._held[self._now]))
+            self._held[self._now] = []
+            if not self._done[self._now]:
+                return
+            self._write("\n")
+            self._now += 1
+            if self._now < len(self._prompts):
+                self._write("\n" + self._prompts[self._now])
+
+    def close(self) -> None:
+        if self._now < len(self._prompts):
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+class _Json:
+    """A line for each prompt that is done."""
+
+    def __init__(self, prompts: Sequence[str], ids: Sequence[Sequence[int]]):
+        self._prompts, self._ids = prompts, ids
+        self._events: dict[int, list[Any]] = {}
+
+    def add(self, event: Any) -> None:
+        events = self._events.setdefault(event.request_id, [])
+        events.append(event)
+        if event.finish is None:
+            return
+        number = event.request_id
+        line = {
+            "index": number,
+            "prompt": self._prompts[number],
+            "text": "".join(e.text for e in events),
+            "finish": event.finish,
+            "prompt_tokens": len(self._ids[number]),
+            "tokens": [e.token for e in events],
+        }
+        print(json.dumps(line), flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _Clock:
+    """When tokens came."""
+
+    def __init__(self):
+        self._start = time.perf_counter()
+        self._first = self._last = self._start
+        self._tokens = 0
+        self.failed = False
+
+    def tick(self, event: Any) -> None:
+        self._last = time.perf_counter()
+        if not self._tokens:
+            self._first = self._last
+        self._tokens += event.token >= 0
+        self.failed = self.failed or event.finish == "error"
+
+    def said(self, ids: Sequence[Sequence[int]]) -> str:
+        count, seconds = self._tokens, self._last - self._start
+        prompt = sum(map(len, ids))
+        after = self._last - self._first
+        speed = f", {(count - 1) / after:.1f} tokens/s after the first" if count > 1 and after > 0 else ""
+        return f"{count} tokens from {prompt} of prompt in {seconds:.2f} s{speed}"
+
+
+def _loaded(source: Any, engine: Any) -> str:
+    mib = 2**20
+    kv = engine.kv
+    kept = kv.dtype if kv.keys is None and kv.values is None else f"{kv.keys or kv.dtype}/{kv.values or kv.dtype}"
+    return (
+        f"  {source.describe()}\n"
+        f"  parameters {engine.params_nbytes / mib:.1f} MiB; cache {engine.cache_nbytes / mib:.1f} MiB in {kept}, "
+        f"{engine.cache_bytes_per_token:.0f} bytes per token; peak memory {_peak() / mib:.0f} MiB"
+    )
+
+
+def _peak() -> int:
+    try:
+        import resource
+    except ModuleNotFoundError:  # not on Windows
+        return 0
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

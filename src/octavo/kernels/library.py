@@ -1,0 +1,83 @@
+"""The compiled library: whether it is there, and what it can do on this processor."""
+
+import ctypes
+import dataclasses
+import functools
+
+import jax
+
+from octavo.kernels import compiling
+
+FLOAT_TARGET, INT_TARGET = "octavo_float_matvec", "octavo_int_matvec"
+# The names of the custom calls.
+TARGETS = (FLOAT_TARGET, INT_TARGET)
+
+# Part of the key of jit's caches: a program that was traced with kernels is not the one without.
+_allowed = jax.make_user_context(default_value=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """The instruction sets that this processor has a version for, slowest first; or why there is none."""
+
+    versions: tuple[str, ...] = ()
+    problem: str = ""
+
+
+@functools.cache
+def load() -> Library:
+    """Load the library and register its custom calls, once in a process."""
+    path = compiling.library()
+    if not path.exists():
+        return Library(problem=f"not built: {compiling.HINT}")
+    try:
+        found = ctypes.CDLL(str(path))
+        for target in TARGETS:
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(found, target)), platform="cpu")
+        found.octavo_versions.restype = ctypes.c_char_p
+        return Library(tuple(found.octavo_versions().decode().split()))
+    except (OSError, AttributeError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return Library(problem=f"built but not usable ({reason}): {compiling.HINT}")
+
+
+def available() -> bool:
+    """Whether the CPU kernels are built, and not switched off by `disabled`."""
+    return bool(_allowed.value) and bool(load().versions)
+
+
+def require() -> None:
+    """Load the library, or say why a kernel cannot be called."""
+    if load().problem:
+        raise RuntimeError(f"CPU kernels are {load().problem}")
+
+
+def versions() -> tuple[str, ...]:
+    """The instruction sets that this processor runs kernels in, slowest first; empty if there is no library."""
+    return load().versions
+
+
+def status() -> str:
+    """In one sentence, whether the CPU kernels are there and what they run in.
+
+    >>> import octavo.kernels
+    >>> octavo.kernels.available() == status().startswith("CPU kernels in ")
+    True
+    """
+    found = load()
+    if not found.versions:
+        return f"CPU kernels are {found.problem}"
+    if not _allowed.value:
+        return "CPU kernels are switched off here by octavo.kernels.disabled()"
+    return f"CPU kernels in {found.versions[-1].upper().replace('_', '-')}"
+
+
+def disabled():
+    """A context in which functions are traced without the CPU kernels: XLA's own code runs instead.
+
+    >>> import octavo.kernels
+    >>> with disabled():
+    ...     octavo.kernels.available()
+    False
+    """
+    return _allowed(False)

@@ -1,0 +1,107 @@
+"""A few rows times a quantized matrix, read once and as it is stored: what decoding a token is made of.
+
+    y[m, n] = sum_k x[m, k] * value(code[k, n]) * scale[k // group, n]
+
+The matrix lies as [K, N] ("in, out", like the kernel of a dense layer) or, `transposed`, as [N, K] ("out, in", like an
+embedding that is the head too). The specification is `reference` here; nothing is rounded but float32 sums.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from octavo._typing import Array, Float, Shaped
+from octavo.kernels.library import FLOAT_TARGET, INT_TARGET, require
+
+
+def matvec(
+    x: Float[Array, "m k"],
+    codes: Shaped[Array, "a b"],
+    scale: Float[Array, "c d"],
+    *,
+    table: Sequence[float] | None = None,
+    transposed: bool = False,
+    isa: str = "",
+    threads: int = 0,
+) -> Float[Array, "m n"]:
+    """The float32 product of float32 rows and a quantized matrix, on CPUs.
+
+    Codes are int8; or, with a `table` of 16 values, 4-bit numbers packed in uint8, two to a byte along K, the first in
+    the low half. `scale` is [groups, N] or, transposed, [N, groups], in float32, bfloat16 or float16. `isa` forces one
+    of `versions()`, `threads` a number of them. Differentiate something else: this has no gradient.
+
+    >>> x, codes, scale = jnp.ones((1, 2)), jnp.asarray([[1, 2, 3], [4, 5, 6]], jnp.int8), jnp.full((1, 3), 0.5)
+    >>> reference(x, codes, scale).tolist()
+    [[2.5, 3.5, 4.5]]
+    """
+    require()
+    values = None if table is None else tuple(float(v) for v in table)
+    call = _call(FLOAT_TARGET, codes.shape[0 if transposed else 1], transposed, isa, threads, values)
+    return call(x, codes, scale)
+
+
+def int_matvec(
+    x: Shaped[Array, "m k"], w: Shaped[Array, "a b"], *, transposed: bool = False, isa: str = "", threads: int = 0
+) -> Shaped[Array, "m n"]:
+    """The int32 product of int8 rows and an int8 matrix, on CPUs: the bits that `lax.dot_general` gives."""
+    require()
+    return _call(INT_TARGET, w.shape[0 if transposed else 1], transposed, isa, threads)(x, w)
+
+
+def reference(
+    x: Float[Array, "m k"],
+    codes: Shaped[Array, "a b"],
+    scale: Float[Array, "c d"],
+    *,
+    table: Sequence[float] | None = None,
+    transposed: bool = False,
+) -> Float[Array, "m n"]:
+    """What `matvec` computes, in plain JAX."""
+    if transposed:
+        codes, scale = codes.T, scale.T
+    if table is None:
+        values = codes.astype(jnp.float32)
+    else:
+        halves = jnp.stack([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=1)
+        places = halves.reshape(2 * codes.shape[0], codes.shape[1])[: x.shape[1]]
+        values = jnp.asarray(table, jnp.float32)[places.astype(jnp.int32)]
+    scale = jnp.repeat(scale.astype(jnp.float32), x.shape[1] // scale.shape[0], axis=0)
+    return jax.lax.dot(x, values * scale, precision=jax.lax.Precision.HIGHEST)
+
+
+@functools.cache
+def _call(
+    target: str, columns: int, transposed: bool, isa: str, threads: int, table: tuple[float, ...] | None = None
+) -> Callable[..., Array]:
+    """The custom call. Under vmap, batches of `x` alone are more rows; of the matrix, a loop."""
+    static: dict[str, Any] = {"transposed": transposed, "isa": isa, "threads": np.int32(threads)}
+    dtype = jnp.int32
+    if target == FLOAT_TARGET:
+        static["bits"] = np.int32(8 if table is None else 4)
+        static["table"] = np.asarray(table or (0.0,), np.float32)
+        dtype = jnp.float32
+
+    @jax.custom_batching.custom_vmap
+    def call(x: Array, *weights: Array) -> Array:
+        out = jax.ShapeDtypeStruct((x.shape[0], columns), dtype)
+        return jax.ffi.ffi_call(target, out, vmap_method="sequential")(x, *weights, **static)
+
+    @call.def_vmap
+    def batched(size: int, is_batched: Any, x: Array, *weights: Array) -> tuple[Array, bool]:
+        if not any(is_batched[1:]):
+            out = call(x.reshape(size * x.shape[1], x.shape[2]), *weights)
+            return out.reshape(size, x.shape[1], columns), True
+        axes = [i for i, batch in enumerate(is_batched) if batch]
+        args = (x, *weights)
+
+        def one(moving: tuple[Array, ...]) -> Array:
+            now = dict(zip(axes, moving, strict=True))
+            return call(*(now.get(i, arg) for i, arg in enumerate(args)))
+
+        return jax.lax.map(one, tuple(args[i] for i in axes)), True
+
+    return call

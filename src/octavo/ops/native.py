@@ -1,0 +1,162 @@
+"""Products of a few float rows with a quantized matrix that a native kernel runs, on CPUs, as the matrix is stored.
+
+The kernel reads codes once, packed ones packed. `refusal` says what it does not take; all of that, and other
+platforms, run as `multiply` does without it.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from octavo import kernels
+from octavo._typing import Array
+from octavo.numerics import Format, IntFormat
+from octavo.ops import factor
+from octavo.ops.dims import Dims
+from octavo.ops.factor import Factor
+from octavo.ops.lowering import is_explicit, is_transposed, layout_refusal
+from octavo.qarray import QArray
+
+_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def refusal(lhs: Factor, rhs: Factor, dims: Dims) -> str | None:
+    """Why the kernel cannot run this product of a float array and a QArray; None if it can."""
+    if isinstance(lhs, QArray) or not isinstance(rhs, QArray):
+        return "the kernel multiplies a float array by a QArray, in this order"
+    if lhs.dtype not in _FLOATS:
+        return f"the kernel takes rows of float32, bfloat16 or float16, not {lhs.dtype}"
+    if (reason := layout_refusal(lhs.shape, dims)) is not None:
+        return reason
+    if is_explicit(lhs) or is_explicit(rhs.qvalue):
+        return "the kernel does not know explicit shardings"
+    return _codes_refusal(rhs, dims)
+
+
+def _codes_refusal(q: QArray, dims: Dims) -> str | None:
+    fmt, last = factor.element(q), dims.rhs_contract[-1]
+    if q.qtype.bits == 8:
+        if not (isinstance(fmt, IntFormat) and fmt.signed and fmt.has_zero and fmt.unit == 1.0):
+            return f"the kernel takes int8 and packed 4-bit codes, not {q.qtype.name}"
+    elif q.qtype.bits != 4:
+        return f"the kernel takes int8 and packed 4-bit codes, not {q.qtype.name}"
+    elif q.packed is None or q.packed[0] % q.ndim != last:
+        return "4-bit codes are packed along the contraction for the kernel: QArray.pack"
+    if q.size == 0 or any(a % q.ndim != last for a, _ in q.padding):
+        return "only a contraction of one axis may have padding in the kernel"
+    if q.padding and len(dims.rhs_contract) > 1:
+        return "only a contraction of one axis may have padding in the kernel"
+    if q.qtype.bits == 4 and len(dims.rhs_contract) > 1 and q.shape[last] % 2:
+        return "an odd number of packed codes does not lie in whole bytes"
+    for part in (q.scale, q.zero_point, q.outer_scale):
+        if part is None:
+            continue
+        group = _group(q, part, dims)
+        if q.qtype.bits == 4 and group % 2 and group != _depth(q, dims):
+            return f"groups of packed codes are even in the kernel, not of {group}"
+    return None
+
+
+def product(lhs: Array, rhs: QArray, dims: Dims, otherwise: Callable[[Array, QArray], Array]) -> Array:
+    """The float32 product, by the kernel on CPUs and as `otherwise` says on other platforms."""
+    return _product(lhs, rhs, dims, otherwise)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _product(lhs: Array, rhs: QArray, dims: Dims, otherwise: Callable[[Array, QArray], Array]) -> Array:
+    leaves, structure = jax.tree.flatten(rhs)
+
+    def on_cpu(x: Array, *leaves: Array) -> Array:
+        return _by_kernel(x, jax.tree.unflatten(structure, leaves), dims)
+
+    def elsewhere(x: Array, *leaves: Array) -> Array:
+        return otherwise(x, jax.tree.unflatten(structure, leaves))
+
+    return jax.lax.platform_dependent(lhs, *leaves, cpu=on_cpu, default=elsewhere)
+
+
+@_product.defjvp
+def _product_jvp(dims: Dims, otherwise: Callable[[Array, QArray], Array], primals, tangents):
+    def reference(lhs: Array, rhs: QArray) -> Array:
+        return jax.lax.dot_general(lhs.astype(jnp.float32), rhs.dequantize(jnp.float32), dims.numbers)
+
+    return _product(*primals, dims, otherwise), jax.jvp(reference, primals, tangents)[1]
+
+
+def _by_kernel(x: Array, q: QArray, dims: Dims) -> Array:
+    kept = [x.shape[a] for a in dims.lhs_remaining]
+    columns = [q.shape[a] for a in dims.rhs_remaining]
+    x = jnp.transpose(x.astype(jnp.float32), (*dims.lhs_remaining, *dims.lhs_contract))
+    x = x.reshape(math.prod(kept), math.prod(x.shape[len(kept) :]))
+    x = jnp.pad(x, ((0, 0), (0, sum(count for _, count in q.padding))))
+    transposed, width = bool(is_transposed(dims)), math.prod(columns)
+    codes = q.qvalue.reshape((width, -1) if transposed else (-1, width))
+    scale = _matrix(q, q.scale, dims)
+    if scale.dtype not in _FLOATS:
+        scale = scale.astype(jnp.float32)
+    if q.outer_scale is not None:
+        groups = scale.shape[1 if transposed else 0]
+        scale = scale.astype(jnp.float32) * _matrix(q, q.outer_scale, dims, groups).astype(jnp.float32)
+    table = _table(factor.element(q)) if q.qtype.bits == 4 else None
+    out = kernels.matvec(x, codes, scale, table=table, transposed=transposed)
+    if q.zero_point is not None:
+        out = out - _of_zero_points(x, q, scale, dims)
+    return out.reshape(*kept, *columns)
+
+
+def _of_zero_points(x: Array, q: QArray, scale: Array, dims: Dims) -> Array:
+    """What the zero points add to a product of codes: for each group, the sum of x times zero point times scale."""
+    transposed, fmt = bool(is_transposed(dims)), factor.element(q)
+    assert q.zero_point is not None
+    zero = _matrix(q, q.zero_point, dims).astype(jnp.float32) - _middle(fmt)
+    zero, scale = (zero.T, scale.T) if transposed else (zero, scale)
+    groups = math.lcm(zero.shape[0], scale.shape[0])
+    spread = lambda part: jnp.repeat(part.astype(jnp.float32), groups // part.shape[0], axis=0)  # noqa: E731
+    sums = jnp.sum(x.reshape(x.shape[0], groups, x.shape[1] // groups), axis=2)
+    return jax.lax.dot(sums, spread(zero) * spread(scale), precision=jax.lax.Precision.HIGHEST)
+
+
+def _depth(q: QArray, dims: Dims) -> int:
+    return math.prod(factor.stored_shape(q)[a] for a in dims.rhs_contract)
+
+
+def _group(q: QArray, part: Any, dims: Dims) -> int:
+    """How many neighbours along the contraction, its axes taken as one, share an entry."""
+    shape, group, split = factor.stored_shape(q), 1, False
+    for axis in reversed(dims.rhs_contract):
+        if not split:
+            group *= shape[axis] // part.shape[axis]
+            split = part.shape[axis] > 1
+    return group
+
+
+def _matrix(q: QArray, part: Array, dims: Dims, groups: int = 0) -> Array:
+    """A scale or zero point as the kernel has it: [groups, N], or [N, groups] for [N, K]."""
+    shape = factor.stored_shape(q)
+    contract = [part.shape[a] for a in dims.rhs_contract]
+    first = next((i for i in reversed(range(len(contract))) if contract[i] > 1), None)
+    wanted = dict(zip(dims.rhs_contract, contract, strict=True))
+    wanted |= {a: shape[a] for a in dims.rhs_contract[: first or 0]} | {a: shape[a] for a in dims.rhs_remaining}
+    for axis, size in wanted.items():
+        part = part if part.shape[axis] == size else jnp.repeat(part, size // part.shape[axis], axis=axis)
+    width = math.prod(shape[a] for a in dims.rhs_remaining)
+    part = part.reshape((width, -1) if is_transposed(dims) else (-1, width))
+    axis = 1 if is_transposed(dims) else 0
+    return jnp.repeat(part, groups // part.shape[axis], axis=axis) if groups > part.shape[axis] else part
+
+
+def _middle(fmt: Format) -> float:
+    """What is taken off unsigned codes, so that sums of their products stay small."""
+    return float(1 << (fmt.bits - 1)) if isinstance(fmt, IntFormat) and not fmt.signed else 0.0
+
+
+@functools.cache
+def _table(fmt: Format) -> tuple[float, ...]:
+    """The values of the sixteen codes, in the order of their bits."""
+    with jax.ensure_compile_time_eval():
+        values = fmt.decode(fmt.from_bits(jnp.arange(16, dtype=jnp.uint8)))
+        return tuple(float(v) - _middle(fmt) for v in values)
