@@ -47,6 +47,7 @@ def test_text(capsys):
     assert capsys.readouterr().out == out
 
 
+@pytest.mark.slow
 def test_json_and_a_batch(capsys, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("one\n\ntwo\n")

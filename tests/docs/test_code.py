@@ -51,7 +51,7 @@ def run(text, names, where, line):
 
 
 @pytest.mark.parametrize("name", list(modules()))
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_docstrings(name):
     # Read from the source: doctest itself overlooks functions that a decorator has wrapped.
     module = importlib.import_module(name)

@@ -100,7 +100,7 @@ def test_served_logits_are_trained_logits_bit_for_bit(name):
     assert all(1 in x.shape or x.shape == kernel.scale.shape for x in floats)  # scales
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4", "weights"])
 def test_nnx_layers_serve_what_they_trained(name):
     dot = functools.partial(octavo.dot_general, config=CONFIGS[name])
@@ -193,6 +193,7 @@ def test_training_falls_and_gradients_flow_through_conv_dense_and_experts():
 class TestModes:
     model = Model(CONFIGS["int8"], experts=False, static=True)
 
+    @pytest.mark.slow
     def test_calibrate_convert_serve_with_static_ranges(self):
         variables = trained(self.model)
         assert set(variables["quant_stats"]) == {"Conv_0", "first", "second"}
@@ -358,7 +359,7 @@ class TestDelayedScaling:
 
 
 class TestConfigure:
-    @pytest.mark.sampled(4)
+    @pytest.mark.sampled(8)
     @pytest.mark.parametrize(
         ("name", "kind", "forward"),
         [

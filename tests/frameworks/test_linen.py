@@ -127,7 +127,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_scanned_and_rematerialized_layers(scanned, remat):
     model = Stack(scanned, remat)
     low = octavo.quantize_model(model, INT8)

@@ -249,6 +249,6 @@ assert not QUICK - set(CASES)
         for _id in [f"{case[0]}-{'scan' if case[1] else 'loop'}-{'remat' if case[2] else 'plain'}-{case[3]}-{case[4]}"]
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_matrix(kind, scanned, remat, way, recipe):
     check(kind, scanned, remat, way, recipe)

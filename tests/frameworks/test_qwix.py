@@ -38,7 +38,7 @@ RULES = {
 }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("name", RULES)
 def test_values_and_gradients_are_those_of_qwix(name):
     variables = Model().init(KEY, X)

@@ -64,6 +64,7 @@ class Case:
 @pytest.mark.parametrize("isa", kernels.versions())
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", [None, "int4", "nf4", "fp4"])
+@pytest.mark.sampled(2)
 def test_any_shape_is_within_the_rounding_of_its_sum(name, transposed, isa):
     for seed in range(4):
         case = Case(seed + 100 * len(name or ""), table=TABLES.get(name), transposed=transposed)
@@ -82,6 +83,7 @@ def test_many_shapes_are_within_the_rounding_of_their_sum(start, name, transpose
 
 
 @pytest.mark.parametrize("rows", range(1, 18))
+@pytest.mark.sampled(4)
 def test_any_number_of_rows(rows):
     for transposed in (False, True):
         case = Case(rows, table=TABLES["int4"], transposed=transposed, rows=rows, depth=64, columns=83, group=32)

@@ -57,6 +57,7 @@ def test_tokens_sorted_by_expert_give_what_all_experts_give(k):
     jax.tree.map(close, step_of(config)(params, *inputs), step_of(config.replace(sparse_matmul=False))(params, *inputs))
 
 
+@pytest.mark.slow
 def test_an_expert_may_have_no_tokens():
     params = params_of(MOE)
     layers = params["decoder"]["layers"]

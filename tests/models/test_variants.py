@@ -74,6 +74,7 @@ def plain(config, params, tokens, positions, segments, monkeypatch):
 
 
 @pytest.mark.parametrize("config", [QWEN2, QWEN3, LLAMA], ids=["qwen2", "qwen3", "llama"])
+@pytest.mark.sampled(3)
 def test_against_numpy(config, monkeypatch):
     params, inputs = params_of(config), batch(config)
     if config.qkv_bias:
@@ -93,6 +94,7 @@ def test_defaults_have_no_new_parameters():
 
 
 @pytest.mark.parametrize("config", [QWEN2, MOE.replace(num_layers=1, scan_layers=False)], ids=["dense", "moe"])
+@pytest.mark.sampled(2)
 def test_fused_is_the_same_model(config):
     params, inputs = params_of(config), batch(config)
     fused, joined = fuse(config, params)

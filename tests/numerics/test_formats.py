@@ -35,7 +35,7 @@ def near_grid(fmt: Format, rng) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_representable_values_are_kept(name):
     fmt = formats()[name]
     grid = jnp.asarray(fmt.grid(), jnp.float32)
@@ -68,7 +68,7 @@ def test_native_floats_round_like_ml_dtypes(name, exponent, seed):
 
 
 @pytest.mark.parametrize("name", NATIVE)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_emulated_floats_agree_with_native_ones_bit_for_bit(name):
     fmt = formats()[name]
     emulated = fmt.replace(dtype=None)

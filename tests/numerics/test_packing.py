@@ -37,7 +37,7 @@ def test_the_stream_is_little_endian():
 
 
 @pytest.mark.parametrize("name", sorted(n for n, f in formats().items() if f.bits <= 8))
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_every_format_goes_through_bits_and_back(name):
     fmt = formats()[name]
     codes = fmt.encode(jnp.asarray(fmt.grid(), jnp.float32))

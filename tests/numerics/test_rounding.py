@@ -13,7 +13,7 @@ ALL = sorted(formats())
 DRAWS = 20_000
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("bits", [24, 8])
 @pytest.mark.parametrize("name", ALL)
 def test_mean_of_stochastic_rounding_is_the_value(name, bits):
@@ -44,7 +44,7 @@ def test_eight_bit_noise_has_a_bias_of_at_most_a_512th_of_a_step(code, fraction)
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_representable_values_never_move(name):
     fmt = formats()[name]
     grid = jnp.asarray(fmt.grid(), jnp.float32)

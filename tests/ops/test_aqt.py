@@ -110,7 +110,7 @@ def pair(name):
     return make(name, theirs), make(name)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bit_for_bit_with_scales_that_are_powers_of_two(name):
     bits = CONFIGS[name][2]
@@ -119,7 +119,7 @@ def test_bit_for_bit_with_scales_that_are_powers_of_two(name):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_values_bit_for_bit_and_gradients_to_rounding(name):
     x, w, g = data((64, 128), (128, 32), (64, 32))
@@ -136,6 +136,7 @@ def test_values_bit_for_bit_and_gradients_to_rounding(name):
         assert off(a, b) < (2 * step if again else 1e-6)
 
 
+@pytest.mark.slow
 def test_batches():
     x, w, g = data((3, 16, 32), (3, 32, 8), (3, 16, 8))
     for a, b in zip(*both(*pair("v4 all"), x, w, g, BATCH), strict=True):
@@ -244,7 +245,7 @@ SETTERS = {
 
 
 @pytest.mark.parametrize("name", SETTERS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_each_setter_has_a_counterpart(name):
     change_theirs, change_ours, gradients = SETTERS[name]
     their_config, our_config = theirs.config_v4(drhs_bits=8), aqt.config_v4(drhs_bits=8)
@@ -432,7 +433,7 @@ def test_smoothing_leaves_the_gradients_alone():
         (((32,), (32,)), (((0,), (0,)), ((), ()))),
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_smoothing_along_any_axes(shapes, numbers):
     """With 16 bits, smoothed or not, the product is that of the floats."""
     x, w = data(*shapes)
@@ -516,6 +517,7 @@ def test_aqt_2_float16_sums_do_not_overflow():
     np.testing.assert_allclose(octavo.dot(x, w, config=aqt.config_v4()), 64, rtol=0.01)
 
 
+@pytest.mark.slow
 def test_aqt_3_bfloat16_is_as_good_as_float32():
     """AQT rounds scales and quotients to bfloat16: a tenth more error than quantizing in float32."""
     x, w = data((256, 128), (128, 256), dtype=jnp.bfloat16)

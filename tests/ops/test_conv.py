@@ -17,7 +17,7 @@ from octavo.ops.conv import conv_general_dilated, init_conv_scaling
 from octavo.ops.conv_dims import ConvDims
 from tests.ops.walk import dot_types, equations
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(6)
 
 INT8 = ("int8", "int8", "int32")
 INTEGERS = ("int1", "int2", "int4", "int8", "ternary", "uint4", "uint8")
@@ -132,7 +132,7 @@ def reference(name, x, w, g):
     return out, dx, dw
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_training_equals_fake_quantization(name):
     x, w, _, g = operands(name)
@@ -214,7 +214,7 @@ def exact(conv, x, w):
         return np.asarray(conv(*(jnp.asarray(v) for v in wide)))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("mix", MIXES)
 def test_qarrays_in_any_mix(mix):
     for name in ("same", "grouped", "batch_groups") if mix == "minmax" else ("same",):
@@ -292,7 +292,7 @@ RECIPES = {
 TOLERANCE = {"int4": 0.2, "fp8": 0.1}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes(recipe):
     """Each recipe has the float gradients, to within its rounding, by products of the types that it says."""

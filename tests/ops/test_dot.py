@@ -178,7 +178,7 @@ def out_shape(lhs, rhs, numbers):
     return jax.eval_shape(lambda a, b: jax.lax.dot_general(a, b, numbers), lhs, rhs).shape
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize(
     ("recipe", "shapes"),
     [_marked(r, s, core=s == "plain") for s in SHAPES for r in RECIPES if s == "plain" or r != "int8_other"],
@@ -203,7 +203,7 @@ def test_values_and_gradients_equal_explicit_fake_quantization(recipe, shapes):
             assert np.linalg.norm(x - y) <= 0.02 * np.linalg.norm(y)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize(
     ("recipe", "dtype"), [_marked(r, d, core=False) for d in (jnp.bfloat16, jnp.float16) for r in RECIPES]
 )
@@ -255,7 +255,7 @@ def test_integer_matmuls_are_integers_in_the_jaxpr(recipe, types):
     assert len(found) >= 3
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize(
     ("recipe", "operand"),
@@ -285,7 +285,7 @@ def test_fp8_gradients_are_e5m2_for_accelerators():
     assert sum("f8E5M2>" in d and "f8E4M3FN>" in d for d in dots) == 2
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("recipe", ["int8", "int4", "int8_tiled", "int8_minmax_qt", "int1"])
 def test_integer_lowerings_agree_bit_for_bit(recipe, shapes):
@@ -313,7 +313,7 @@ def test_few_rows(rows):
 REUSING = [n for n, c in RECIPES.items() if "original" not in (c.dlhs.residual, c.drhs.residual) and n != "int16"]
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("recipe", REUSING)
 def test_only_low_bit_residuals_are_saved(recipe):
     lhs, rhs = data(SHAPES["plain"][:2])
@@ -335,7 +335,7 @@ def test_residuals_have_a_name_for_rematerialization():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("recipe", ["int8", "int8_tiled", "fp8", "nvfp4", "int8_minmax_qt", "clipped"])
 def test_vmap_and_scan_equal_a_loop(recipe):
     config = RECIPES[recipe]
@@ -350,7 +350,7 @@ def test_vmap_and_scan_equal_a_loop(recipe):
                 np.testing.assert_allclose(x[i], y, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("recipe", ["int8", "fp8", "int8_tiled", "nvfp4", "w4_tiled"])
 @pytest.mark.parametrize(
     "specs", [(P("x", None), P(None, "y")), (P(None, "x"), P("x", None)), (P("x", "y"), P("y", None))]
@@ -439,6 +439,7 @@ def test_second_derivatives_raise_and_are_never_silent_zeros():
         mixed(w)
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_of_gradients_is_unbiased():
     config = DotConfig.qt("int8").replace(
         dlhs=Matmul(Operand("int4", rounding=SR)), drhs=Matmul(Operand("int4", rounding=SR))
@@ -515,7 +516,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sampled(28)
+@pytest.mark.sampled(56)
 @pytest.mark.parametrize("right", KINDS)
 @pytest.mark.parametrize("left", ["array", "bfloat16", "int8", "fp8", "uint8", "mxfp4"])
 def test_any_mix_of_arrays_and_qarrays(left, right):

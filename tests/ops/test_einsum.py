@@ -39,9 +39,9 @@ def data(shapes):
     return [jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("equation", "shapes"), [(e, s) for e, *s in CASES], ids=[c[0] for c in CASES])
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 def test_every_equation(equation, shapes):
     xs = data(shapes)
     want = np.einsum(equation.replace(" ", ""), *(np.asarray(x, np.float64) for x in xs))

@@ -20,7 +20,7 @@ def only(nan, where):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("shape", [(64, 128), (512, 512)])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_forward(name, shape):
     x = jnp.ones(shape).at[3, 5].set(jnp.nan)
     dot = jax.jit(lambda x, w: octavo.dot(x, w, config=CONFIGS[name]))

@@ -67,6 +67,7 @@ KINDS = {
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(4)
 def test_the_kernel_agrees_with_the_plain_product(kind, transposed):
     name, how = KINDS[kind]
     how = dict(how)

@@ -85,7 +85,7 @@ QWIX = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", QWIX)
 def test_values_and_gradients_are_those_of_qwix(name):
     theirs, ours = QWIX[name]

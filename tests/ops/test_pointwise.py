@@ -8,7 +8,7 @@ import pytest
 import octavo
 from octavo import Quantizer, fake_quant, ops
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(6)
 
 ROWS = Quantizer("int8", channelwise_axes=(0,))
 

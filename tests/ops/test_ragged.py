@@ -18,7 +18,7 @@ from octavo.ops.grouped import Rows, group_absmax, rows_by_groups, rows_by_rows
 from octavo.ops.ragged import gmm, ragged_dot, ragged_dot_general, tgmm
 from tests.ops.walk import dot_types
 
-pytestmark = pytest.mark.sampled(6)
+pytestmark = pytest.mark.sampled(12)
 
 M, K, N, G = 48, 32, 24, 4
 SIZES = {
@@ -105,7 +105,7 @@ def operands(name, x, w):
     return lhs, w if right is None else octavo.quantize(w, right, **how_right)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", OPERANDS)
 def test_values_are_those_of_a_loop_over_groups(name):
     x, w, _ = data()
@@ -223,7 +223,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_are_those_of_fake_quantization(recipe):
     x, w, ct = data(1)
@@ -356,6 +356,7 @@ def test_codes_reach_stablehlo(platform, qtype, bwd, found):
     assert {t for pair in (*ragged, *dots) for t in pair} == found
 
 
+@pytest.mark.slow
 def test_a_stack_of_layers_by_scan_and_by_vmap():
     x, w, ct = data()
     sizes = jnp.stack([sizes_of("uneven"), sizes_of("short")])

@@ -192,6 +192,7 @@ def test_quantized_parameters(random):
         random.quantize("int9")
 
 
+@pytest.mark.slow
 def test_quantized_embeddings(random):
     ids, mask = jnp.asarray([[3, 4, 5], [6, 0, 0]]), jnp.asarray([[True, True, True], [True, False, False]])
     rule = octavo.QuantizationRule(module_path=".*/mlp/.*", weight_qtype="int8", scope="weights")

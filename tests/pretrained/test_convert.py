@@ -27,7 +27,7 @@ def logits(source, params, tokens):
 
 
 @pytest.mark.parametrize("asked", FORMATS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 def test_every_matrix_is_quantized_and_the_model_runs_with_it(small, asked):
     params, summary = convert_model(small, weight_rules(asked, small.config))
     matrices = [p for p in params if p.endswith(("kernel", "embedding"))]
@@ -44,6 +44,7 @@ def test_every_matrix_is_quantized_and_the_model_runs_with_it(small, asked):
     assert not np.allclose(low, logits(small, small.params(), tokens), rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_more_bits_are_better(small):
     tokens = jnp.arange(24)[None] * 5 % 256
     wanted = logits(small, small.params(), tokens)
@@ -153,6 +154,7 @@ def test_what_cannot_be_asked_for_says_what_can(small):
         weight_rules("int4", small.config, head="int99")
 
 
+@pytest.mark.slow
 def test_a_last_group_that_is_not_full_is_filled_up():
     source = source_of(SMALL.replace(mlp_dim=72))
     params, _ = convert_model(source, weight_rules("int4", source.config))

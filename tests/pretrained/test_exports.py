@@ -34,6 +34,7 @@ def logits(source, params=None):
         SMALL.replace(rope_scaling=(8.0, 1.0, 4.0, 32.0)),
     ],
 )
+@pytest.mark.sampled(5)
 def test_a_float_model_goes_to_hugging_face_and_back(config, tmp_path):
     source = source_of(config)
     write_huggingface(source, {p: leaf.load() for p, leaf in source.leaves.items()}, tmp_path)
@@ -52,6 +53,7 @@ def test_a_float_model_goes_to_hugging_face_and_back(config, tmp_path):
         ("awq", "int4:g32"),
     ],
 )
+@pytest.mark.sampled(5)
 def test_codes_go_to_the_layouts_of_others_and_back(small, tmp_path, method, asked):
     params, _ = convert_model(small, weight_rules(asked, small.config, head="float"))
     write_huggingface(small, params, tmp_path, method=method)
@@ -68,6 +70,7 @@ def test_codes_go_to_the_layouts_of_others_and_back(small, tmp_path, method, ask
 
 
 @pytest.mark.parametrize(("asked", "tolerance"), [("float32", 1e-5), ("float16", 5e-3), ("int8", 0.05), ("int4", 0.8)])
+@pytest.mark.sampled(4)
 def test_a_model_goes_to_gguf_and_back(tmp_path, asked, tolerance):
     source = source_of(SMALL.replace(tied_logits=False))
     summary = write_as_gguf(source, asked, tmp_path / "m.gguf")

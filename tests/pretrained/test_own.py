@@ -29,6 +29,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("asked", ["int8", "int4", "nvfp4"])
+@pytest.mark.sampled(3)
 def test_a_converted_model_comes_back_bit_for_bit(small, tmp_path, asked):
     params, _ = convert_model(small, weight_rules(asked, small.config))
     write_model(small, params, tmp_path / "m", facts={"bits_per_weight": 1.0})
@@ -149,6 +150,7 @@ def test_commands_write_a_card_and_say_what_to_do_next(small, tmp_path, capsys):
     assert "--format onnx: one of octavo, safetensors" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_eval_prints_what_it_found(small, tmp_path, capsys):
     params, _ = convert_model(small, weight_rules("int4", small.config))
     write_model(small, params, tmp_path / "low", facts={})

@@ -87,7 +87,7 @@ def data(seed, dtype="float32", kind="normal"):
 KINDS = st.sampled_from(["normal", "heavy", "positive", "sparse", "steps"])
 
 
-@pytest.mark.sampled(66)
+@pytest.mark.sampled(132)
 @every
 @dtypes
 @settings(max_examples=5)
@@ -107,7 +107,7 @@ def test_values_are_the_nearest_representable_ones(name, granularity, dtype, see
     np.testing.assert_array_less(np.abs(got - exact) - np.abs(want - exact), slack + 1e-37)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @every
 def test_a_power_of_two_changes_no_code(name, granularity):
     how = quantizer(name, granularity)
@@ -118,7 +118,7 @@ def test_a_power_of_two_changes_no_code(name, granularity):
         np.testing.assert_array_equal(quantize(x * 2.0**power).qvalue, codes)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     ("dtype", "magnitudes"),
@@ -148,7 +148,7 @@ def test_the_relative_error_is_kept_at_every_magnitude(name, dtype, magnitudes):
         assert error(magnitude) <= limit * reference + floor, magnitude
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @few
 def test_zeros_stay_zero(name, granularity, dtype):
     how = quantizer(name, granularity)
@@ -158,7 +158,7 @@ def test_zeros_stay_zero(name, granularity, dtype):
         np.testing.assert_array_equal(round_trip(how, x)[2], 0)
 
 
-@pytest.mark.sampled(22)
+@pytest.mark.sampled(44)
 @cases
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_non_finite_value_shows_and_stays_in_its_group(name, granularity, bad):
@@ -177,7 +177,7 @@ def test_a_non_finite_value_shows_and_stays_in_its_group(name, granularity, bad)
     assert np.isfinite(got[outside]).all()
 
 
-@pytest.mark.sampled(42)
+@pytest.mark.sampled(84)
 @pytest.mark.parametrize("name", KIND_OF)
 @pytest.mark.parametrize(
     "method", ["fixed", "constant,3", "percentile,99", "mse,5", "snr", "rms,3", "absmean", "given"]
@@ -198,7 +198,7 @@ def test_a_non_finite_value_shows_under_every_calibration(name, method):
 
 
 @cases
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_a_second_quantization_with_the_same_bounds_changes_nothing(name, granularity):
     how = quantizer(name, granularity)
     x = data(8)
@@ -212,7 +212,7 @@ def test_a_second_quantization_with_the_same_bounds_changes_nothing(name, granul
 
 
 @cases
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_negation_negates(name, granularity):
     how = quantizer(name, granularity)
     fmt = how.qtype
@@ -231,7 +231,7 @@ def test_negation_negates(name, granularity):
     assert np.all(np.abs(codes + opposite)[ends] <= 1)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @few
 def test_jit_equals_eager(name, granularity, dtype):
     how = quantizer(name, granularity)
@@ -243,7 +243,7 @@ def test_jit_equals_eager(name, granularity, dtype):
     assert eager.shape == SHAPE
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @cases
 def test_vmap_equals_a_loop(name, granularity):
     how = quantizer(name, granularity)
@@ -259,7 +259,7 @@ def test_vmap_equals_a_loop(name, granularity):
 
 
 @cases
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_packing_is_exact_and_small(name, granularity):
     q = compiled(quantizer(name, granularity))[0](data(11))
     packed, back, values = jax.jit(lambda q: (q.pack(), q.pack().unpack(), q.pack().dequantize()))(q)
@@ -274,7 +274,7 @@ def test_packing_is_exact_and_small(name, granularity):
     ("name", "dtype", "bits"),
     [(n, "float32", 24) for n in FORMATS] + [(n, d, b) for n in KIND_OF for d, b in [("float32", 8), ("bfloat16", 24)]],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_stochastic_rounding_has_no_bias_end_to_end(name, dtype, bits):
     how = quantizer(name, "row", rounding=f"stochastic,{bits}")
     x = jnp.asarray(np.random.default_rng(4).uniform(-1, 1, (3, 32)), DTYPES[dtype])

@@ -10,7 +10,7 @@ from octavo import Quantizer, fake_quant, formats
 X = jnp.asarray(np.random.default_rng(0).standard_t(3, size=(5, 48)), jnp.float32)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("name", sorted(n for n, f in formats().items() if f.signed))
 def test_values_are_those_of_the_quantizer(name):
     np.testing.assert_array_equal(fake_quant(X, name), Quantizer(name).quantize(X).dequantize())
@@ -27,7 +27,7 @@ def test_gradient_is_straight_through_without_clipping(dtype):
 @pytest.mark.parametrize(
     "calibration", ["fixed,1", "absmax,0.5", "rms,1", "percentile,90", "mse,9,0.3", "fixed,-0.5,1"]
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_gradient_is_zero_exactly_where_values_are_clipped(calibration):
     how = Quantizer(
         "int2" if "mse" in calibration else "int8", calibration=calibration, channelwise_axes=(0,), tiled_axes={1: 16}

@@ -52,7 +52,7 @@ def equal_to_qwix(ours, theirs):
         np.testing.assert_array_equal(np.asarray(ours.zero_point, int), np.asarray(theirs.zero_point, int))
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize(
     ("grain", "dtype"),
     [(g, d) for g in GRAINS for d in (jnp.float32, jnp.bfloat16) if d == jnp.float32 or g in ("tensor", "tile")],
@@ -72,7 +72,7 @@ def test_qwix_arithmetic_is_qwix_bit_for_bit(qtype, grain, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
 @pytest.mark.parametrize("method", ["minmax", "minmax,0.9", "fixed,-1,3"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_qwix_zero_points_bit_for_bit(qtype, dtype, method):
     x = data(3, dtype)
     theirs = qwix.quantize(x, qtype, calibration_method=method, channelwise_axes=(0,))
@@ -83,7 +83,7 @@ def test_qwix_zero_points_bit_for_bit(qtype, dtype, method):
 
 @pytest.mark.parametrize(("qtype", "tile"), [("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_qwix_block_formats_bit_for_bit(qtype, tile, dtype):
     x = data(4, dtype)
     theirs = qwix.quantize(x, qtype, channelwise_axes=(0,), tiled_axes={1: tile})
@@ -91,7 +91,7 @@ def test_qwix_block_formats_bit_for_bit(qtype, tile, dtype):
     equal_to_qwix(ours, theirs)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("grain", ["row", "tile"])
 @pytest.mark.parametrize("qtype", QWIX_TYPES)
 @settings(max_examples=5)

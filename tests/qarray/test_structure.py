@@ -68,7 +68,7 @@ def test_rows_of_a_packed_table_are_taken_packed():
     check(rows, np.asarray(table.dequantize())[[3, 1]])
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @each
 def test_transposing(how):
     q = how.quantize(jnp.asarray(X))
@@ -97,7 +97,7 @@ def test_transposing(how):
         ("nvfp4", (768,), (48,)),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_reshaping(how, shape, scale_shape):
     q = HOW[how].quantize(jnp.asarray(X))
     new = q.reshape(*shape)
@@ -117,7 +117,7 @@ def test_a_reshape_that_tears_tiles_is_refused():
 
 @each
 @pytest.mark.parametrize("axis", [0, 1, -1])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_stacking(how, axis):
     parts = [how.quantize(jnp.asarray(X * s)) for s in (1, 2)]
     check(stack(parts, axis=axis), np.stack([p.dequantize() for p in parts], axis=axis))
@@ -130,7 +130,7 @@ def test_only_alike_arrays_stack():
 
 
 @each
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_scan_and_vmap_see_the_layers(how):
     layers = stack([how.quantize(jnp.asarray(X * s)) for s in (1.0, 3.0)])
     _, got = jax.lax.scan(lambda c, q: (c, q.dequantize()), 0, layers)
@@ -177,7 +177,7 @@ def test_to_disk_and_back(how, tmp_path):
 
 
 @each
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_sharding_follows_the_values(how):
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     x = jnp.asarray(X)

@@ -92,6 +92,7 @@ def poisoned(cache, keep):
 
 
 @pytest.mark.parametrize("kv", [KVConfig(), KVConfig.of("int8"), KVConfig.of("fp8")], ids=["float", "int8", "fp8"])
+@pytest.mark.sampled(3)
 def test_what_is_not_seen_has_no_influence(kv):
     params, tokens = params_of(DENSE), tokens_of(DENSE, (3, 12))
     cache = KVCache.empty(DENSE, kv, slots=3, max_length=16)
@@ -121,6 +122,7 @@ def test_slots_have_lengths_of_their_own():
     assert cache.lengths.tolist() == [5, 1, 8]
 
 
+@pytest.mark.slow
 def test_filling_does_not_count():
     for kv in (KVConfig(), KVConfig.of("int8", axis="kivi", group=4, window=2)):
         params, tokens = params_of(ONE), tokens_of(ONE, (1, 24))
@@ -135,6 +137,7 @@ def test_filling_does_not_count():
         assert np.quantile(np.abs(got - want), 0.9) < 1e-5
 
 
+@pytest.mark.slow
 def test_many_slots_are_written_at_once():
     params, tokens = params_of(DENSE), tokens_of(DENSE, (20, 6))
     got, _ = in_pieces(DENSE, params, tokens, KVCache.empty(DENSE, slots=20, max_length=8), [4, 1, 1])
@@ -142,6 +145,7 @@ def test_many_slots_are_written_at_once():
 
 
 @pytest.mark.parametrize("kv", [KVConfig(), KVConfig.of("int8")], ids=["float", "int8"])
+@pytest.mark.sampled(2)
 def test_blocks(kv):
     """Long caches are read in blocks, and the length of one slot does not touch the numbers of another."""
     config, params = DENSE.replace(num_layers=1), params_of(DENSE.replace(num_layers=1))
@@ -162,6 +166,7 @@ def sqnr(x, y):
     return 10 * np.log10(np.mean(np.square(x)) / np.mean(np.square(x - y)))
 
 
+@pytest.mark.slow
 def test_signal_to_noise_of_what_is_stored():
     x = jax.random.normal(jax.random.key(0), (1, 64, 2, 8))
     for name, axis, bound in (
@@ -223,6 +228,7 @@ def kivi_reference(keys, values, query, position, group, window, bits):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("group", "window"), [(4, 6), (8, 0), (2, 5)])
+@pytest.mark.slow
 def test_kivi_against_loops(group, window):
     kv = KVConfig.of("int4", axis="kivi", group=group, window=window)
     keys = jax.random.split(jax.random.key(3), 3)
@@ -244,6 +250,7 @@ def test_kivi_against_loops(group, window):
             np.testing.assert_allclose(got[position, head], want, atol=0.02)
 
 
+@pytest.mark.slow
 def test_bytes():
     sizes = {name: KVCache.empty(DENSE, kv, slots=2, max_length=16) for name, kv in FORMATS.items()}
     per_token = {name: cache.bytes_per_token for name, cache in sizes.items()}

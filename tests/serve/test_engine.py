@@ -68,6 +68,7 @@ def test_the_cache_is_updated_in_place():
     assert places() == before
 
 
+@pytest.mark.slow
 def test_a_request_is_the_same_in_any_company():
     engine = engine_of()
     params = SamplingParams(seed=11, temperature=1.5, max_tokens=8)
@@ -194,6 +195,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
+@pytest.mark.slow
 def test_weights_in_low_precision_and_fused(name):
     params = quantized(params_of(ONE), HOW[name])
     _, joined = fuse(ONE, params)

@@ -64,6 +64,7 @@ def test_against_the_formulas(pair):
     assert "KL divergence" in text
 
 
+@pytest.mark.slow
 def test_a_model_does_not_differ_from_itself(pair):
     source, _ = pair
     found = evaluate(source, TEXT, against=source, length=64)
@@ -74,6 +75,7 @@ def test_a_model_does_not_differ_from_itself(pair):
     assert all(ratio == math.inf for _, ratio in found.layers)
 
 
+@pytest.mark.slow
 def test_the_last_layer_is_what_the_logits_come_from(pair):
     source, _ = pair
     tokens = jnp.asarray([TEXT[:16]])
@@ -84,6 +86,7 @@ def test_the_last_layer_is_what_the_logits_come_from(pair):
 @pytest.mark.parametrize(
     "kv", [KVConfig(), KVConfig.of("int8"), KVConfig.of("int8", axis="heads_and_dkv"), KVConfig.of("fp8")]
 )
+@pytest.mark.sampled(4)
 def test_with_a_cache(pair, kv):
     source, _ = pair
     plain, found = evaluate(source, TEXT, length=64), evaluate(source, TEXT, kv=kv, length=64, against=source)

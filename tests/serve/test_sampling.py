@@ -56,6 +56,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("params", list(CASES.values()), ids=list(CASES))
+@pytest.mark.sampled(3)
 def test_distributions(params):
     rng = np.random.default_rng(0)
     logits = (2 * rng.standard_normal(300)).astype(np.float32)

@@ -30,6 +30,7 @@ def test_no_quantization_has_no_rules():
 
 @pytest.mark.parametrize("qwix", [True, False])
 @pytest.mark.parametrize("name", octavo.recipes())
+@pytest.mark.sampled(3)
 def test_every_recipe_quantizes_weights_under_both_flags(name, qwix, tmp_path):
     table = tmp_path / "bits.json"
     table.write_text(json.dumps({"__default__": {"w_bits": 8, "a_bits": 8}}))

@@ -228,6 +228,7 @@ def test_a_bad_step_is_found_one_late_and_nothing_of_it_is_saved(tmp_path, monke
     assert [row["step"] for row in metrics_of(tmp_path)] == list(range(8))
 
 
+@pytest.mark.slow
 def test_a_target_ends_the_run_for_good(tmp_path):
     changes = at(tmp_path, steps=20, eval_interval=2, target_eval_loss=5.5, learning_rate=0.02)
     said, outcome = lines_of(**changes)
@@ -380,6 +381,7 @@ def test_metrics_have_no_value_that_is_not_finite_and_a_copy_goes_elsewhere(tmp_
     )
 
 
+@pytest.mark.slow
 def test_progress_is_flushed_to_a_pipe(tmp_path, monkeypatch):
     """Lines before the first step too: whoever follows a log wants to see what is being compiled."""
     calls = []

@@ -32,6 +32,7 @@ def close(a, b, tolerance) -> None:
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * float(np.abs(y).max()))
 
 
+@pytest.mark.slow
 def test_float_and_int8_begin_alike_and_both_learn():
     floats, ints = (Trainer(small(quantization=name, use_qwix_quantization=True)) for name in ("", "int8"))
     assert same(floats.state.params, ints.state.params)
@@ -115,6 +116,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_the_tensor(tmp_path
     assert str(tmp_path / "checkpoints" / "7") in text
 
 
+@pytest.mark.slow
 def test_without_the_guard_a_bad_step_is_left_out():
     trainer = Trainer(small(abort_on_nan_loss=False))
     good = trainer.state.params["token_embedder"]["embedding"]
@@ -124,6 +126,7 @@ def test_without_the_guard_a_bad_step_is_left_out():
     assert int(trainer.state.step) == 1
 
 
+@pytest.mark.slow
 def test_the_loss_of_padding_is_zero():
     trainer = Trainer(small())
     batch = {name: np.zeros_like(x) for name, x in trainer.data.batch(0).items()}

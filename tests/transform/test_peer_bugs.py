@@ -60,7 +60,7 @@ def test_b9_tiles_leave_no_product_of_the_backward_pass_in_float():
         assert error(got, wanted) < 0.03
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("groups", [2, 4])
 @pytest.mark.parametrize("bwd", [None, "int8"])
 def test_c4_gradients_of_grouped_and_depthwise_convolutions(groups, bwd):
@@ -90,7 +90,7 @@ def test_c5_weight_only_experts_and_convolutions():
             assert 0 < error(low(params, x), fn(params, x)) < (0.02 if act is None else 0.15)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -131,7 +131,7 @@ def flat_layers():
         pytest.param(lambda f: jax.checkpoint(jax.jit(f)), id="remat of jit"),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_layers_of_a_scan_are_those_of_the_loop_unrolled(wrap):
     low, flat = (
         jax.jit(probe(functools.partial(scanned, layer=wrap(layer)), INT8, weights=0))(LAYERS, INPUT),

@@ -35,6 +35,7 @@ def test_statistics_are_a_plain_tree_of_the_pages_structure():
     jax.tree.map(np.testing.assert_array_equal, state, wanted)
 
 
+@pytest.mark.slow
 def test_statistics_accumulate_over_batches_of_other_sizes_and_lengths():
     """C11: Qwix's statistics have the shape of one sequence length."""
     low = octavo.quantized(mlp, STATIC)
@@ -152,6 +153,7 @@ def test_nested_calls_pass_state_through(wrap):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state, stats)
 
 
+@pytest.mark.slow
 def test_devices_of_a_shard_map_average_their_statistics():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     fn = jax.shard_map(mlp, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
