@@ -94,7 +94,9 @@ class Checkpoints:
                 value.copy_to_host_async()
         needed = _bytes(found)
         self._check_room(step, needed)
-        arrays = {path: leaves.to_host(leaf, value) for path, (leaf, value) in found.items()}
+        # A save that is waited for needs no copies: nothing else runs meanwhile.
+        copy = self.asynchronous
+        arrays = {path: leaves.to_host(leaf, value, copy=copy) for path, (leaf, value) in found.items()}
         described = {
             "leaves": [leaf.to_json() for leaf, _ in found.values()],
             "quantized": [

@@ -107,8 +107,8 @@ def dtype_of(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def to_host(leaf: Leaf, value: Any) -> np.ndarray:
-    """A copy of a leaf in host memory that nobody else will change."""
+def to_host(leaf: Leaf, value: Any, *, copy: bool = True) -> np.ndarray:
+    """A leaf in host memory: a copy that nobody else will change, unless nobody would anyway."""
     if leaf.kind in SCALARS:
         return np.asarray(value, SCALARS[leaf.kind])
     if leaf.kind == "key":
@@ -116,7 +116,7 @@ def to_host(leaf: Leaf, value: Any) -> np.ndarray:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         raise CheckpointError(f"{show(leaf.path)} is spread over several processes, which is not supported yet")
     # NumPy sees the very buffer of a JAX array on a CPU, and a step that donates it would write there.
-    array = np.array(value, order="C", copy=True)
+    array = np.array(value, order="C", copy=True if copy else None)
     return array.astype(array.dtype.newbyteorder("=")) if not array.dtype.isnative else array
 
 

@@ -21,7 +21,7 @@ from octavo.qarray import QArray, Quantizer
 from octavo.rules import QuantizationRule
 from octavo.transform import quantized
 
-_PIECE = 1 << 22
+_PIECE = 1 << 20
 """Values that are quantized at once: what is needed beside the parameter itself and its codes."""
 
 _EMBEDDING = "token_embedder/embedding"

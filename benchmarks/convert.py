@@ -1,0 +1,94 @@
+"""Memory and time of converting a model of a billion parameters, float to low precision.
+
+    python benchmarks/convert.py [--recipe int4] [--layers 16] [--quick]
+
+Writes a random Llama of 1.2 billion parameters as Hugging Face has it (bfloat16, 2.5 GB, in a temporary directory),
+converts it with `octavo quantize` in a process of its own, and holds the peak memory of that against what is allowed:
+the process as it is after converting a tiny model, the result, and 1.2 times the largest parameter.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from timing import header
+
+from octavo.files.safetensors import Info, Lazy, write
+from octavo.models import ModelConfig, abstract_params
+from octavo.pretrained.names import huggingface_names, is_matrix
+from octavo.pretrained.source import Source, paths_of
+from octavo.pretrained.to_huggingface import described_as
+
+SIZES = {"emb_dim": 2048, "num_query_heads": 32, "num_kv_heads": 8, "head_dim": 64, "mlp_dim": 8192}
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def write_random(config: ModelConfig, folder: Path) -> int:
+    """Write a model tensor by tensor; the bytes of the largest."""
+    shapes = {path: leaf.shape for path, leaf in paths_of(abstract_params(config)).items()}
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for path, name in huggingface_names(config).items():
+        shape = shapes[path][::-1] if is_matrix(path) else shapes[path]
+
+        def make(shape: tuple[int, ...] = tuple(shape)) -> np.ndarray:
+            return (rng.standard_normal(shape, np.float32) * 0.02).astype(BFLOAT16)
+
+        tensors[name] = Lazy(Info.make(BFLOAT16, tuple(shape)), make)
+    write(folder, tensors, {"format": "pt"}, max_shard_bytes=10**9)
+    source = object.__new__(Source)
+    source.__dict__.update(config=config, leaves={}, tokenizer=None, rules=(), origin={})
+    (folder / "config.json").write_text(json.dumps(described_as(source, "bfloat16")))
+    return max(lazy.info.nbytes for lazy in tensors.values())
+
+
+def run(words: list[str]) -> tuple[str, int]:
+    """What a command prints, and the peak memory of its process."""
+    child = subprocess.Popen([sys.executable, "-m", "octavo", *words], stdout=subprocess.PIPE, text=True)
+    text = child.stdout.read()
+    _, status, usage = os.wait4(child.pid, 0)
+    if status:
+        sys.exit(f"octavo {' '.join(words)} failed")
+    return text, usage.ru_maxrss * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="int4")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--quick", action="store_true", help="two layers and a small vocabulary")
+    args = parser.parse_args()
+    layers, vocab = (2, 16_384) if args.quick else (args.layers, 128_256)
+    config = ModelConfig(vocab_size=vocab, num_layers=layers, scan_layers=False, **SIZES)
+    print(f"{header()}\n")
+    with tempfile.TemporaryDirectory() as folder:
+        small = ModelConfig(vocab_size=32, num_layers=1, scan_layers=False, **dict.fromkeys(SIZES, 64))
+        write_random(small.replace(num_query_heads=1, num_kv_heads=1), Path(folder, "small"))
+        _, base = run(["quantize", f"{folder}/small", args.recipe, f"{folder}/nothing", "--quiet"])
+        largest = write_random(config, Path(folder, "float"))
+        begin = time.perf_counter()
+        text, peak = run(["quantize", f"{folder}/float", args.recipe, f"{folder}/low", "--quiet"])
+        seconds = time.perf_counter() - begin
+        output = sum(file.stat().st_size for file in Path(folder, "low").rglob("*") if file.is_file())
+    print(text)
+    allowed = base + output + 1.2 * largest
+    for what, size in (
+        ("the process itself", base),
+        ("the result on disk", output),
+        ("the largest parameter", largest),
+        ("peak memory", peak),
+        ("allowed", allowed),
+    ):
+        print(f"{what:<24}{size / 2**20:>9.0f} MiB")
+    print(f"{peak / allowed:.2f} of what is allowed, {seconds:.0f} seconds, the process's start included")
+
+
+if __name__ == "__main__":
+    main()
