@@ -60,9 +60,8 @@ def stored_as(value: Any) -> str:
         return str(value.dtype)
     if value.qtype.tile is not None:
         return value.qtype.name
-    group = max(value.tile_shape)
-    whole = group in value.shape or group == 1
-    return value.qtype.name if whole else f"{value.qtype.name} g{group}"
+    groups = [tile for tile, size in zip(value.tile_shape, value.shape, strict=True) if 1 < tile < size]
+    return f"{value.qtype.name} g{groups[0]}" if groups else value.qtype.name
 
 
 def quantizers_of(
