@@ -153,6 +153,11 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
             return dataclasses.replace(found, **options)
     if name not in recipes():
         raise ValueError(f"quantization={name!r} is no recipe: {nearest_names(name, recipes())}")
+    # It subclasses what is here.
+    from octavo.frameworks import transformer_engine
+
+    if name in transformer_engine.RECIPES and transformer_engine.is_usable():
+        return transformer_engine.TransformerEngineQuantization(recipe(name, exclude=None), name=name, **options)
     return Quantization(recipe(name, exclude=None), **options)
 
 
