@@ -295,7 +295,7 @@ def test_integer_lowerings_agree_bit_for_bit(recipe, shapes):
     got = [
         jax.jit(functools.partial(run, RECIPES[recipe].replace(lowering=name), numbers=numbers))(lhs, rhs, g)
         for name in octavo.ops.lowerings()
-        if name != "kernel"  # for few rows only: tests/kernels
+        if name not in ("kernel", "pallas")  # for few rows, and for matrices only: tests/kernels, tests/ops/test_pallas
     ]
     for other in got[1:]:
         jax.tree.map(np.testing.assert_array_equal, got[0], other)

@@ -112,7 +112,7 @@ def lowering_of(config: DotConfig, lhs: Any, rhs: Any, dimension_numbers: Any) -
     if not any(isinstance(x, QArray) for x in inputs):
         return "dequantized"
     said = []
-    jax.eval_shape(lambda a, b: said.append(describe(a, b, dims)), *inputs)
+    jax.eval_shape(lambda a, b: said.append(describe(a, b, dims, config.lowering)), *inputs)
     return said[0]
 
 

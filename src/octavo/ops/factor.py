@@ -28,7 +28,7 @@ def whole(x: Factor) -> Factor:
 def kind(lhs: Factor, rhs: Factor) -> Any:
     """ "int" for a product of integers, or the dtype in which all values are exact; None where there is none."""
     if isinstance(lhs, QArray) and isinstance(rhs, QArray):
-        if _is_integer(lhs) and _is_integer(rhs):
+        if is_integer(lhs) and is_integer(rhs):
             return "int"
         if _native_float8(lhs) and _native_float8(rhs):
             return "native"
@@ -38,7 +38,7 @@ def kind(lhs: Factor, rhs: Factor) -> Any:
 
 def is_weight_only(lhs: Factor, rhs: Factor) -> bool:
     """Whether a float array meets symmetric integer codes, in the order of an activation and a weight."""
-    return not isinstance(lhs, QArray) and isinstance(rhs, QArray) and _is_integer(rhs) and rhs.zero_point is None
+    return not isinstance(lhs, QArray) and isinstance(rhs, QArray) and is_integer(rhs) and rhs.zero_point is None
 
 
 def wider(a: np.dtype, b: np.dtype) -> np.dtype:
@@ -111,7 +111,8 @@ def scale(x: Factor, *, codes: bool) -> Array | None:
     return scale
 
 
-def _is_integer(q: QArray) -> bool:
+def is_integer(q: QArray) -> bool:
+    """Whether the codes are integers that fit eight bits."""
     fmt = element(q)
     return isinstance(fmt, IntFormat) and fmt.bits <= (8 if fmt.has_zero else 7)
 

@@ -2,7 +2,8 @@
 
 A scale per row and one per expert and column are known for each value of [m, n], so the codes are multiplied in their
 own precision, and zero points of integers become correction terms as in `octavo.ops.multiply`. Operands whose scale
-changes along the contraction are dequantized first.
+changes along the contraction are dequantized first. A kernel for accelerators may do all of it but zero points, with
+tiles along the contraction too; what is here is its specification.
 """
 
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from octavo._typing import Array
-from octavo.ops import factor
+from octavo.ops import accelerated, factor
 from octavo.ops.factor import Factor
 from octavo.ops.grouped import Rows, rows_by_groups, rows_by_rows
 from octavo.qarray import QArray
+
+# Beside a kernel, and for its gradients: whatever runs without one.
+_PLAIN = {"lowering": "auto"}
 
 
 def multiply_groups(
@@ -29,6 +33,14 @@ def multiply_groups(
     """[m, k] x [g, k, n] -> [m, n], or with `contract` 2 of [g, n, k]; rows of no group are zero."""
     how = {"contract": contract, "precision": precision, "lowering": lowering}
     lhs, rhs = factor.whole(lhs), factor.whole(rhs)
+    fused = accelerated.groups(lhs, rhs, rows.sizes, dtype=dtype, **how)
+    if fused is None:
+        return _groups(lhs, rhs, rows, dtype, how)
+    return fused(lambda lhs, rhs, sizes: _groups(lhs, rhs, Rows(rows.count, sizes), dtype, how | _PLAIN))
+
+
+def _groups(lhs: Factor, rhs: Factor, rows: Rows, dtype: Any, how: dict[str, Any]) -> Array:
+    contract = how["contract"]
     kind = _kind(lhs, rhs, 1, contract)
     if kind is None:
         out = rows_by_groups(*factor.dequantized(lhs, rhs), rows, **how)
@@ -74,6 +86,13 @@ def multiply_rows(
     """[m, k] x [m, n] -> [g, k, n], times `scales` of that rank."""
     how = {"precision": precision, "lowering": lowering}
     lhs, rhs = factor.whole(lhs), factor.whole(rhs)
+    fused = accelerated.rows(lhs, rhs, rows.sizes, scales, dtype=dtype, **how)
+    if fused is None:
+        return _rows(lhs, rhs, rows, scales, dtype, how)
+    return fused(lambda lhs, rhs, sizes, scales: _rows(lhs, rhs, Rows(rows.count, sizes), scales, dtype, how | _PLAIN))
+
+
+def _rows(lhs: Factor, rhs: Factor, rows: Rows, scales: tuple[Array, ...], dtype: Any, how: dict[str, Any]) -> Array:
     kind = None if _is_asymmetric(lhs) or _is_asymmetric(rhs) else _kind(lhs, rhs, 0, 0)
     if kind is None:
         out = rows_by_rows(*factor.dequantized(lhs, rhs), rows, **how)

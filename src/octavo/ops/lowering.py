@@ -6,6 +6,7 @@
   `benchmarks/matmul.py` shows it in the `drhs` of libraries that do not do this. A layout constraint keeps XLA from
   folding the transposition back into the dot.
 * "kernel" is a native kernel (`octavo.kernels`), for a few rows and a large matrix; forced, it says what it lacks.
+* "pallas" is a kernel for accelerators (`octavo.kernels.pallas`), which other platforms interpret: slowly, for tests.
 * "auto" is "kernel" on CPUs where it can be, or "rows", and "plain" elsewhere, decided when the program is lowered for
   a platform.
 
@@ -23,13 +24,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo import kernels
 from octavo._typing import Array
+from octavo.numerics import nearest_names
 from octavo.ops.dims import Dims
 
-LOWERINGS = ("auto", "plain", "rows", "kernel")
+LOWERINGS = ("auto", "plain", "rows", "kernel", "pallas")
 
 
-# More rows are worth a dequantized matrix and XLA's own product.
-MOST_ROWS = 16
+# More rows are worth XLA's own product; for one of floats with codes, a matrix that is dequantized for it.
+MOST_ROWS, MOST_FLOAT_ROWS = 16, 64
 # A smaller matrix is in the cache, and its product done before a custom call begins.
 FEWEST_WEIGHTS = 1 << 15
 
@@ -42,20 +44,20 @@ def lowerings() -> tuple[str, ...]:
 def check_lowering(name: str, *, kernel: bool = True) -> None:
     """Refuse an unknown lowering, and "kernel" for an operation without one."""
     if name not in LOWERINGS:
-        raise ValueError(f"lowering is one of {LOWERINGS}, got {name!r}")
+        raise ValueError(f"lowering is one of {LOWERINGS}, got {name!r}: {nearest_names(name, LOWERINGS)}")
     if name == "kernel" and not kernel:
         raise ValueError("lowering='kernel': ragged products have no kernel; lowering='auto' takes another way")
 
 
-def layout_refusal(shape: tuple[int, ...], dims: Dims) -> str | None:
+def layout_refusal(shape: tuple[int, ...], dims: Dims, *, most: int = MOST_ROWS) -> str | None:
     """Why a native kernel cannot run a product with these axes and a left operand of this shape; None if it can."""
     if not kernels.available():
         return kernels.status()
     rows = math.prod(shape[a] for a in dims.lhs_remaining)
     if dims.lhs_batch:
         return "the kernel has no batch axes"
-    if not 0 < rows <= MOST_ROWS or math.prod(shape) == 0:
-        return f"the kernel is for 1 to {MOST_ROWS} rows, got an operand of shape {shape} with {rows}"
+    if not 0 < rows <= most or math.prod(shape) == 0:
+        return f"the kernel is for 1 to {most} rows, got an operand of shape {shape} with {rows}"
     if is_transposed(dims) is None:
         return "the kernel contracts the first axes of a matrix or its last ones, in order"
     return None
