@@ -102,6 +102,35 @@ def test_requests_come_and_go():
     assert [e.request_id for e in events if e.finish == "length"] == ["a", "b", "c"]
 
 
+def test_several_tokens_at_once_are_those_of_single_steps():
+    engine = engine_of()
+    how = SamplingParams(seed=3, temperature=1.2, max_tokens=7, logprobs=2)
+    one, many = [], []
+    for most, events in ((1, one), (3, many), (100, many)):
+        events.clear()
+        for i, prompt in enumerate((PROMPTS[0], PROMPTS[3])):
+            engine.add(Request(i, tuple(prompt), how if i else how.replace(max_tokens=6)))
+        sizes = []
+        while engine.busy:
+            events += (new := engine.step(most))
+            sizes.append(len(new))
+        if most == 1:
+            continue
+        # When both are read, the first has four tokens left, and no step goes beyond the end of a request.
+        assert max(sizes) == 2 * min(most, 4)
+        for i in range(2):
+            assert [e for e in many if e.request_id == i] == [e for e in one if e.request_id == i]
+
+
+def test_what_follows_the_end_of_a_text_is_thrown_away():
+    tokens = answers(engine_of().generate([PROMPTS[0]], GREEDY))[0]
+    engine = Engine(ONE, params_of(ONE), slots=2, max_length=40, chunk=8, eos_ids=[tokens[2]])
+    before = tokens[: tokens.index(tokens[2]) + 1]
+    for _ in range(2):  # the slot is as good as new
+        events = list(engine.generate([PROMPTS[0]], GREEDY))
+        assert ([e.token for e in events], events[-1].finish) == (before, "stop")
+
+
 def test_cancel():
     engine = engine_of()
     engine.add(Request("a", (1, 2), SamplingParams(temperature=0, max_tokens=30)))

@@ -40,7 +40,8 @@ def build() -> Path:
     command, include = _compiler(), _headers()
     with tempfile.TemporaryDirectory(dir=library().parent, prefix=".build-") as folder:
         made = Path(folder) / "library.so"
-        words = [*command, *FLAGS, f"-I{include}", str(SOURCES / "matvec.cc"), "-o", str(made)]
+        sources = map(str, sorted(SOURCES.glob("*.cc")))
+        words = [*command, *FLAGS, f"-I{include}", *sources, "-o", str(made)]
         done = subprocess.run(words, capture_output=True, text=True)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()

@@ -8,8 +8,8 @@ import jax
 
 from octavo.kernels import compiling
 
-FLOAT_TARGET, INT_TARGET = "octavo_float_matvec", "octavo_int_matvec"
-# The names of the custom calls.
+FLOAT_TARGET, INT_TARGET, LAYER_TARGET = "octavo_float_matvec", "octavo_int_matvec", "octavo_decode_layer"
+# The names of the custom calls that are one product each.
 TARGETS = (FLOAT_TARGET, INT_TARGET)
 
 # Part of the key of jit's caches: a program that was traced with kernels is not the one without.
@@ -32,7 +32,7 @@ def load() -> Library:
         return Library(problem=f"not built: {compiling.HINT}")
     try:
         found = ctypes.CDLL(str(path))
-        for target in TARGETS:
+        for target in (*TARGETS, LAYER_TARGET):
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(found, target)), platform="cpu")
         found.octavo_versions.restype = ctypes.c_char_p
         return Library(tuple(found.octavo_versions().decode().split()))

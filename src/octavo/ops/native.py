@@ -18,7 +18,7 @@ from octavo.numerics import Format, IntFormat
 from octavo.ops import factor
 from octavo.ops.dims import Dims
 from octavo.ops.factor import Factor
-from octavo.ops.lowering import is_explicit, is_transposed, layout_refusal
+from octavo.ops.lowering import MOST_FLOAT_ROWS, is_explicit, is_transposed, layout_refusal
 from octavo.qarray import QArray
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -30,7 +30,7 @@ def refusal(lhs: Factor, rhs: Factor, dims: Dims) -> str | None:
         return "the kernel multiplies a float array by a QArray, in this order"
     if lhs.dtype not in _FLOATS:
         return f"the kernel takes rows of float32, bfloat16 or float16, not {lhs.dtype}"
-    if (reason := layout_refusal(lhs.shape, dims)) is not None:
+    if (reason := layout_refusal(lhs.shape, dims, most=MOST_FLOAT_ROWS)) is not None:
         return reason
     if is_explicit(lhs) or is_explicit(rhs.qvalue):
         return "the kernel does not know explicit shardings"
@@ -87,13 +87,26 @@ def _product_jvp(dims: Dims, otherwise: Callable[[Array, QArray], Array], primal
     return _product(*primals, dims, otherwise), jax.jvp(reference, primals, tangents)[1]
 
 
-def _by_kernel(x: Array, q: QArray, dims: Dims) -> Array:
-    kept = [x.shape[a] for a in dims.lhs_remaining]
-    columns = [q.shape[a] for a in dims.rhs_remaining]
-    x = jnp.transpose(x.astype(jnp.float32), (*dims.lhs_remaining, *dims.lhs_contract))
-    x = x.reshape(math.prod(kept), math.prod(x.shape[len(kept) :]))
-    x = jnp.pad(x, ((0, 0), (0, sum(count for _, count in q.padding))))
-    transposed, width = bool(is_transposed(dims)), math.prod(columns)
+def matrix_refusal(q: QArray) -> str | None:
+    """Why `matrix` cannot give the kernels' operands of an [in, out] matrix; None if it can."""
+    if q.ndim != 2:
+        return f"the kernel takes matrices, not an array of shape {q.shape}"
+    if q.zero_point is not None or q.padding:
+        return "the kernel knows no zero points and no padding here"
+    return _codes_refusal(q, _MATRIX)
+
+
+def matrix(q: QArray) -> kernels.Matrix:
+    """An [in, out] matrix as the kernels take it."""
+    return kernels.Matrix(*_operands(q, _MATRIX))
+
+
+_MATRIX = Dims(2, 2, (1,), (0,))
+
+
+def _operands(q: QArray, dims: Dims) -> tuple[Array, Array, tuple[float, ...] | None]:
+    """Codes, scale and table."""
+    transposed, width = bool(is_transposed(dims)), math.prod(q.shape[a] for a in dims.rhs_remaining)
     codes = q.qvalue.reshape((width, -1) if transposed else (-1, width))
     scale = _matrix(q, q.scale, dims)
     if scale.dtype not in _FLOATS:
@@ -101,8 +114,17 @@ def _by_kernel(x: Array, q: QArray, dims: Dims) -> Array:
     if q.outer_scale is not None:
         groups = scale.shape[1 if transposed else 0]
         scale = scale.astype(jnp.float32) * _matrix(q, q.outer_scale, dims, groups).astype(jnp.float32)
-    table = _table(factor.element(q)) if q.qtype.bits == 4 else None
-    out = kernels.matvec(x, codes, scale, table=table, transposed=transposed)
+    return codes, scale, _table(factor.element(q)) if q.qtype.bits == 4 else None
+
+
+def _by_kernel(x: Array, q: QArray, dims: Dims) -> Array:
+    kept = [x.shape[a] for a in dims.lhs_remaining]
+    columns = [q.shape[a] for a in dims.rhs_remaining]
+    x = jnp.transpose(x.astype(jnp.float32), (*dims.lhs_remaining, *dims.lhs_contract))
+    x = x.reshape(math.prod(kept), math.prod(x.shape[len(kept) :]))
+    x = jnp.pad(x, ((0, 0), (0, sum(count for _, count in q.padding))))
+    codes, scale, table = _operands(q, dims)
+    out = kernels.matvec(x, codes, scale, table=table, transposed=bool(is_transposed(dims)))
     if q.zero_point is not None:
         out = out - _of_zero_points(x, q, scale, dims)
     return out.reshape(*kept, *columns)

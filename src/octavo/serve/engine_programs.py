@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from octavo import models
+from octavo import kernels, models
 from octavo._typing import Array, Bool, Shaped
 from octavo.frameworks import served
 from octavo.models import ModelConfig, apply, unstack_layers
 from octavo.qarray import QArray
+from octavo.serve import engine_native
 from octavo.serve.cache import KVCache, KVConfig
 from octavo.serve.sampling import MAX_LOGPROBS, Choice, Settings, choose, likeliest
 
@@ -31,19 +32,23 @@ class State(NamedTuple):
     settings: Settings
 
 
+STEPS = 4
+"""How many tokens the decoding program makes at most before what it chose can be read."""
+
+
 class Output(NamedTuple):
-    """What a step chose. Only what is read is copied from the device."""
+    """What some steps chose: arrays with an axis of steps and one of rows. Only what is read is copied."""
 
     choice: Choice
     top: tuple[Array, Array]
 
-    def fetch(self, row: int, logprobs: int) -> tuple[int, float, tuple[tuple[int, float], ...]]:
+    def fetch(self, row: int, logprobs: int, step: int = 0) -> tuple[int, float, tuple[tuple[int, float], ...]]:
         """The token of a row, its log probability, and the likeliest tokens with theirs."""
         top = ()
         if logprobs:
-            tokens, values = (np.asarray(x)[row, :logprobs].tolist() for x in self.top)
+            tokens, values = (np.asarray(x)[step, row, :logprobs].tolist() for x in self.top)
             top = tuple(zip(tokens, values, strict=True))
-        return int(np.asarray(self.choice.token)[row]), float(np.asarray(self.choice.logprob)[row]), top
+        return int(np.asarray(self.choice.token)[step, row]), float(np.asarray(self.choice.logprob)[step, row]), top
 
 
 class Programs:
@@ -62,7 +67,7 @@ class Programs:
         fuse: bool,
     ):
         config, params = prepared(config, load, fuse=fuse and not rules)
-        self.config, self.chunk = config, chunk
+        self.config, self.chunk, self._rules = config, chunk, rules
         self.traces: Counter[str] = Counter()
         # Leaves side by side: to take a tree of QArrays apart at every step costs as much as a small model does.
         leaves, self._tree = jax.tree.flatten(params)
@@ -91,15 +96,27 @@ class Programs:
         out, self._state = self._prefill(self._leaves, self._state, row, where, settings)
         return out
 
-    def decode(self, active: np.ndarray) -> Output:
-        """The next token of each slot; of those that are not active nothing is kept."""
-        out, self._state = self._decode(self._leaves, self._state, active)
+    def decode(self, active: np.ndarray, steps: int = 1, *, top: bool = True) -> Output:
+        """The next tokens of each slot, at most `STEPS`; of those that are not active nothing is kept.
+
+        A call takes a millisecond for some hundred parameters, as much as a tenth of a small model's token. Without
+        `top`, the likeliest tokens are not looked for.
+        """
+        how = np.asarray([steps, top], np.int32)
+        out, self._state = self._decode(self._leaves, self._state, active, how)
         return out
+
+    @property
+    def decoding(self) -> str:
+        """How the decoding program runs layers."""
+        params = jax.tree.unflatten(self._tree, self._leaves)
+        reason = engine_native.refusal(self.config, params, self._state_of(self._state).cache, self._rules)
+        return kernels.status() if reason is None else f"XLA, because {reason}"
 
     def lowered(self) -> Any:
         """The decoding program, to look at."""
         active = np.zeros(self._state_of(self._state).last.shape, bool)
-        return self._decode.lower(self._leaves, self._state, active)
+        return self._decode.lower(self._leaves, self._state, active, np.ones(2, np.int32))
 
     def _state_of(self, parts: tuple[Any, ...]) -> State:
         return jax.tree.unflatten(self._state_tree, parts)
@@ -124,14 +141,31 @@ class Programs:
             state.number.at[slot].set(1),
             Settings(*(whole.at[slot].set(x[0]) for whole, x in zip(state.settings, settings, strict=True))),
         )
-        return Output(choice, likeliest(logits[:, 0], MAX_LOGPROBS)), tuple(jax.tree.leaves(new))
+        out = Output(choice, likeliest(logits[:, 0], MAX_LOGPROBS))
+        return jax.tree.map(lambda x: x[None], out), tuple(jax.tree.leaves(new))
 
-    def _traced_decode(self, leaves: Any, parts: Any, active: Array) -> Any:
+    def _traced_decode(self, leaves: Any, parts: Any, active: Array, how: Array) -> Any:
         self.traces["decode"] += 1
-        state, params = self._state_of(parts), jax.tree.unflatten(self._tree, leaves)
+        params = jax.tree.unflatten(self._tree, leaves)
+        _, one = jax.eval_shape(functools.partial(self._next, params, active, how[1] > 0), parts)
+        outs = jax.tree.map(lambda x: jnp.zeros((STEPS, *x.shape), x.dtype), one)
+
+        def step(number: Array, carry: tuple[Any, Output]) -> tuple[Any, Output]:
+            parts, out = self._next(params, active, how[1] > 0, carry[0])
+            return parts, jax.tree.map(lambda all, x: all.at[number].set(x), carry[1], out)
+
+        parts, outs = jax.lax.fori_loop(0, how[0], step, (parts, outs))
+        return outs, parts
+
+    def _next(self, params: Any, active: Array, wants_top: Array, parts: Any) -> tuple[Any, Output]:
+        """One token of each slot."""
+        state = self._state_of(parts)
         lengths = state.cache.lengths
-        logits, _, cache = self._model(params, state.last[:, None], lengths[:, None], cache=state.cache)
-        logits = logits[:, 0]
+        if engine_native.refusal(self.config, params, state.cache, self._rules) is None:
+            logits, cache = engine_native.decode(self.config, params, state.last, state.cache)
+        else:
+            logits, _, cache = self._model(params, state.last[:, None], lengths[:, None], cache=state.cache)
+            logits = logits[:, 0]
         choice = choose(logits, state.settings, state.number, state.seen)
         rows = jnp.arange(lengths.shape[0])
         # The newest token of a slot that does not take part must stay the next to be read.
@@ -142,7 +176,9 @@ class Programs:
             jnp.where(active, state.number + 1, state.number),
             state.settings,
         )
-        return Output(choice, likeliest(logits, MAX_LOGPROBS)), tuple(jax.tree.leaves(new))
+        find = lambda: likeliest(logits, MAX_LOGPROBS)  # noqa: E731
+        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(find))
+        return tuple(jax.tree.leaves(new)), Output(choice, jax.lax.cond(wants_top, find, lambda: none))
 
 
 def prepared(config: ModelConfig, load: Callable[[], Any], *, fuse: bool) -> tuple[ModelConfig, Any]:

@@ -5,31 +5,15 @@
 #include <string_view>
 #include <vector>
 
+#include "checks.h"
+#include "product.h"
 #include "threads.h"
 #include "versions.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace octavo {
 namespace {
-
-ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument("octavo: " + what); }
-
-std::string text(ffi::AnyBuffer::Dimensions dims) {
-  std::string out = "[";
-  for (size_t i = 0; i < dims.size(); ++i) out += (i ? ", " : "") + std::to_string(dims[i]);
-  return out + "]";
-}
-
-const Version* version(std::string_view wanted) {
-  const Version* found[kMostVersions];
-  const int count = versions(found);
-  if (wanted.empty()) return found[count - 1];
-  for (int i = 0; i < count; ++i)
-    if (wanted == found[i]->name) return found[i];
-  return nullptr;
-}
 
 template <typename Problem>
 struct ProblemJob : Job {
@@ -42,10 +26,6 @@ struct ProblemJob : Job {
 
   void run(int64_t begin, int64_t end) override { function(problem, begin, end); }
 };
-
-// ---- Checks. Every size comes from the buffers themselves.
-
-bool is_matrix(const ffi::AnyBuffer& b) { return b.dimensions().size() == 2; }
 
 ffi::Error float_matvec(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                         ffi::Result<ffi::AnyBuffer> y, bool transposed, int32_t bits, ffi::Span<const float> table,
@@ -62,24 +42,10 @@ ffi::Error float_matvec(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer c
   FloatProblem& p = job->problem;
   p.m = x.dimensions()[0];
   p.k = x.dimensions()[1];
-  p.packed = bits == 4;
+  if (ffi::Error error = take_matrix(codes, scale, table.begin(), transposed, p); error.failure()) return error;
   const int64_t stored = p.packed ? (p.k + 1) / 2 : p.k;
-  p.n = codes.dimensions()[transposed ? 0 : 1];
-  p.groups = scale.dimensions()[transposed ? 1 : 0];
-  if (codes.dimensions()[transposed ? 1 : 0] != stored)
-    return wrong("x " + text(x.dimensions()) + " does not fit codes " + text(codes.dimensions()));
-  if (scale.dimensions()[transposed ? 0 : 1] != p.n || p.groups < 1 || p.k % p.groups != 0)
-    return wrong("scale " + text(scale.dimensions()) + " does not fit codes " + text(codes.dimensions()));
   if (y->dimensions()[0] != p.m || y->dimensions()[1] != p.n)
     return wrong("the product is " + text(y->dimensions()) + " of x " + text(x.dimensions()));
-  p.group = p.k / p.groups;
-  if (p.packed && p.groups > 1 && p.group % 2 != 0) return wrong("groups of packed codes are even");
-  switch (scale.element_type()) {
-    case ffi::F32: p.scale_type = ScaleType::kF32; break;
-    case ffi::BF16: p.scale_type = ScaleType::kBF16; break;
-    case ffi::F16: p.scale_type = ScaleType::kF16; break;
-    default: return wrong("scales are float32, bfloat16 or float16");
-  }
   p.y = static_cast<float*>(y->untyped_data());
   if (p.m == 0 || p.n == 0) return ffi::Error::Success();
   if (p.k == 0) {
@@ -87,9 +53,6 @@ ffi::Error float_matvec(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer c
     return ffi::Error::Success();
   }
   p.x = static_cast<const float*>(x.untyped_data());
-  p.codes = static_cast<const uint8_t*>(codes.untyped_data());
-  p.scale = scale.untyped_data();
-  if (p.packed) std::memcpy(p.table, table.begin(), sizeof p.table);
   if (p.packed && transposed) {
     job->even.resize(p.m * stored);
     job->odd.resize(p.m * stored);
@@ -108,8 +71,19 @@ ffi::Error float_matvec(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer c
     p.even = job->even.data();
     p.odd = job->odd.data();
   }
-  job->function = transposed ? how->float_rows : how->float_columns;
-  share<ffi::ThreadPool>(job, p.n, transposed ? 16 : 64, p.n * stored * p.m, threads, pool);
+  if (!transposed) {
+    const Parts cut(p.k);
+    Team team{pool, threads};
+    float* parts = cut.count == 1 ? p.y : scratch(cut.count * p.m * p.n);
+    multiply(p, *how, team, parts);
+    if (cut.count == 1) return ffi::Error::Success();
+    team.run(p.m * p.n, 1024, cut.count * p.m * p.n * sizeof(float), [&](int64_t begin, int64_t end) {
+      how->sum(nullptr, parts + begin, cut.count, p.m * p.n, end - begin, p.y + begin);
+    });
+    return ffi::Error::Success();
+  }
+  job->function = how->float_rows;
+  share<ffi::ThreadPool>(job, p.n, 16, p.n * stored * p.m, threads, pool);
   return ffi::Error::Success();
 }
 

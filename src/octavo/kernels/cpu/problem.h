@@ -19,6 +19,7 @@ struct FloatProblem {
   ScaleType scale_type = ScaleType::kF32;
   float* y = nullptr;
   int64_t m = 0, k = 0, n = 0;
+  int64_t from = 0, until = 0;    // the part of K that is summed, an even number of values before it
   int64_t groups = 1, group = 0;  // groups of `group` values each along K
   bool packed = false;            // two 4-bit codes to a byte along K, the first in the low half
   float table[16] = {};           // what 4-bit codes stand for
@@ -32,13 +33,34 @@ struct IntProblem {
   int64_t m = 0, k = 0, n = 0;
 };
 
-// One version: each function computes the outputs of the columns (or rows of w) from `begin` to `end`.
+// Attention of one new token in each row to what its slot holds: heads of the query, one after the other.
+struct AttendProblem {
+  const float* mixed = nullptr;  // [M, (heads + 2 * kv_heads) * dim]: queries, keys, values
+  const int32_t* positions = nullptr;
+  float* keys = nullptr;     // [M, kv_heads, dim, time]
+  float* values = nullptr;   // [M, kv_heads, time, dim]
+  float* context = nullptr;  // [M, heads * dim]
+  int64_t heads = 0, kv_heads = 0, dim = 0, time = 0;
+  int64_t limit = 0;  // positions from here on give NaN
+};
+
+// One version. Products compute the outputs of the columns (or rows of w) from `begin` to `end`, those of floats and
+// columns for a part of K; `attend` the outputs of the heads of all rows, counted through.
 struct Version {
   const char* name;
   void (*float_columns)(const FloatProblem&, int64_t begin, int64_t end);
   void (*float_rows)(const FloatProblem&, int64_t begin, int64_t end);
   void (*int_columns)(const IntProblem&, int64_t begin, int64_t end);
   void (*int_rows)(const IntProblem&, int64_t begin, int64_t end);
+  // y = x + the sum of `count` parts that lie `stride` apart; x may be null
+  void (*sum)(const float* x, const float* parts, int64_t count, int64_t stride, int64_t size, float* y);
+  // y = x / sqrt(mean x^2 + epsilon) * scale
+  void (*norm)(const float* x, const float* scale, float epsilon, int64_t size, float* y);
+  // Turns pairs (x_i, x_{i + half}) by angles, and multiplies them by a factor.
+  void (*rotate)(float* x, const float* cos, const float* sin, float factor, int64_t half);
+  void (*attend)(const AttendProblem&, int64_t begin, int64_t end);
+  // y = silu(gate) * up
+  void (*gate)(const float* gate, const float* up, int64_t size, float* y);
 };
 
 inline float half_to_float(uint16_t h) {
@@ -74,8 +96,8 @@ inline float scale_at(const void* scale, ScaleType type, int64_t i) {
   return value;
 }
 
-// Has a line of w on its way to the second-level cache. Two blocks ahead and no nearer to the registers is where
-// memory gives all it has: 21 GB/s on two cores of a Zen 4, against 12 one block ahead into the first level.
+// Has a line of w on its way to the second-level cache: into the first level, where there is room for little, memory
+// gave 12 GB/s on two cores of a Zen 4 instead of 21.
 inline void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 // Rows of x from m0: rows beyond the last repeat it, and are not stored.

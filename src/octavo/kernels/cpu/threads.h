@@ -27,21 +27,26 @@ inline void breathe() {
 #endif
 }
 
-// A product, cut into pieces that are computed in any order.
+constexpr int64_t kMostPieces = 64;
+
+// A product, cut into pieces that are computed in any order. Each thread has neighbouring ones, whose data lie
+// together, and takes those of others when its own are done.
 class Job {
  public:
   virtual ~Job() = default;
 
-  void cut(int64_t size, int64_t piece) {
+  void cut(int64_t size, int64_t piece, int64_t threads) {
     size_ = size;
     piece_ = piece;
     pieces_ = (size + piece - 1) / piece;
+    threads_ = threads;
   }
 
   void work() {
-    for (;;) {
-      const int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
-      if (i >= pieces_) return;
+    const int64_t start = joined_.fetch_add(1, std::memory_order_relaxed) % threads_ * pieces_ / threads_;
+    for (int64_t j = 0; j < pieces_; ++j) {
+      const int64_t i = start + j < pieces_ ? start + j : start + j - pieces_;
+      if (taken_[i].load(std::memory_order_relaxed) || taken_[i].exchange(true, std::memory_order_relaxed)) continue;
       const int64_t begin = i * piece_, end = begin + piece_ < size_ ? begin + piece_ : size_;
       run(begin, end);
       done_.fetch_add(1, std::memory_order_release);
@@ -62,8 +67,9 @@ class Job {
   virtual void run(int64_t begin, int64_t end) = 0;
 
  private:
-  int64_t size_ = 0, piece_ = 1, pieces_ = 0;
-  std::atomic<int64_t> next_{0}, done_{0};
+  int64_t size_ = 0, piece_ = 1, pieces_ = 0, threads_ = 1;
+  std::atomic<int64_t> joined_{0}, done_{0};
+  std::atomic<bool> taken_[kMostPieces] = {};
 };
 
 // Where helpers that are still awake look for the next job.
@@ -118,7 +124,7 @@ class Bench {
   }
 
  private:
-  static constexpr std::chrono::microseconds kPatience{50};
+  static constexpr std::chrono::microseconds kPatience{200};
 
   std::mutex mutex_;
   std::shared_ptr<Job> job_;
@@ -128,17 +134,23 @@ class Bench {
 // Less than this is done before another thread is awake.
 constexpr int64_t kSmall = 32 << 10;
 
-// Runs a job over `size` outputs, in pieces of whole units. `cost` is about the bytes that it reads; `limit` forces a
-// number of threads.
+// How many threads work on what reads about `cost` bytes; `limit` forces a number.
+template <typename Pool>
+int64_t workers(int64_t cost, int64_t limit, Pool& pool) {
+  return limit > 0 ? limit : (cost < kSmall ? 1 : pool.num_threads());
+}
+
+// Runs a job over `size` outputs, in pieces of whole units.
 template <typename Pool>
 void share(const std::shared_ptr<Job>& job, int64_t size, int64_t unit, int64_t cost, int64_t limit, Pool& pool) {
   const int64_t units = (size + unit - 1) / unit;
-  int64_t threads = limit > 0 ? limit : (cost < kSmall ? 1 : pool.num_threads());
+  int64_t threads = workers(cost, limit, pool);
   threads = threads < units ? threads : units;
   threads = threads < 1 ? 1 : threads;
   // Several pieces for each thread, since another program may hold one of them up.
-  const int64_t pieces = threads == 1 ? 1 : (4 * threads < units ? 4 * threads : units);
-  job->cut(size, (units + pieces - 1) / pieces * unit);
+  const int64_t most = 4 * threads < kMostPieces ? 4 * threads : kMostPieces;
+  const int64_t pieces = threads == 1 ? 1 : (most < units ? most : units);
+  job->cut(size, (units + pieces - 1) / pieces * unit, threads);
   if (threads == 1) return job->work();
   Bench& bench = Bench::instance();
   for (int64_t i = 1 + bench.offer(job, threads - 1); i < threads; ++i)

@@ -1,0 +1,52 @@
+// What the custom calls check of their operands. Every size comes from the buffers themselves.
+#pragma once
+
+#include <string>
+
+#include "problem.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace octavo {
+
+namespace ffi = xla::ffi;
+
+inline ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument("octavo: " + what); }
+
+inline std::string text(ffi::AnyBuffer::Dimensions dims) {
+  std::string out = "[";
+  for (size_t i = 0; i < dims.size(); ++i) out += (i ? ", " : "") + std::to_string(dims[i]);
+  return out + "]";
+}
+
+inline bool is_matrix(const ffi::AnyBuffer& b) { return b.dimensions().size() == 2; }
+
+// Fills in a matrix for p.m rows of p.k values. Codes are int8, or two to a byte in uint8 with a table of 16 values.
+inline ffi::Error take_matrix(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale, const float* table,
+                              bool transposed, FloatProblem& p) {
+  if (!is_matrix(codes) || !is_matrix(scale)) return wrong("operands are matrices");
+  if (codes.element_type() != ffi::S8 && codes.element_type() != ffi::U8)
+    return wrong("8-bit codes are int8, packed ones uint8");
+  p.packed = codes.element_type() == ffi::U8;
+  const int64_t stored = p.packed ? (p.k + 1) / 2 : p.k;
+  p.n = codes.dimensions()[transposed ? 0 : 1];
+  p.groups = scale.dimensions()[transposed ? 1 : 0];
+  if (codes.dimensions()[transposed ? 1 : 0] != stored)
+    return wrong("x [" + std::to_string(p.m) + ", " + std::to_string(p.k) + "] does not fit codes " +
+                 text(codes.dimensions()));
+  if (scale.dimensions()[transposed ? 0 : 1] != p.n || p.groups < 1 || p.k % p.groups != 0)
+    return wrong("scale " + text(scale.dimensions()) + " does not fit codes " + text(codes.dimensions()));
+  p.group = p.k / p.groups;
+  if (p.packed && p.groups > 1 && p.group % 2 != 0) return wrong("groups of packed codes are even");
+  switch (scale.element_type()) {
+    case ffi::F32: p.scale_type = ScaleType::kF32; break;
+    case ffi::BF16: p.scale_type = ScaleType::kBF16; break;
+    case ffi::F16: p.scale_type = ScaleType::kF16; break;
+    default: return wrong("scales are float32, bfloat16 or float16");
+  }
+  p.codes = static_cast<const uint8_t*>(codes.untyped_data());
+  p.scale = scale.untyped_data();
+  if (p.packed) std::memcpy(p.table, table, sizeof p.table);
+  return ffi::Error::Success();
+}
+
+}  // namespace octavo

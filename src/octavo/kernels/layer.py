@@ -1,0 +1,137 @@
+"""A whole decoder layer for one new token of each text, with quantized matrices: what decoding a token is made of.
+
+    x = x + out(attention(query_key_value(norm(x))))
+    x = x + wo(silu(gate) * up),  [gate, up] = wi(norm(x))
+
+Attention has rotary positions and a cache of keys and values, into which those of the new token are written. The
+specification is `decode_layer_reference`; nothing is rounded but float32 sums.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from octavo._typing import Array, Float, Shaped
+from octavo.kernels.library import LAYER_TARGET, require
+from octavo.kernels.matvec import reference
+
+_NO_TABLE = (0.0,) * 16
+
+
+class Matrix(NamedTuple):
+    """A quantized matrix [K, N], as `matvec` takes it."""
+
+    codes: Shaped[Array, "a b"]
+    scale: Float[Array, "groups columns"]
+    table: Sequence[float] | None = None
+    """Values of 4-bit codes, which lie packed along K."""
+
+
+class LayerWeights(NamedTuple):
+    """The parameters of a layer; those that are None are not there."""
+
+    norm_in: Float[Array, "size"]
+    query_key_value: Matrix
+    """Heads of queries, of keys and of values, side by side."""
+    out: Matrix
+    norm_mid: Float[Array, "size"]
+    wi: Matrix
+    """What passes the activation, and what it is multiplied by, side by side."""
+    wo: Matrix
+    bias: Float[Array, "mixed"] | None = None
+    """Of queries, keys and values."""
+    query_norm: Float[Array, "dim"] | None = None
+    key_norm: Float[Array, "dim"] | None = None
+
+
+def decode_layer(
+    x: Float[Array, "rows size"],
+    cos: Float[Array, "rows half"],
+    sin: Float[Array, "rows half"],
+    positions: Shaped[Array, "rows"],
+    keys: Float[Array, "rows kv_heads dim time"],
+    values: Float[Array, "rows kv_heads time dim"],
+    weights: LayerWeights,
+    *,
+    heads: int,
+    epsilon: float,
+    limit: int,
+    isa: str = "",
+    threads: int = 0,
+) -> tuple[Float[Array, "rows size"], Float[Array, "rows kv_heads dim time"], Float[Array, "rows kv_heads time dim"]]:
+    """What leaves the layer, and keys and values with those of the new tokens at their positions, on CPUs.
+
+    Row i of `x` sees the first `positions[i]` entries of slot i and itself. A position of `limit` or more gives NaN.
+    Keys and values are written in place if they are donated to the program. `isa` and `threads` are as in `matvec`.
+    There is no gradient and no vmap.
+    """
+    require()
+    tables = [weight.table or _NO_TABLE for weight in (weights.query_key_value, weights.out, weights.wi, weights.wo)]
+    none = jnp.zeros(0, jnp.float32)
+    operands = [
+        *(x, cos, sin, positions, keys, values, weights.norm_in),
+        *(*weights.query_key_value[:2], *weights.out[:2], weights.norm_mid, *weights.wi[:2], *weights.wo[:2]),
+        *(none if part is None else part for part in (weights.bias, weights.query_norm, weights.key_norm)),
+    ]
+    like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
+    call = jax.ffi.ffi_call(LAYER_TARGET, (like(x), like(keys), like(values)), input_output_aliases={4: 1, 5: 2})
+    x, keys, values = call(
+        *operands,
+        heads=np.int32(heads),
+        limit=np.int32(limit),
+        epsilon=np.float32(epsilon),
+        tables=np.asarray(tables, np.float32).reshape(-1),
+        isa=isa,
+        threads=np.int32(threads),
+    )
+    return x, keys, values
+
+
+def decode_layer_reference(
+    x: Float[Array, "rows size"],
+    cos: Float[Array, "rows half"],
+    sin: Float[Array, "rows half"],
+    positions: Shaped[Array, "rows"],
+    keys: Float[Array, "rows kv_heads dim time"],
+    values: Float[Array, "rows kv_heads time dim"],
+    weights: LayerWeights,
+    *,
+    heads: int,
+    epsilon: float,
+    limit: int,
+) -> tuple[Float[Array, "rows size"], Float[Array, "rows kv_heads dim time"], Float[Array, "rows kv_heads time dim"]]:
+    """What `decode_layer` computes, in plain JAX."""
+    rows, kv_heads, dim, time = keys.shape
+
+    def norm(x: Array, scale: Array | None) -> Array:
+        if scale is None:
+            return x
+        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * jnp.broadcast_to(scale, x.shape)
+
+    def rotated(x: Array) -> Array:
+        first, second = jnp.split(x, 2, axis=-1)
+        c, s = cos[:, None], sin[:, None]
+        return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+
+    def product(x: Array, weight: Matrix) -> Array:
+        return reference(x, weight.codes, weight.scale, table=weight.table)
+
+    mixed = product(norm(x, weights.norm_in), weights.query_key_value)
+    if weights.bias is not None:
+        mixed = mixed + jnp.broadcast_to(weights.bias, mixed.shape)
+    query, key, value = jnp.split(mixed.reshape(rows, -1, dim), (heads, heads + kv_heads), axis=1)
+    query, key = rotated(norm(query, weights.query_norm)), rotated(norm(key, weights.key_norm))
+    row, place = jnp.arange(rows), jnp.clip(positions, 0, time - 1)
+    keys, values = keys.at[row, :, :, place].set(key), values.at[row, :, place].set(value)
+    grouped = query.reshape(rows, kv_heads, -1, dim) * dim**-0.5
+    scores = jnp.einsum("rkqd,rkdt->rkqt", grouped, keys, precision="highest")
+    seen = jnp.arange(time)[None] <= place[:, None]
+    weight = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
+    context = jnp.einsum("rkqt,rktd->rkqd", weight, jnp.where(seen[:, None, :, None], values, 0), precision="highest")
+    context = jnp.where(positions[:, None] < limit, context.reshape(rows, -1), jnp.nan)
+    x = x + product(context, weights.out)
+    gate, up = jnp.split(product(norm(x, weights.norm_mid), weights.wi), 2, axis=-1)
+    return x + product(jax.nn.silu(gate) * up, weights.wo), keys, values

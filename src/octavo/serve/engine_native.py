@@ -1,0 +1,93 @@
+"""Decoding with one native call for each layer, on CPUs: see `octavo.kernels.decode_layer`.
+
+The model's own code, which reads prompts, is the reference and what runs where `refusal` says why.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from octavo import kernels
+from octavo._typing import Array, Float, Shaped
+from octavo.models import ModelConfig, layer_groups
+from octavo.models.attention import Places
+from octavo.ops import dot_general, embedding_lookup, native
+from octavo.qarray import QArray
+from octavo.serve.cache import KVCache
+from octavo.serve.cache_layers import PositionLayer
+
+_MATRICES = (("self_attention", "query_key_value"), ("self_attention", "out"), ("mlp", "wi"), ("mlp", "wo"))
+
+
+def refusal(config: ModelConfig, params: Any, cache: KVCache, rules: Any = ()) -> str | None:
+    """Why tokens are not decoded by native layers; None if they are."""
+    if not kernels.available():
+        return kernels.status()
+    if jax.default_backend() != "cpu":
+        return f"native layers run on CPUs, not on {jax.default_backend()}"
+    if rules:
+        return "rules say how to multiply"
+    if config.num_experts > 1 or not config.fused:
+        return "native layers have fused matrices, and no experts"
+    if config.activation != "silu" or config.dtype != "float32":
+        return f"native layers compute silu in float32, not {config.activation} in {config.dtype}"
+    if cache.config.keys is not None or cache.config.values is not None or cache.config.dtype != "float32":
+        return "native layers keep keys and values in float32"
+    for group in layer_groups(config):
+        for part, name in _MATRICES:
+            q = params["decoder"][group.name][part][name]["kernel"]
+            reason = native.matrix_refusal(q) if isinstance(q, QArray) else "the kernel takes quantized matrices"
+            if reason is not None:
+                return f"{group.name}/{part}/{name}: {reason}"
+    return None
+
+
+def decode(
+    config: ModelConfig, params: Any, tokens: Shaped[Array, "slots"], cache: KVCache
+) -> tuple[Float[Array, "slots vocab"], KVCache]:
+    """The logits of what follows the newest token of each slot, and the cache with those tokens added."""
+    positions = cache.lengths
+    places = Places.of(config, positions[:, None], None)
+    cos, sin = (angle.reshape(positions.shape[0], -1) for angle in (places.cos, places.sin))
+    x = embedding_lookup(params["token_embedder"]["embedding"].astype(jnp.float32), tokens)
+    layers = dict(cache.layers)
+    for group in layer_groups(config):
+        layer = layers[group.name]
+        assert isinstance(layer, PositionLayer)
+        x, keys, values = kernels.decode_layer(
+            *(x, cos, sin, positions, layer.keys.codes, layer.values.codes),
+            _weights(params["decoder"][group.name]),
+            heads=config.num_query_heads,
+            epsilon=config.norm_eps,
+            limit=cache.max_length,
+        )
+        layers[group.name] = PositionLayer(
+            dataclasses.replace(layer.keys, codes=keys), dataclasses.replace(layer.values, codes=values)
+        )
+    return _logits(config, params, x), dataclasses.replace(cache, layers=layers, lengths=positions + 1)
+
+
+def _weights(params: Any) -> kernels.LayerWeights:
+    attention = params["self_attention"]
+    wide = lambda tree, leaf: tree[leaf].astype(jnp.float32) if leaf in tree else None  # noqa: E731
+    return kernels.LayerWeights(
+        params["pre_self_attention_layer_norm"]["scale"].astype(jnp.float32),
+        native.matrix(attention["query_key_value"]["kernel"]),
+        native.matrix(attention["out"]["kernel"]),
+        params["post_self_attention_layer_norm"]["scale"].astype(jnp.float32),
+        native.matrix(params["mlp"]["wi"]["kernel"]),
+        native.matrix(params["mlp"]["wo"]["kernel"]),
+        bias=wide(attention["query_key_value"], "bias"),
+        query_norm=wide(attention.get("query_norm", {}), "scale"),
+        key_norm=wide(attention.get("key_norm", {}), "scale"),
+    )
+
+
+def _logits(config: ModelConfig, params: Any, x: Float[Array, "slots size"]) -> Float[Array, "slots vocab"]:
+    scale = params["decoder"]["decoder_norm"]["scale"].astype(jnp.float32)
+    x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + config.norm_eps)
+    x = x * jnp.broadcast_to(scale, x.shape)
+    head = params["token_embedder"]["embedding"] if config.tied_logits else params["decoder"]["logits_dense"]["kernel"]
+    return dot_general(x, head.astype(jnp.float32), (((1,), (1 if config.tied_logits else 0,)), ((), ())))
