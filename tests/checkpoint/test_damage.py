@@ -132,11 +132,11 @@ def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(run, monkeypatch):
 
     read = store.read
 
-    def deleted_meanwhile(directory, dtypes):
+    def deleted_meanwhile(directory, *args):
         if directory.parent.name == "3":
             (run / "3").rename(run / "4")
             shutil.rmtree(run / "4")
-        return read(directory, dtypes)
+        return read(directory, *args)
 
     monkeypatch.setattr(store, "read", deleted_meanwhile)
     assert load(run).step == 2

@@ -19,6 +19,7 @@ SMALL = {
     "enable_tensorboard": False,
     "quantization_local_shard_count": 1,
     "run_name": "test",
+    "num_devices": 1,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32}
 

@@ -180,6 +180,21 @@ def test_an_unknown_recipe_or_method_names_the_nearest():
 MOE = {"num_experts": 4, "num_experts_per_tok": 2}
 CONFLICTS = [
     (
+        {"ici_tensor_parallelism": -1},
+        "of the sizes within a slice one may be -1: ici_data_parallelism=1, ici_stage_parallelism=1, "
+        "ici_fsdp_parallelism=-1, ici_context_parallelism=1, ici_tensor_parallelism=-1, ici_expert_parallelism=1",
+    ),
+    (
+        {"dcn_data_parallelism": -1, "dcn_fsdp_parallelism": -1},
+        "of the sizes across slices one may be -1: dcn_data_parallelism=-1, dcn_stage_parallelism=1, ",
+    ),
+    ({"shard_mode": "explicit"}, "shard_mode=explicit: where the trainer's arrays lie between operations is left to"),
+    ({"mesh_axes": ("fsdp", "data", "fsdp")}, "mesh_axes=fsdp,data,fsdp: an axis is there twice"),
+    (
+        {"num_processes": 2, "process_id": 2},
+        "process_id=2 is not below num_processes=2: processes are numbered from 0",
+    ),
+    (
         {"base_num_query_heads": 8, "base_num_kv_heads": 3},
         "base_num_query_heads=8 is no multiple of base_num_kv_heads=3",
     ),

@@ -171,9 +171,9 @@ def test_the_environment_is_that_of_the_process(monkeypatch):
         ("learning_rte=3", "unknown key 'learning_rte' (command line): did you mean 'learning_rate'?"),
         ("xyzzy=3", "unknown key 'xyzzy' (command line): `octavo train --help` lists the keys"),
         (
-            "ici_fsdp_parallelism=4",
-            "unknown key 'ici_fsdp_parallelism' (command line): a key of MaxText that Octavo does not have: "
-            "a run uses one device",
+            "ici_sequence_parallelism=4",
+            "unknown key 'ici_sequence_parallelism' (command line): a key of MaxText that Octavo does not have: "
+            "the axes of the mesh are data, stage, fsdp, context, tensor and expert",
         ),
         ("steps=many", "steps=many: an integer (command line)"),
     ],

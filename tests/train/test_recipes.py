@@ -33,6 +33,7 @@ def configure(name: str, qwix: bool, model: str, folder) -> Config:
         "steps=30",
         "learning_rate=3e-3",
         "quantization_local_shard_count=1",
+        "num_devices=1",
     ]
     words += [f"quant_cfg_path={table}"] if name == "intmp" else []
     words += ["constant_bound_config=16,4,0.1,4,0.1,16"] if name == "aqt_fp8_full" and not qwix else []

@@ -8,29 +8,33 @@ import shutil
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from octavo.checkpoint import leaves, manifest, store
+from octavo.checkpoint import leaves, manifest, store, together
 from octavo.checkpoint.errors import CheckpointError, CheckpointWarning
 from octavo.checkpoint.folder import Folder
 from octavo.checkpoint.lock import Lock
-from octavo.checkpoint.reading import EXTRA, STATE, TREE, Restored, newest
+from octavo.checkpoint.reading import EXTRA, STATE, TREE, Restored, newest, sound
 
 _open: "weakref.WeakSet[Checkpoints]" = weakref.WeakSet()
 
 
 class Checkpoints:
-    """The checkpoints in a directory, which this process alone may write.
+    """The checkpoints in a directory, which this run alone may write.
 
     The newest `keep` are kept (None: all), and for good those of every `keep_period`-th step. `asynchronous` saves
     return when the arrays are copied; what goes wrong later is raised by the next call. A directory that cannot be
     written to can still be read.
 
+    The processes of a run under `jax.distributed` make, save and restore together, in a directory that all of them see;
+    what fails on one is raised on all. Their saves are waited for.
+
     >>> import tempfile
+    >>> import numpy as np
     >>> with tempfile.TemporaryDirectory() as directory, Checkpoints(directory, keep=2) as checkpoints:
     ...     for step in (1, 2, 3):
     ...         checkpoints.save(step, {"w": np.full(2, step)}, {"loss": 1 / step})
@@ -59,6 +63,10 @@ class Checkpoints:
         self._lock: Lock | None = None
         self._unwritable: OSError | None = None
         self._closed = False
+        together.first_only(self._open)
+        _open.add(self)
+
+    def _open(self) -> None:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = Lock(self.directory)
@@ -67,7 +75,6 @@ class Checkpoints:
             if not self.directory.is_dir():
                 raise CheckpointError(f"{self.directory} cannot be made: {error}") from error
             self._unwritable = error
-        _open.add(self)
 
     def save(self, step: int, state: Any, extra: dict[str, Any] | None = None, *, force: bool = False) -> None:
         """Save a pytree and a dictionary that JSON can hold as the checkpoint of a step.
@@ -80,37 +87,68 @@ class Checkpoints:
         step = operator.index(step)
         if step < 0:
             raise ValueError(f"step={step} is negative")
-        if jax.process_count() > 1:
-            raise CheckpointError("a run of several processes cannot save checkpoints yet: save from a run of one")
         try:
             text = json.dumps({} if extra is None else extra)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"`extra` of step {step} holds what JSON cannot: {error}") from error
-        if step in self._folder.all() and not force and self._folder.is_whole(step, contents=True):
-            raise CheckpointError(f"{self._folder.of(step)} is there already; pass force=True to replace it")
         found = leaves.leaves_of(state)
+        needed = _bytes(found)
+        if together.several():
+            self._save_together(step, state, found, text, needed, force)
+            return
+        self._check_free(step, force)
         for _, value in found.values():
             if isinstance(value, jax.Array):
                 value.copy_to_host_async()
-        needed = _bytes(found)
         self._check_room(step, needed)
         # A save that is waited for needs no copies: nothing else runs meanwhile.
         copy = self.asynchronous
         arrays = {path: leaves.to_host(leaf, value, copy=copy) for path, (leaf, value) in found.items()}
-        described = {
-            "leaves": [leaf.to_json() for leaf, _ in found.values()],
-            "quantized": [
-                {"path": path, "static": leaves.static_of(q)} for path, q in leaves.qarrays_of(state).items()
-            ],
-            "as_bytes": [path for path, array in arrays.items() if not store.is_native(array.dtype)],
-        }
-        files = {TREE: json.dumps(described), EXTRA: text}
+        files = {TREE: _described(state, found), EXTRA: text}
+        places = store.places(list(arrays))
+
+        def write(directory: Path) -> None:
+            if some := {places[path]: array for path, array in arrays.items() if array.size}:
+                store.write(directory, some)
+
         self._thread = threading.Thread(
-            target=self._write, args=(step, arrays, files, needed), name=f"checkpoint of step {step}"
+            target=self._write, args=(step, write, files, needed), name=f"checkpoint of step {step}"
         )
         self._thread.start()
         if not self.asynchronous:
             self.wait()
+
+    def _save_together(
+        self,
+        step: int,
+        state: Any,
+        found: dict[leaves.Path, tuple[leaves.Leaf, Any]],
+        text: str,
+        needed: int,
+        force: bool,
+    ) -> None:
+        staging = self._folder.of(step, "saving")
+
+        def begin() -> None:
+            self._check_free(step, force)
+            self._check_room(step, needed)
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+
+        def finish() -> None:
+            # The arrays are there: what is left to write are the files about them.
+            self._write(step, lambda _: None, {TREE: _described(state, found), EXTRA: text}, needed, fresh=False)
+            self._raise_failure()
+
+        together.first_only(begin)
+        problem = None
+        try:
+            together.write(staging / STATE, found)
+        except Exception as error:
+            problem = self._failed(step, f"{type(error).__name__}: {error}; {self._room(needed)}")
+            problem.__cause__ = error
+        together.agree(problem)
+        together.first_only(finish)
 
     def restore(self, like: Any = None, step: int | None = None, *, part: str = "") -> Restored | None:
         """The newest whole checkpoint, or that of a step; None if there is none at all.
@@ -120,7 +158,17 @@ class Checkpoints:
         """
         self._check_open()
         self.wait()
-        return newest(self._folder, like, step=step, part=part)
+        if not together.several():
+            return newest(self._folder, like, step=step, part=part)
+        # One process looks for the newest that is whole, and all read that one.
+        found = together.same(together.first_only(lambda: _chosen(self._folder, step)) or 0)
+        problem, restored = None, None
+        try:
+            restored = newest(self._folder, like, step=found - 1, part=part) if found else None
+        except CheckpointError as error:
+            problem = error
+        together.agree(problem)
+        return restored
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints that are there, in order; one that is being saved is not yet."""
@@ -164,14 +212,15 @@ class Checkpoints:
 
     # Writing.
 
-    def _write(self, step: int, arrays: dict[leaves.Path, np.ndarray], files: dict[str, str], needed: int) -> None:
+    def _write(
+        self, step: int, write: Callable[[Path], None], files: dict[str, str], needed: int, fresh: bool = True
+    ) -> None:
         staging = self._folder.of(step, "saving")
         try:
-            shutil.rmtree(staging, ignore_errors=True)
-            places = store.places(list(arrays))
+            if fresh:
+                shutil.rmtree(staging, ignore_errors=True)
             (staging / EXTRA).parent.mkdir(parents=True)
-            if some := {places[path]: array for path, array in arrays.items() if array.size}:
-                store.write(staging / STATE, some)
+            write(staging / STATE)
             for name, text in files.items():
                 (staging / name).write_text(text, encoding="utf-8")
             manifest.write(staging, step)
@@ -191,6 +240,10 @@ class Checkpoints:
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError(f"these checkpoints of {self.directory} are closed; open them anew")
+
+    def _check_free(self, step: int, force: bool) -> None:
+        if step in self._folder.all() and not force and self._folder.is_whole(step, contents=True):
+            raise CheckpointError(f"{self._folder.of(step)} is there already; pass force=True to replace it")
 
     def _check_room(self, step: int, needed: int) -> None:
         if self._lock is None:
@@ -218,6 +271,28 @@ class Checkpoints:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+
+def _described(state: Any, found: dict[leaves.Path, tuple[leaves.Leaf, Any]]) -> str:
+    """What every leaf is, and what makes QArrays of them."""
+    dtypes = {path: "uint32" if leaf.kind == "key" else leaf.dtype for path, (leaf, _) in found.items()}
+    return json.dumps(
+        {
+            "leaves": [leaf.to_json() for leaf, _ in found.values()],
+            "quantized": [
+                {"path": path, "static": leaves.static_of(q)} for path, q in leaves.qarrays_of(state).items()
+            ],
+            "as_bytes": [path for path, name in dtypes.items() if not store.is_native(leaves.dtype_of(name))],
+        }
+    )
+
+
+def _chosen(folder: Folder, step: int | None) -> int:
+    """The number after the step that is to be read, or 0 if there is none."""
+    if step is None:
+        found = sound(folder)
+        return 0 if found is None else found + 1
+    return step + 1
 
 
 def _bytes(found: dict[leaves.Path, tuple[leaves.Leaf, Any]]) -> int:

@@ -113,8 +113,6 @@ def to_host(leaf: Leaf, value: Any, *, copy: bool = True) -> np.ndarray:
         return np.asarray(value, SCALARS[leaf.kind])
     if leaf.kind == "key":
         value = jax.random.key_data(value)
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        raise CheckpointError(f"{show(leaf.path)} is spread over several processes, which is not supported yet")
     # NumPy sees the very buffer of a JAX array on a CPU, and a step that donates it would write there.
     array = np.array(value, order="C", copy=True if copy else None)
     return array.astype(array.dtype.newbyteorder("=")) if not array.dtype.isnative else array
@@ -141,8 +139,10 @@ def abstract(leaf: Leaf) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype))
 
 
-def from_host(leaf: Leaf, array: np.ndarray, like: Any) -> Any:
-    """The leaf that an array was, of the type and in the place of `like`."""
+def from_host(leaf: Leaf, array: Any, like: Any) -> Any:
+    """The leaf that an array was, of the type and in the place of `like`, where it may be already."""
+    if isinstance(array, jax.Array):
+        return array
     if leaf.kind in SCALARS:
         return getattr(builtins, leaf.kind)(array.item())
     if leaf.kind == "key":
@@ -153,10 +153,17 @@ def from_host(leaf: Leaf, array: np.ndarray, like: Any) -> Any:
         return array[()] if isinstance(like, np.generic) else array
     # An array that was free to move stays free: a committed one would clash with others on more devices.
     sharding = getattr(like, "sharding", None) if getattr(like, "committed", True) else None
-    value = jax.device_put(value, sharding)
+    value = _placed(value, sharding)
     if leaf.kind != "key" and value.dtype != array.dtype:
         raise CheckpointError(f"{show(leaf.path)} is {leaf}, which JAX holds only with jax_enable_x64=True")
     return value
+
+
+def _placed(value: Any, sharding: Any) -> Any:
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    # What every process has read whole; device_put would compare their values first.
+    return jax.make_array_from_callback(value.shape, sharding, lambda place: value[place])
 
 
 def nested(values: Mapping[Path, Any]) -> Any:

@@ -105,18 +105,42 @@ def newest(folder: Folder, like: Any, *, step: int | None = None, part: str = ""
         except DamagedError as error:
             tried[step] = str(error)
             continue
-        for passed, problem in tried.items():
-            if passed > step and folder.of(passed).exists():
-                warnings.warn(
-                    f"the checkpoint of step {passed} is damaged: {problem}; step {step} is used instead",
-                    CheckpointWarning,
-                    stacklevel=3,
-                )
+        _warn(folder, tried, step)
         return restored
     if tried:
-        problems = "".join(f"\n  step {step}: {problem}" for step, problem in tried.items())
-        raise CheckpointError(f"no checkpoint in {folder.directory} is whole:{problems}")
+        raise _none_whole(folder, tried)
     return None
+
+
+def sound(folder: Folder) -> int | None:
+    """The newest step whose files are all as they were written, with a warning for each newer one; None: no step."""
+    tried: dict[int, str] = {}
+    for step in reversed(folder.all()):
+        try:
+            if manifest.check(folder.of(step), contents=lambda _: True) == step:
+                _warn(folder, tried, step)
+                return step
+            tried[step] = "it is of another step: the folder was renamed"
+        except DamagedError as error:
+            tried[step] = str(error)
+    if tried:
+        raise _none_whole(folder, tried)
+    return None
+
+
+def _warn(folder: Folder, tried: dict[int, str], step: int) -> None:
+    for passed, problem in tried.items():
+        if passed > step and folder.of(passed).exists():
+            warnings.warn(
+                f"the checkpoint of step {passed} is damaged: {problem}; step {step} is used instead",
+                CheckpointWarning,
+                stacklevel=4,
+            )
+
+
+def _none_whole(folder: Folder, tried: dict[int, str]) -> CheckpointError:
+    problems = "".join(f"\n  step {step}: {problem}" for step, problem in tried.items())
+    return CheckpointError(f"no checkpoint in {folder.directory} is whole:{problems}")
 
 
 def read(directory: Path, like: Any, *, step: int | None = None, part: str = "") -> Restored:
@@ -132,7 +156,7 @@ def read(directory: Path, like: Any, *, step: int | None = None, part: str = "")
     manifest.check(directory, contents=_files(set(map(store.folder, arrays))))
     dtypes = {place: "uint32" if leaf.kind == "key" else leaf.dtype for place, leaf in arrays.items()}
     try:
-        values = store.read(directory / STATE, dtypes) if arrays else {}
+        values = store.read(directory / STATE, dtypes, _shardings(like, arrays)) if arrays else {}
     except Exception as error:
         manifest.check(directory, contents=lambda _: True)  # Deleted or damaged while it was read?
         raise CheckpointError(f"{directory} is whole, but cannot be read: {type(error).__name__}: {error}") from error
@@ -144,6 +168,19 @@ def read(directory: Path, like: Any, *, step: int | None = None, part: str = "")
         return leaves.from_host(leaf, leaves.empty(leaf) if array is None else array, target)
 
     return Restored(found, _built(like, wanted, statics, value), extra)
+
+
+def _shardings(like: Any, arrays: dict[leaves.Path, Leaf]) -> dict[leaves.Path, Any]:
+    """By place, where the arrays that are expected on several devices go: a process reads only its part of these."""
+    if like is None:
+        return {}
+    targets = {leaf.path: target for leaf, target in leaves.leaves_of(like).values()}
+    found = {}
+    for place, leaf in arrays.items():
+        sharding = getattr(targets.get(leaf.path), "sharding", None)
+        if sharding is not None and len(sharding.device_set) > 1 and leaf.kind == "array":
+            found[place] = sharding
+    return found
 
 
 def _described(directory: Path, part: str) -> tuple[dict[leaves.Path, Leaf], dict[leaves.Path, Any], list[leaves.Path]]:

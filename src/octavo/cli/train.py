@@ -3,7 +3,9 @@
 Exit status 0: done, or saved on SIGTERM; 130: saved on Ctrl-C; 1: stopped by an error; 2: the configuration is wrong.
 """
 
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -43,11 +45,19 @@ def _run(argv: Sequence[str]) -> int:
         config, sources = load(list(argv))
     except (ConfigError, OSError) as error:
         return _fail(str(error), USAGE)
+    from octavo.train import distributed
+    from octavo.train.mesh import batch_rows, make_mesh
     from octavo.train.quantization import schedule_of
 
     try:
+        # Before any device is touched; the mesh then is of the devices of all processes.
+        distributed.start(config)
+        config = distributed.agreed(config)
+        batch_rows(config, make_mesh(config).size)
         schedule_of(config)
-    except ValueError as error:  # rules that cannot be made of these settings
+    except distributed.LostError as error:
+        return _fail(str(error), FAILED)
+    except ValueError as error:  # rules or a mesh that cannot be made of these settings
         return _fail(str(error), USAGE)
     return _train(config, sources)
 
@@ -56,22 +66,44 @@ def _train(config: "Config", sources: "Sources") -> int:
     # After the configuration is known to be right: these take a second to import.
     from octavo.checkpoint import CheckpointError
     from octavo.report import write_report
-    from octavo.train import loop
+    from octavo.train import distributed, loop
+    from octavo.train.config import ConfigError
     from octavo.train.halt import HaltedError
     from octavo.train.help import print_config
 
-    print(print_config(config, sources), flush=True)
+    if first := distributed.is_first():
+        print(print_config(config, sources), flush=True)
     try:
         outcome = loop.train(config)
-        report = write_report(config.run_directory)
+        report = write_report(config.run_directory) if first else None
     except HaltedError as error:
-        return _fail(f"{error}. Report: {write_report(config.run_directory)}", FAILED)
-    except (CheckpointError, OSError, ValueError) as error:
-        return _fail(str(error), FAILED)
+        return _fail(f"{error}. Report: {write_report(config.run_directory)}", FAILED) if first else FAILED
+    except ConfigError as error:  # sizes that do not fit the mesh; known once the vocabulary is
+        return _fail(str(error), USAGE)
+    except (CheckpointError, OSError, ValueError, distributed.LostError) as error:
+        return _leave(_fail(str(error), FAILED))
+    except Exception:
+        if not distributed.several():
+            raise
+        traceback.print_exc()
+        return _leave(FAILED)
+    if not first:
+        return INTERRUPTED if outcome.reason == loop.INTERRUPTED else 0
     print(f"{_ended(outcome, config)}; report: {report}")
     if outcome.complete:
         print(f"Next: octavo compare quantization={config.quantization or 'int8'} model_name={config.model_name}")
     return INTERRUPTED if outcome.reason == loop.INTERRUPTED else 0
+
+
+def _leave(status: int) -> int:
+    """End at once where there are other processes: they wait for this one, and it would wait for them."""
+    from octavo.train import distributed
+
+    if distributed.several():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def _ended(outcome: "Outcome", config: "Config") -> str:

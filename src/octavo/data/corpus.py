@@ -58,12 +58,15 @@ class Corpus(Dataset):
         return -(-self.rows // self.layout.batch_size)
 
     def _batch(self, index: int) -> Batch:
+        return self._part(index, 0, self.layout.batch_size)
+
+    def _part(self, index: int, start: int, stop: int) -> Batch:
         layout = self.layout
         size, length = layout.batch_size, layout.length
         if layout.shuffle:
-            rows = shuffled(index * size + np.arange(size), self.rows, layout.seed)
+            rows = shuffled(index * size + np.arange(start, stop), self.rows, layout.seed)
         else:
-            rows = index % self.batches * size + np.arange(size)
+            rows = index % self.batches * size + np.arange(start, stop)
         here = np.minimum(rows, self.rows - 1)
         if self._found is None:
             starts = here * length

@@ -77,6 +77,13 @@ class Dataset(abc.ABC):
             raise ValueError(f"batches are numbered from 0, got {index}")
         return self._batch(index % self.layout.reuse if self.layout.reuse else index)
 
+    def part(self, index: int, start: int, stop: int) -> Batch:
+        """The rows from `start` to below `stop` of a batch: what one of several processes reads of it."""
+        if not 0 <= start < stop <= self.layout.batch_size:
+            raise ValueError(f"rows {start} to {stop} are not within a batch of {self.layout.batch_size}")
+        index = index % self.layout.reuse if self.layout.reuse else index
+        return self._part(index, start, stop)
+
     @property
     def batches(self) -> int | None:
         """How many batches hold every row once, or None where that is not known or there is no end."""
@@ -84,6 +91,10 @@ class Dataset(abc.ABC):
 
     @abc.abstractmethod
     def _batch(self, index: int) -> Batch: ...
+
+    def _part(self, index: int, start: int, stop: int) -> Batch:
+        # Data that can only be read in order are read whole; others override this.
+        return {name: rows[start:stop] for name, rows in self._batch(index).items()}
 
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:

@@ -74,8 +74,12 @@ class Language(Dataset):
         return float(-np.sum(_CHANCES * np.log(_CHANCES)))
 
     def _batch(self, index: int) -> Batch:
-        size, length = self.layout.batch_size, self.layout.length
-        bits = draws(self._key, size * length, start=index * size * length)
+        return self._part(index, 0, self.layout.batch_size)
+
+    def _part(self, index: int, start: int, stop: int) -> Batch:
+        size, length = stop - start, self.layout.length
+        first = index * self.layout.batch_size + start
+        bits = draws(self._key, size * length, start=first * length)
         choices = np.searchsorted(np.cumsum(_CHANCES)[:-1], uniform(bits), side="right")
         # One step after the other, on lists: twice as fast as a call of NumPy for each column.
         after, states = self._after, []

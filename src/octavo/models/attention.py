@@ -15,6 +15,7 @@ from octavo._typing import Array, Bool, Float, Shaped
 from octavo.models.cached import Cache
 from octavo.models.config import ModelConfig
 from octavo.models.layers import Dense, RMSNorm
+from octavo.models.placing import ROWS, place
 from octavo.models.remat import named
 
 
@@ -87,12 +88,16 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.query_norm = RMSNorm(self.dim, config.norm_eps, dtype)
             self.key_norm = RMSNorm(self.dim, config.norm_eps, dtype)
-        self.fused, self.qk_norm = config.fused, config.qk_norm
+        self.fused, self.qk_norm, self.config = config.fused, config.qk_norm, config
 
     def __call__(
         self, x: Float[Array, "batch length size"], places: Places, cache: Cache | None = None, layer: str = ""
     ) -> tuple[Float[Array, "batch length size"], Cache | None]:
         query, key, value = self.projected(x)
+        query = place(self.config, query, *ROWS, "activation_heads", None)
+        # Every query may see every key of its row: where lengths are cut, keys and values are gathered.
+        kept = (ROWS[0], "activation_kv_length", "activation_kv_heads", None)
+        key, value = place(self.config, key, *kept), place(self.config, value, *kept)
         if self.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, places), rotate(key, places)

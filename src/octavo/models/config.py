@@ -66,6 +66,8 @@ class ModelConfig(Config):
     """In which parameters are kept."""
     float32_logits: bool = True
     """Whether the logits are multiplied in float32, too."""
+    placement: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Along which axes of JAX's mesh each axis of activations is cut, by its logical name; nothing: no constraints."""
 
     def __post_init__(self):
         self._check_sizes()

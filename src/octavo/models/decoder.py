@@ -16,6 +16,7 @@ from octavo.models.cached import Cache
 from octavo.models.config import ModelConfig
 from octavo.models.layers import Dense, Embed, Mlp, RMSNorm
 from octavo.models.moe import MoeBlock
+from octavo.models.placing import ROWS, place
 from octavo.models.remat import remat
 
 
@@ -75,7 +76,7 @@ class DecoderLayer(nnx.Module):
             self.moe_block = MoeBlock(config, rngs=rngs, gain=gain)
         else:
             self.mlp = Mlp(size, config.mlp_dim, config.activation, dtype, rngs=rngs, gain=gain, fused=config.fused)
-        self.is_moe = is_moe
+        self.is_moe, self.config = is_moe, config
 
     def __call__(
         self, x: Float[Array, "batch length size"], places: Places, cache: Cache | None = None, name: str = ""
@@ -87,7 +88,7 @@ class DecoderLayer(nnx.Module):
             y, load_balance = self.moe_block(y)
         else:
             y, load_balance = self.mlp(y), jnp.zeros((), jnp.float32)
-        return x + y, load_balance, cache
+        return place(self.config, x + y, *ROWS, "activation_embed"), load_balance, cache
 
 
 def _layer(config: ModelConfig, is_moe: bool, key: PRNGKeyArray) -> DecoderLayer:
@@ -162,7 +163,7 @@ class Decoder(nnx.Module):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         if segments is None:
             segments = jnp.zeros(tokens.shape, jnp.int32)
-        x = self.token_embedder(tokens, self.config.dtype)
+        x = place(self.config, self.token_embedder(tokens, self.config.dtype), *ROWS, "activation_embed")
         x, aux, _ = self.decoder(x, Places.of(self.config, positions, segments))
         return self.logits(x), aux
 
@@ -193,4 +194,4 @@ class Decoder(nnx.Module):
         if self.config.float32_logits:
             x = x.astype(jnp.float32)
         logits = self.token_embedder.attend(x) if self.config.tied_logits else self.decoder.logits_dense(x)
-        return logits.astype(jnp.float32)
+        return place(self.config, logits.astype(jnp.float32), *ROWS, "activation_vocab")

@@ -11,6 +11,7 @@ from typing import Any
 from octavo._config import Config
 from octavo.calibration import Calibration, CalibrationLike, Tracker, get_calibration
 from octavo.numerics import Format, FormatLike, Rounding, get_format, get_rounding
+from octavo.ops.gather import Gather
 from octavo.qarray import Quantizer
 
 _DEQUANT = ("output", "input", "other")
@@ -141,7 +142,8 @@ class DotConfig(Config):
     `clip_gradient` zeroes the gradient of values outside the calibrated range. `sparsity` (n, m) keeps, of each m
     weights along the contraction of `rhs`, the n largest. `lowering` forces how the matmuls run: see
     `octavo.ops.lowerings`. `smooth` is SmoothQuant's alpha: the forward divides `lhs` and multiplies `rhs`, for each
-    contracted index k, by max|lhs_k|**alpha / max|rhs_k|**(1 - alpha) before it quantizes them.
+    contracted index k, by max|lhs_k|**alpha / max|rhs_k|**(1 - alpha) before it quantizes them. `gather` is how a
+    weight that is cut over devices comes together, which the transformation fills in from a rule's `gather_axes`.
 
     >>> DotConfig.qt("int8").fwd.lhs.qtype.name
     'int8'
@@ -154,6 +156,7 @@ class DotConfig(Config):
     sparsity: tuple[int, int] | None = None
     lowering: str = "auto"
     smooth: float | None = None
+    gather: Gather | None = None
 
     def __post_init__(self):
         if self.fwd.residual != "reuse":

@@ -9,10 +9,12 @@ import numpy as np
 
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import Bounds
+from octavo.ops import dense
 from octavo.ops.calls import call_known
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.dims import Dims
 from octavo.ops.factor import Factor
+from octavo.ops.gather import brought, kept
 from octavo.ops.hadamard import rotate
 from octavo.ops.lowering import explicit_shardings
 from octavo.ops.multiply import SMALLEST_TILE, multiply
@@ -78,6 +80,14 @@ def _dot(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: 
 
 @traced_once
 def _primal(call: Call, lhs: Factor, rhs: Factor, key: PRNGKeyArray | None, scaling: Scaling) -> Array:
+    fwd = call.config.fwd
+    if fwd.lhs is not None and dense.is_fused(call.config, lhs, call.dims, call.out_sharding):
+        assert not isinstance(lhs, QArray)
+        alone, names = fwd.replace(lhs=None), ("lhs", "rhs")
+        _, right, _ = quantize_operands(alone, lhs, rhs, call.dims, six_keys(key)[:2], scaling, names)
+        out = dense.fused(fwd.lhs, lhs, right, call.dims, dtype=call.dtype, precision=call.precision)
+        if out is not None:
+            return out
     return _forward(call, lhs, rhs, key, scaling)[0]
 
 
@@ -86,9 +96,11 @@ def _forward(call: Call, lhs: Factor, rhs: Factor, key: PRNGKeyArray | None, sca
     if call.config.smooth is not None:
         lhs, rhs = _smoothed(lhs, rhs, call.dims, call.config.smooth)
     left, right, seen = quantize_operands(call.config.fwd, lhs, rhs, call.dims, keys[:2], scaling, ("lhs", "rhs"))
+    left, right = kept(call.config.gather, left, right)
+    whole = brought(call.config.gather, left, right)
     out = multiply(
-        as_input(call.config.fwd.lhs, left),
-        as_input(call.config.fwd.rhs, right),
+        as_input(call.config.fwd.lhs, whole[0]),
+        as_input(call.config.fwd.rhs, whole[1]),
         call.dims,
         dtype=call.dtype,
         precision=call.precision,
@@ -143,6 +155,9 @@ def _gradient(call: Call, matmul: Matmul, g: Any, residual: Factor, of_lhs: bool
         matmul = matmul.replace(rhs=None)
     name = "dlhs" if of_lhs else "drhs"
     left, right, seen = quantize_operands(matmul, g, residual, gradient.dims, keys, scaling, (name, None))
+    gather = call.config.gather
+    if gather is not None and gather.left != of_lhs:
+        right = gather.bring(right)
     left, right, dims = as_input(matmul.lhs, left), as_input(matmul.rhs, right), gradient.dims
     if gradient.swapped:
         left, right, dims = right, left, dims.swap()

@@ -19,6 +19,7 @@ from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.dims import Dims
 from octavo.ops.dot import quantize_operands
 from octavo.ops.factor import Factor
+from octavo.ops.gather import brought, kept
 from octavo.ops.grouped import Rows, group_absmax
 from octavo.ops.grouped_multiply import multiply_groups, multiply_rows
 from octavo.ops.lowering import materialize
@@ -124,9 +125,9 @@ def _dot(call: Call, lhs: Array, rhs: Array, sizes: Array, key: PRNGKeyArray | N
 def _forward(call: Call, lhs: Factor, rhs: Factor, sizes: Array, key: PRNGKeyArray | None, scaling: Scaling):
     keys, fwd = six_keys(key), call.config.fwd
     left, right, seen = quantize_operands(fwd, lhs, rhs, _FWD, keys[:2], scaling, ("lhs", "rhs"))
-    out = multiply_groups(
-        as_input(fwd.lhs, left), as_input(fwd.rhs, right), Rows(lhs.shape[0], sizes), dtype=call.dtype, **call.how
-    )
+    left, right = kept(call.config.gather, left, right)
+    whole, rows = brought(call.config.gather, left, right), Rows(lhs.shape[0], sizes)
+    out = multiply_groups(as_input(fwd.lhs, whole[0]), as_input(fwd.rhs, whole[1]), rows, dtype=call.dtype, **call.how)
     return out, (left, right, seen, keys)
 
 
@@ -159,6 +160,7 @@ def _dlhs(call: Call, g: Array, residual: Factor, rows: Rows, keys, scaling: Sca
     fold = functools.partial(_fold_experts, rows=rows)
     g, residual, matmul = _residual(call.config.dlhs, g, residual, call.config.fwd.rhs, fold)
     left, right, seen = quantize_operands(matmul, g, residual, _DLHS, keys, scaling, ("dlhs", None))
+    left, right = brought(call.config.gather, left, right)
     left, right = as_input(matmul.lhs, left), as_input(matmul.rhs, right)
     return multiply_groups(left, right, rows, contract=2, dtype=jnp.float32, **call.how), seen
 

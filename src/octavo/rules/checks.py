@@ -174,6 +174,13 @@ def check_axes(field: str, value: Any) -> tuple[int, ...] | None:
     return tuple(value)
 
 
+def check_names(field: str, value: Any) -> tuple[str, ...]:
+    """Names as a tuple of texts."""
+    if isinstance(value, str) or not all(isinstance(name, str) and name for name in value):
+        raise ValueError(f"{field}={value!r}: a tuple of names such as ('fsdp',)")
+    return tuple(value)
+
+
 def check_sparsity(field: str, value: Any) -> tuple[int, int] | None:
     """(n, m), n of each m weights kept; also from an object with Qwix's weight_sparsity_n and weight_sparsity_m."""
     if value is None:

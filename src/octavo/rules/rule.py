@@ -30,7 +30,8 @@ class QuantizationRule(Config):
     axes that share it. `kv_qtype` is the type of keys and values, the second operand of a product of two activations
     and what the KV cache stores; `kv_axis` says what shares a scale in the cache: one head's values for a token, or
     those of all heads. `rotate` and `sparsity` are those of `Matmul` and `DotConfig`. Bodies with derivatives of their
-    own are rewritten only with `inside_custom=True`.
+    own are rewritten only with `inside_custom=True`. `gather_axes` are axes of the mesh, such as "fsdp": a weight that
+    is cut along them is brought together as codes and scales, where `quantized(shardings=...)` is told how it lies.
 
     >>> QuantizationRule(module_path=".*/mlp/.*", weight_qtype="int4", tile_size=128)
     QuantizationRule(module_path='.*/mlp/.*', weight_qtype='int4', tile_size=128)
@@ -58,6 +59,7 @@ class QuantizationRule(Config):
     square_tiles: bool = False
     per_tensor: bool = False
     inside_custom: bool = False
+    gather_axes: Collection[str] = ()
 
     def __post_init__(self):
         self._normalize()
@@ -80,6 +82,7 @@ class QuantizationRule(Config):
         if self.act_calibration_method is not None:
             self._put(checks.check_calibration, "act_calibration_method")
         self._put(checks.check_axes, "act_batch_axes")
+        self._put(checks.check_names, "gather_axes")
         self._put(checks.check_rounding, "rounding")
         self._put(checks.check_rotation, "rotate")
         self._put(checks.check_sparsity, "sparsity")

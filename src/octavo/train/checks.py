@@ -7,6 +7,7 @@ from octavo.calibration import get_calibration
 from octavo.data import datasets, tokenizers
 from octavo.rules import recipes
 from octavo.rules.checks import nearest_name
+from octavo.train.axes import AXES, DEFAULT_RULES, split_axes
 
 
 def check_name(value: str) -> None:
@@ -74,3 +75,20 @@ def check_schedule_steps(value: int) -> None:
     """A length, or -1 for that of the run."""
     if value != -1 and value < 1:
         raise ValueError("-1 for the run's steps, or at least 1")
+
+
+def check_axis_size(value: int) -> None:
+    """How long an axis of the mesh is, or -1 for what the others leave."""
+    if value != -1 and value < 1:
+        raise ValueError("-1 for what the other sizes leave, or at least 1")
+
+
+def check_axis_rules(value: tuple[str, ...]) -> None:
+    """Rules for logical axes."""
+    for rule in value:
+        name, colon, axes = rule.partition(":")
+        if not colon:
+            raise ValueError(f"{rule!r} is no rule: write embed:fsdp+expert, or embed: for an axis that is not cut")
+        _check_known(name.strip(), tuple(DEFAULT_RULES))
+        for axis in split_axes(axes):
+            _check_known(axis, AXES)

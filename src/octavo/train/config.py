@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import octavo._config
 from octavo.data import datasets, tokenizers
 from octavo.train import checks
+from octavo.train.axes import AXES
 from octavo.train.conflicts import validate
 from octavo.train.keys import ConfigError, Key, Problem, key, unknown_key
 
@@ -22,6 +23,7 @@ GROUPS = {
     "model": "Model",
     "experts": "Mixture of experts",
     "data": "Data",
+    "mesh": "Devices and processes",
     "evaluation": "Evaluation",
     "optimizer": "Optimizer",
     "quantization": "Quantization",
@@ -31,15 +33,16 @@ GROUPS = {
 }
 """The groups of keys, in order, with their titles."""
 
-_run, _checkpoints, _model, _experts, _data, _evaluation, _optimizer, _quantization, _schedule, _sparsity, _serving = (
-    functools.partial(key, group=group) for group in GROUPS
-)
+_groups = [functools.partial(key, group=group) for group in GROUPS]
+_run, _checkpoints, _model, _experts, _data, _mesh, _evaluation, _optimizer, *_groups = _groups
+_quantization, _schedule, _sparsity, _serving = _groups
 _FLOATS = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = ("silu", "gelu", "relu", "relu2", "sigmoid", "linear")
 _REMAT = (
     *("none", "full", "minimal", "minimal_with_context", "dots"),
     *("save_qkv_proj", "save_out_proj", "save_dot_except_mlp"),
 )
+_SIZE = {"check": checks.check_axis_size, "hint": "-1 | >= 1"}
 _METHOD = {"check": checks.check_method, "hint": "absmax | rms,7 | ..."}
 
 
@@ -113,7 +116,7 @@ class Config(octavo._config.Config):
     )
     tokenizer_path: str = _data("", "huggingface: a tokenizer.json or its directory")
     max_target_length: int = _data(128, "tokens in a sequence", low=2)
-    per_device_batch_size: int = _data(16, "sequences in a step", low=1)
+    per_device_batch_size: int | float = _data(16, "sequences in a step for each device; 0.5: one for two", above=0)
     packing: bool = _data(True, "several documents in a sequence, apart from each other")
     data_shuffle_seed: int = _data(0, "seed of the order of the data", low=0)
     reuse_example_batch: int = _data(0, "deal out the first so many batches over and over; 0: all", low=0)
@@ -126,6 +129,39 @@ class Config(octavo._config.Config):
     grain_file_type: str = _data(
         "arrayrecord", "grain: type of the files", choices=("arrayrecord", "parquet", "tfrecord")
     )
+
+    num_devices: int = _mesh(0, "devices that the run uses; 0: all", low=0)
+    ici_data_parallelism: int = _mesh(1, "copies of the model, each with rows of its own", **_SIZE)
+    ici_fsdp_parallelism: int = _mesh(-1, "rows and parameters cut; -1: what is left", **_SIZE)
+    ici_tensor_parallelism: int = _mesh(1, "heads and MLPs cut", **_SIZE)
+    ici_expert_parallelism: int = _mesh(1, "experts cut, and rows", **_SIZE)
+    ici_context_parallelism: int = _mesh(1, "sequences cut", **_SIZE)
+    ici_stage_parallelism: int = _mesh(1, "stacked layers cut", **_SIZE)
+    dcn_data_parallelism: int = _mesh(1, "the same across slices", **_SIZE)
+    dcn_fsdp_parallelism: int = _mesh(1, "fsdp across slices", **_SIZE)
+    dcn_tensor_parallelism: int = _mesh(1, "tensor across slices", **_SIZE)
+    dcn_expert_parallelism: int = _mesh(1, "expert across slices", **_SIZE)
+    dcn_context_parallelism: int = _mesh(1, "context across slices", **_SIZE)
+    dcn_stage_parallelism: int = _mesh(1, "stage across slices", **_SIZE)
+    mesh_axes: tuple[str, ...] = _mesh(AXES, "the axes in order, neighbours last", choices=AXES)
+    data_sharding: tuple[str, ...] = _mesh(("data", "fsdp", "expert"), "axes that rows are cut along", choices=AXES)
+    logical_axis_rules: tuple[str, ...] = _mesh(
+        (), "as embed:fsdp+expert, in place of the rules of the same names", check=checks.check_axis_rules,
+        hint="name:axis+axis",
+    )  # fmt: skip
+    sharding_tolerance: float = _mesh(0.02, "share by which a device may hold too many parameters", low=0)
+    quantized_all_gather: bool = _mesh(True, "weights that a recipe quantizes are gathered over fsdp in low precision")
+    gradient_reduce_dtype: str = _mesh(
+        "", "format in which gradients are added up over data", choices=("", "int8", "float8_e4m3fn", "float8_e5m2")
+    )
+    gradient_reduce_error_feedback: bool = _mesh(True, "what rounding loses of them is added to those of the next step")
+    shard_mode: str = _mesh("auto", "who says where arrays lie between operations", choices=("auto", "explicit"))
+    skip_jax_distributed_system: bool = _mesh(False, "one process, whatever the cluster says")
+    coordinator_address: str = _mesh("", "host:port of process 0; empty: found by jax.distributed, or one process")
+    num_processes: int = _mesh(0, "processes of the run; 0: as the cluster says", low=0)
+    process_id: int = _mesh(-1, "number of this process; -1: as the cluster says", low=-1)
+    jax_distributed_initialization_timeout: int = _mesh(300, "seconds to wait for all processes", low=1)
+    jax_distributed_heartbeat_timeout_seconds: int = _mesh(60, "seconds until a silent process counts as dead", low=1)
 
     eval_interval: int = _evaluation(0, "steps between two evaluations; 0: none", low=0)
     eval_steps: int = _evaluation(10, "batches in an evaluation", low=1)

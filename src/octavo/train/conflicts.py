@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from octavo.train.axes import AXES
 from octavo.train.keys import Problem, kind_of, shown
 
 METHODS = tuple(f"{operand}_quantization_calibration_method" for operand in ("weight", "act", "bwd"))
@@ -120,7 +121,7 @@ _DATA = (
         "{vocab_size} is too small for {dataset_type} in bytes ({tokenizer_type}): at least 256, or 0",
     ),
     Conflict(
-        lambda c: c.per_device_batch_size % c.gradient_accumulation_steps,
+        lambda c: c.per_device_batch_size >= 1 and c.per_device_batch_size % c.gradient_accumulation_steps,
         "{per_device_batch_size} cannot be cut into equal parts by {gradient_accumulation_steps}",
     ),
     Conflict(
@@ -149,6 +150,28 @@ _RUN = (
     Conflict(
         lambda c: c.quantize_kvcache and not c.kv_quant_axis,
         "{quantize_kvcache} needs kv_quant_axis, dkv or heads_and_dkv; {kv_quant_axis}",
+    ),
+)
+
+_KINDS = {"ici": "within a slice", "dcn": "across slices"}
+
+_MESH = (
+    *(
+        Conflict(
+            lambda c, kind=kind: sum(getattr(c, f"{kind}_{axis}_parallelism") == -1 for axis in AXES) > 1,
+            f"of the sizes {where} one may be -1: " + ", ".join(f"{{{kind}_{axis}_parallelism}}" for axis in AXES),
+        )
+        for kind, where in _KINDS.items()
+    ),
+    Conflict(
+        lambda c: c.shard_mode == "explicit",
+        "{shard_mode}: where the trainer's arrays lie between operations is left to the compiler; typed mesh axes are "
+        "for functions of one's own under octavo.quantized",
+    ),
+    Conflict(lambda c: len(set(c.mesh_axes)) < len(c.mesh_axes), "{mesh_axes}: an axis is there twice"),
+    Conflict(
+        lambda c: c.num_processes and c.process_id >= c.num_processes,
+        "{process_id} is not below {num_processes}: processes are numbered from 0",
     ),
 )
 
@@ -193,7 +216,7 @@ _QUANTIZATION = (
     ),
 )
 
-_CONFLICTS = (*_MODEL, *_DATA, *_RUN, *_QUANTIZATION)
+_CONFLICTS = (*_MODEL, *_DATA, *_RUN, *_MESH, *_QUANTIZATION)
 
 _NOTES = (
     *(
@@ -213,7 +236,10 @@ _NOTES = (
         "{weight_sparsity_n} has no effect: {weight_sparsity_start_step} is not before the end, {steps}",
     ),
     Conflict(lambda c: c.quantize_kvcache, "{quantize_kvcache} is for generating: training keeps no cache"),
-    Conflict(lambda c: c.replicate_quant_scale, "{replicate_quant_scale} has no effect: a run uses one device"),
+    Conflict(
+        lambda c: c.replicate_quant_scale,
+        "{replicate_quant_scale} has no effect: scales lie where the compiler puts them",
+    ),
     Conflict(
         lambda c: c.use_manual_quantization and _quantized(c) and c.num_experts == 1,
         "{use_manual_quantization} quantizes experts only, and there are none: {num_experts}",

@@ -15,7 +15,7 @@ class HaltedError(RuntimeError):
 
 def explain(trainer: Trainer, step: int, checkpoint: int | None, directory: Path) -> str:
     """Which step, which tensors, and what to go back to. The trainer's state is the last good one."""
-    batch = trainer.data.batch(step)
+    batch = trainer.batch(step)
     gradients, _, losses, loss = jax.jit(trainer.stepper.gradients, static_argnames="step")(
         trainer.state, batch, step=trainer.schedule.stages[trainer.schedule.stage(step)][0]
     )

@@ -193,6 +193,10 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
+def _short(value: float) -> int | float:
+    return int(value) if value.is_integer() else value
+
+
 def _number(text: str) -> float:
     return _finite(float(text))
 
@@ -238,6 +242,7 @@ _NUMBERS = Kind("numbers such as 1,2.5", lambda text: tuple(_number(t) for t in 
 _KINDS: dict[Any, Kind] = {
     int: Kind("an integer", _integer, _whole),
     float: Kind("a number", _number, _finite),
+    int | float: Kind("a number", lambda text: _short(_number(text)), lambda value: _short(_finite(value))),
     bool: Kind("true or false", _flag, _of(bool)),
     str: _TEXT,
     int | None: Kind(

@@ -14,11 +14,13 @@ from typing import Any
 import jax
 
 from octavo.checkpoint import Checkpoints, CheckpointWarning
+from octavo.train import distributed
 from octavo.train.config import Config
 from octavo.train.directory import Say, describe, keep_config
 from octavo.train.halt import HaltedError, explain
-from octavo.train.metrics import MetricWriter
+from octavo.train.metrics import MetricWriter, NoMetrics
 from octavo.train.progress import Progress, eval_line
+from octavo.train.setup import STOP
 from octavo.train.stop import Stop, stopping
 from octavo.train.telemetry import Telemetry
 from octavo.train.trainer import Trainer
@@ -51,6 +53,8 @@ def train(config: Config, *, say: Say | None = None) -> Outcome:
     finite raises `HaltedError`, and a checkpoint that cannot be written `CheckpointError`; what was saved before stays.
     """
     began, tell = time.perf_counter(), say or functools.partial(print, flush=True)
+    if not (first := distributed.is_first()):
+        say = tell = _silent
     directory = Path(config.run_directory)
     if config.enable_checkpointing:
         # Only the first save would find out that it is missing.
@@ -68,21 +72,36 @@ def train(config: Config, *, say: Say | None = None) -> Outcome:
         if outcome is not None:
             tell(_complete(outcome, config))
         else:
-            keep_config(config, directory, tell)
-            describe(trainer, directory, tell)
-            writer = MetricWriter(
-                directory,
-                run_name=config.run_name,
-                tensorboard=config.enable_tensorboard,
-                extra_file=config.metrics_file,
-                start_step=trainer.now,
-            )
+            if first:
+                keep_config(config, directory, tell)
+                describe(trainer, directory, tell)
+            writer = _writer(config, trainer.now) if first else NoMetrics()
             bar = Progress(config.steps, log_period=config.log_period, say=say)
             with writer, bar as progress, stopping() as stop:
-                outcome = _Loop(trainer, checkpoints, writer, progress, began, past).run(stop)
+                loop = _Loop(trainer, checkpoints, writer, progress, began, past)
+                try:
+                    outcome = loop.run(stop)
+                except jax.errors.JaxRuntimeError as error:
+                    if not distributed.several():
+                        raise
+                    raise distributed.lost(trainer.now, loop.saved, error) from error
         if outcome.complete:
             _save_quantized(trainer, tell)
     return outcome
+
+
+def _writer(config: Config, start_step: int) -> MetricWriter:
+    return MetricWriter(
+        config.run_directory,
+        run_name=config.run_name,
+        tensorboard=config.enable_tensorboard,
+        extra_file=config.metrics_file,
+        start_step=start_step,
+    )
+
+
+def _silent(_: str) -> None:
+    """Process 0 speaks for all."""
 
 
 def _check_empty(config: Config, checkpoints: Checkpoints) -> None:
@@ -138,20 +157,23 @@ class _Loop:
         self,
         trainer: Trainer,
         checkpoints: Checkpoints,
-        writer: MetricWriter,
+        writer: MetricWriter | NoMetrics,
         progress: Progress,
         began: float,
         past: dict[str, Any],
     ):
         self.trainer, self.config, self.checkpoints = trainer, trainer.config, checkpoints
         self.writer, self.progress, self.telemetry = writer, progress, Telemetry(trainer)
-        self.tokens = trainer.data.batch(0)["inputs"].size
+        self.tokens = trainer.setup.rows * self.config.max_target_length / trainer.devices
         self.memory: int | None = None
         # When the run would have begun had it never been left, and how long its steps took.
         self.began, self.training = began - past.get("seconds", 0.0), past.get("training_seconds", 0.0)
         self.loss, self.eval_loss = past.get("loss"), past.get("eval_loss")
         self.saved = trainer.now if past else None
         self.pending: tuple[int, Any] | None = None
+        # Several processes stop when a step says that one was asked to; alone, when the signal is there.
+        self.several = distributed.several()
+        self.stopped: signal.Signals | None = None
         self.last = time.perf_counter()
 
     def run(self, stop: Stop) -> Outcome:
@@ -163,7 +185,7 @@ class _Loop:
                 stage = next_stage
                 self.report()
                 self.compile(step)
-            metrics = trainer.step()
+            metrics = self.step(stop)
             # Metrics are read one step late, so that a device never waits for the host.
             self.report()
             self.pending = (step, metrics)
@@ -172,9 +194,9 @@ class _Loop:
                 self.pause(step)
             if _reached(config, self.eval_loss):
                 reason = TARGET
-            elif stop.by is not None and step + 1 < config.steps:
-                self.progress.say(f"{stop.by.name}: stopping after step {step}")
-                reason = INTERRUPTED if stop.by == signal.SIGINT else TERMINATED
+            elif (by := self.stopped if self.several else stop.by) is not None and step + 1 < config.steps:
+                self.progress.say(f"{by.name}: stopping after step {step}")
+                reason = INTERRUPTED if by == signal.SIGINT else TERMINATED
             if reason != DONE:
                 break
         self.report()
@@ -182,6 +204,9 @@ class _Loop:
             self.save()
         self.checkpoints.wait()
         return Outcome(trainer.now, reason, self.loss, self.eval_loss)
+
+    def step(self, stop: Stop) -> Any:
+        return self.trainer.step(stop.by)
 
     def compile(self, step: int) -> None:
         """Compile the step of a stage before it is timed."""
@@ -201,6 +226,8 @@ class _Loop:
             return
         (step, metrics), self.pending = self.pending, None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if number := int(values.pop(STOP, 0)):
+            self.stopped = signal.Signals(number)
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         if values.pop("halted"):
@@ -209,7 +236,7 @@ class _Loop:
         for name, used in (("z_loss", self.config.z_loss_multiplier), ("moe_lb_loss", self.config.num_experts > 1)):
             if not used:
                 del values[f"learning/{name}"]
-        tflops = self.trainer.flops / 1e12
+        tflops = self.trainer.flops / self.trainer.devices / 1e12
         values["learning/perplexity"] = _exp(values["learning/lm_loss"])
         values["perf/step_time_seconds"] = seconds
         values["perf/per_device_tokens"] = self.tokens

@@ -11,15 +11,14 @@ _GROUPED = "grouped matmuls have one implementation for each backend, chosen by 
 NO_EFFECT = {
     "hardware": _BACKEND,
     "attention": "there is one attention, in plain JAX",
-    "skip_jax_distributed_system": "a run is one process",
     "megablox": _GROUPED,
     "use_tokamax_gmm": _GROUPED,
     "use_gmm_v2": _GROUPED,
-    "shard_exp_on_fsdp": "weights are not sharded",
-    "moe_fsdp_use_two_stage_all_gather": "weights are not sharded",
+    "shard_exp_on_fsdp": "logical_axis_rules says along which axes experts are cut, as exp:expert+fsdp,embed_moe:",
+    "moe_fsdp_use_two_stage_all_gather": "the compiler arranges gathers",
     "enable_goodput_recording": "nothing is recorded elsewhere",
     "monitor_goodput": "nothing is recorded elsewhere",
-    "enable_single_controller": "a run is one process",
+    "enable_single_controller": "every process runs the same program",
     "override_model_config": "the command line is always stronger than the model's file",
     "save_config_to_gcs": "config.yml is always in the run directory",
     "compiled_trainstep_file": "the step is compiled when the run starts",
@@ -38,11 +37,14 @@ _ELSEWHERE = {
     "use_batch_split_schedule": "there is no hand-scheduled layer",
 }
 _PATTERNS = {
-    r"(ici|dcn)_\w+_parallelism|mesh_axes|logical_axis_rules": "a run uses one device",
+    r"(ici|dcn)_\w+_parallelism": "the axes of the mesh are data, stage, fsdp, context, tensor and expert",
     r"w[io]_tile_\w+": _GROUPED,
 }
 _NAMES = {
     "lr": "learning_rate",
+    "jax_coordinator_address": "coordinator_address",
+    "jax_num_processes": "num_processes",
+    "jax_process_id": "process_id",
     "peak_learning_rate": "learning_rate",
     "batch_size": "per_device_batch_size",
     "global_batch_size": "per_device_batch_size",
@@ -75,8 +77,8 @@ _NAMES = {
 def instead(name: str) -> str | None:
     """What to write for a key that other trainers have, or None if it is not known.
 
-    >>> instead("lr"), instead("ici_fsdp_parallelism")
-    ("write 'learning_rate'", 'a key of MaxText that Octavo does not have: a run uses one device')
+    >>> instead("lr"), instead("matmul_precision")
+    ("write 'learning_rate'", 'a key of MaxText that Octavo does not have: dtype is that of activations')
     """
     if name in _NAMES:
         return f"write {_NAMES[name]!r}"

@@ -86,6 +86,22 @@ class MetricWriter:
             self._events.write(step, dict(flatten(plain)))
 
 
+class NoMetrics:
+    """The writer of a process that leaves writing to another."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        pass
+
+    def write_telemetry(self, step: int, telemetry: Mapping[str, Any]) -> None:
+        pass
+
+    def __enter__(self) -> "NoMetrics":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """A metrics file as one dictionary for each step, in order, without a last line that was cut off."""
     steps: dict[int, dict[str, Any]] = {}

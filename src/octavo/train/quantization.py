@@ -60,6 +60,16 @@ def schedule_of(config: Config) -> Schedule:
     return Schedule(stages)
 
 
+def gathering(schedule: Schedule, axes: tuple[str, ...]) -> Schedule:
+    """A schedule whose weights are gathered over axes of a mesh in low precision, but where a rule says over which."""
+
+    def told(rule: QuantizationRule) -> QuantizationRule:
+        return rule if rule.leaves_alone or rule.gather_axes else rule.replace(gather_axes=axes)
+
+    stages = [(begin, tuple(map(told, rules)) or None) for begin, rules in schedule.stages]
+    return Schedule(stages, schedule.freeze_at)
+
+
 def local_shards(config: Config) -> int:
     """In how many pieces, each with scales of its own, the weight gradients contract; 0: they stay in float."""
     count = config.quantization_local_shard_count

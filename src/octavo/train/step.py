@@ -1,6 +1,7 @@
 """One step of training as a pure function, for each stage of the schedule of precisions."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from octavo.train.loss import Losses, total_weights
+from octavo.train.reduction import Reduction
 from octavo.train.sparse import masked
 from octavo.train.state import TrainState
 from octavo.transform import Scheduled
@@ -23,7 +25,8 @@ class Stepper:
     """What a step is made of: a loss whose precision follows a schedule, the optimizer, and how gradients are treated.
 
     `clip` bounds the norm of the gradients (0: no bound). `accumulation` is the number of microbatches of a batch. A
-    step that is not finite updates nothing; with `halts` none after it does either.
+    step that is not finite updates nothing; with `halts` none after it does either. `reduction` adds up the gradients
+    of copies of the model in low precision.
     """
 
     loss: Scheduled
@@ -32,6 +35,7 @@ class Stepper:
     accumulation: int = 1
     clip: float = 0.0
     halts: bool = True
+    reduction: Reduction | None = None
 
     def gradients(self, state: TrainState, batch: Batch, *, step: int) -> tuple[Any, dict[str, Any], Losses, jax.Array]:
         """(gradients, new quantization state, losses, loss) of a batch; `step` chooses the stage.
@@ -40,8 +44,11 @@ class Stepper:
         scaling are those of the step before for each of them, and of what they add the largest magnitudes count; the
         statistics of static ranges pass from one to the next.
         """
-        share = 1 / self.accumulation
-        weights = total_weights(batch)
+        return self._gradients(state, batch, total_weights(batch), 1.0, step=step)
+
+    def _gradients(self, state: TrainState, batch: Batch, weights: Any, share: float, *, step: int) -> Any:
+        """The same of some of a batch's rows, where `weights` are those of all, and `share` is theirs in it."""
+        share = share / self.accumulation
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         overwrite = state.quant.get(OVERWRITE, {})
 
@@ -78,7 +85,12 @@ class Stepper:
 
     def train(self, state: TrainState, batch: Batch, *, step: int) -> tuple[TrainState, Metrics]:
         """The state after a step, and what to log of it."""
-        gradients, quant, losses, loss = self.gradients(state, batch, step=step)
+        errors = state.errors
+        if self.reduction is None:
+            gradients, quant, losses, loss = self.gradients(state, batch, step=step)
+        else:
+            part = functools.partial(self._gradients, step=step)
+            gradients, quant, losses, loss, errors = self.reduction(part, state, batch, total_weights(batch))
         raw = optax.tree.norm(gradients)
         if self.clip > 0:
             gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.clip / jnp.maximum(raw, 1e-30)), gradients)
@@ -87,7 +99,7 @@ class Stepper:
         size = optax.tree.norm(params)
         bad = state.halted | ~(jnp.isfinite(loss) & jnp.isfinite(raw) & jnp.isfinite(size))
         halted = bad if self.halts else state.halted
-        new = TrainState(state.step + 1, params, opt_state, quant, state.masks, state.key, halted)
+        new = TrainState(state.step + 1, params, opt_state, quant, state.masks, state.key, halted, errors)
         old = dataclasses.replace(state, step=state.step + (1 - halted.astype(jnp.int32)), halted=halted)
         new = jax.tree.map(lambda a, b: jnp.where(bad, a, b), old, new)
         weights = jnp.maximum(losses.weights, 1.0)

@@ -35,9 +35,7 @@ class Telemetry:
 
         `scale_drift` is the factor by which the mean scale has changed since the measurement before, in powers of 2.
         """
-        batch = self.trainer.data.batch(step)
-        rows = max(1, len(batch["inputs"]) // (SHARE * self.trainer.config.gradient_accumulation_steps))
-        stats = self._program(step)(self.trainer.state, {name: x[:rows] for name, x in batch.items()})
+        stats = self._program(step)(self.trainer.state, self.trainer.batch(step))
         classes = by_class(stats)
         for kind, row in classes.items():
             before, row["scale_drift"] = self._scales.get(kind), 0.0
@@ -54,11 +52,19 @@ class Telemetry:
         stage = self.trainer.schedule.stage(step)
         if stage not in self._compiled:
             low = probe(self.trainer.stepper.loss.at(step)[0])
-            self._compiled[stage] = jax.jit(functools.partial(_probe, low))
+            setup = self.trainer.setup
+            cut = setup.batch_sharding.spec[0] if len(setup.batch_sharding.spec) else None
+            # As many rows as devices that hold some, at least: fewer could not be cut.
+            least = math.prod(setup.mesh.shape[axis] for axis in ((cut,) if isinstance(cut, str) else cut or ()))
+            parts = SHARE * self.trainer.config.gradient_accumulation_steps
+            rows = max(1, -(-(setup.rows // parts) // least)) * least
+            fn = functools.partial(_probe, low, rows)
+            self._compiled[stage] = jax.jit(fn) if setup.is_single else jax.jit(fn, out_shardings=setup.everywhere)
         return self._compiled[stage]
 
 
-def _probe(low: Any, state: TrainState, batch: Batch) -> Any:
+def _probe(low: Any, rows: int, state: TrainState, batch: Batch) -> Any:
+    batch = {name: x[:rows] for name, x in batch.items()}
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     call = low.stateful(state.quant, key=key)
     return call(masked(state.params, state.masks), batch, total_weights(batch), 1.0)

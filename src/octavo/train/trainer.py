@@ -1,78 +1,42 @@
 """The trainer without a run around it: data, model, precision and step, put together from a configuration."""
 
 import functools
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from octavo.data import make_dataset
-from octavo.models import ModelConfig, abstract_params, init_params
-from octavo.qarray import QArray, dequantize
-from octavo.rules import QuantizationRule, Schedule, recipe
+from octavo.models import init_params
+from octavo.qarray import QArray, dequantize, shardings
+from octavo.rules import QuantizationRule
+from octavo.train import distributed
 from octavo.train.config import Config
-from octavo.train.loss import Losses, make_loss
-from octavo.train.optimizer import learning_rate_schedule, make_optimizer
-from octavo.train.quantization import schedule_of
-from octavo.train.sparse import make_masks, masked, updates_masks
-from octavo.train.state import TrainState, initial_state
-from octavo.train.step import Batch, Metrics, Stepper
-from octavo.transform import Plan, Verification, plan, quantized, scheduled, verify
+from octavo.train.loss import Losses
+from octavo.train.mesh import batch_rows, make_mesh
+from octavo.train.setup import Setup, model_of
+from octavo.train.sparse import masked, updates_masks
+from octavo.train.state import TrainState
+from octavo.train.step import Batch, Metrics
+from octavo.transform import Plan, Verification, quantized
 
-
-def model_of(config: Config, vocab_size: int = 0) -> ModelConfig:
-    """The model that a configuration describes; the vocabulary is the tokenizer's unless the configuration has one."""
-    return ModelConfig(
-        vocab_size=config.vocab_size or vocab_size,
-        emb_dim=config.base_emb_dim,
-        num_layers=config.base_num_decoder_layers,
-        num_query_heads=config.base_num_query_heads,
-        num_kv_heads=config.base_num_kv_heads,
-        head_dim=config.head_dim,
-        mlp_dim=config.base_mlp_dim,
-        activation=config.mlp_activations[0],
-        norm_eps=config.normalization_layer_epsilon,
-        rope_theta=config.rope_max_timescale,
-        tied_logits=config.logits_via_embedding,
-        num_experts=config.num_experts,
-        experts_per_token=config.num_experts_per_tok,
-        shared_experts=config.shared_experts,
-        moe_mlp_dim=config.base_moe_mlp_dim or config.base_mlp_dim,
-        first_dense_layers=config.first_num_dense_layers,
-        sparse_matmul=config.sparse_matmul,
-        scan_layers=config.scan_layers,
-        unscanned_first=max(config.unscanned_first_layers, config.quantization_first_layers),
-        unscanned_last=max(config.unscanned_last_layers, config.quantization_last_layers),
-        remat=config.remat_policy,
-        dtype=config.dtype,
-        weight_dtype=config.weight_dtype,
-        float32_logits=config.logits_dot_in_fp32,
-    )
+__all__ = ["Trainer", "model_of"]
 
 
 class Trainer:
     """A model in training. `state` moves on by `step`; everything else is fixed by the configuration.
 
-    The step of each stage of the schedule is compiled when the stage is first met.
+    The step of each stage of the schedule is compiled when the stage is first met. On several devices the state lies as
+    `setup.shardings` says, and a batch is of the rows of all devices.
     """
 
     def __init__(self, config: Config):
         self.config = config
-        self.data = make_dataset(config, "train")
-        self.model = model_of(config, self.data.vocab_size)
-        self.schedule: Schedule = schedule_of(config)
-        self._loss = make_loss(
-            self.model, z_loss=config.z_loss_multiplier, load_balance=config.load_balance_loss_weight
-        )
-        self.stepper = Stepper(
-            loss=scheduled(self._loss, self.schedule, weights="params"),
-            optimizer=make_optimizer(config),
-            learning_rate=learning_rate_schedule(config),
-            accumulation=config.gradient_accumulation_steps,
-            clip=config.gradient_clipping_threshold,
-            halts=config.abort_on_nan_loss,
-        )
+        mesh = make_mesh(config)
+        self.data = make_dataset(config, "train", batch_size=batch_rows(config, mesh.size))
+        self.setup = Setup(config, mesh, vocab_size=self.data.vocab_size)
+        self.model, self.schedule, self.stepper = self.setup.model, self.setup.schedule, self.setup.stepper
         self._compiled: dict[tuple[str, int], Any] = {}
         self.resume(self._initial())
 
@@ -81,33 +45,20 @@ class Trainer:
     @functools.cached_property
     def eval_data(self) -> Any:
         """The batches for evaluation."""
-        return make_dataset(self.config, "eval")
+        return make_dataset(self.config, "eval", batch_size=self.setup.rows)
 
     @property
     def rules(self) -> tuple[QuantizationRule, ...]:
         """The rules of the first stage that has any."""
-        return next((rules for _, rules in self.schedule.stages if rules), ())
-
-    @property
-    def micro_shapes(self) -> Batch:
-        """The shapes of a microbatch."""
-        parts = self.config.gradient_accumulation_steps
-        shapes = {name: x.shape for name, x in self.data.batch(0).items()}
-        return {name: jax.ShapeDtypeStruct((s[0] // parts, *s[1:]), jnp.int32) for name, s in shapes.items()}
-
-    @property
-    def _loss_arguments(self) -> tuple[Any, ...]:
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        return (abstract_params(self.model), self.micro_shapes, scalar, scalar)
+        return self.setup.rules
 
     def plan(self) -> Plan:
         """What becomes of each multiplication of the loss."""
-        return plan(self._loss, self.rules, *self._loss_arguments, weights="params")
+        return self.setup.plan()
 
     def verify(self) -> Verification:
         """What the matmuls of a whole quantized step are made of, optimizer included."""
-        step = functools.partial(self.stepper.train, step=self._quantized_step)
-        return verify(step, jax.eval_shape(lambda x: x, self.state), self.data.batch(0))
+        return self.setup.verify()
 
     @functools.cached_property
     def verification(self) -> Verification:
@@ -116,25 +67,26 @@ class Trainer:
 
     @property
     def flops(self) -> int:
-        """The FLOPs of the matmuls of a step."""
+        """The FLOPs of the matmuls of a step, on all devices."""
         return self.verification.flops()
 
     @property
-    def _quantized_step(self) -> int:
-        return next((begin for begin, rules in self.schedule.stages if rules), 0)
+    def devices(self) -> int:
+        """How many devices share a step."""
+        return self.setup.mesh.size
 
     # Where it begins.
 
     def _initial(self) -> TrainState:
-        config = self.config
-        params = jax.jit(functools.partial(init_params, self.model))(jax.random.key(config.init_weights_seed))
-        if config.load_parameters_path:
+        key, setup = jax.random.key(self.config.init_weights_seed), self.setup
+        init = functools.partial(init_params, self.model)
+        places = {} if setup.is_single else {"out_shardings": setup.shardings.params}
+        params = jax.jit(init, **places)(key)
+        if self.config.load_parameters_path:
             params = self._loaded(params)
-        masks = jax.tree.map(jnp.ones_like, self._masks(params))
-        optimizer = jax.jit(self.stepper.optimizer.init)(params)
-        micro = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.micro_shapes)
-        quant = self.stepper.loss.init(params, micro, jnp.float32(1), jnp.float32(1)) if self.rules else {}
-        return initial_state(params, optimizer, quant, masks, config.init_weights_seed)
+        if setup.is_single:
+            return setup.around(params)
+        return jax.jit(setup.around, out_shardings=setup.shardings)(params)
 
     def _loaded(self, params: Any) -> Any:
         """Parameters from another run's checkpoint, in float also if they are stored in low precision there."""
@@ -144,31 +96,26 @@ class Trainer:
         if not self.config.checkpoint_is_quantized:
             return load(path, params, part="params").state
         found = load(path, part="params").state
-        return jax.tree.map(
+        floats = jax.tree.map(
             lambda x: dequantize(x) if isinstance(x, QArray) else x, found, is_leaf=lambda x: isinstance(x, QArray)
         )
+        return floats if self.setup.is_single else distributed.spread(floats, self.setup.shardings.params)
 
     def quantized_params(self) -> Any:
-        """The parameters as they are served: those that a rule quantizes as QArrays, the others as they are."""
-        hows = quantized(self._loss, self.rules, weights="params").stored_quantizers(*self._loss_arguments)
+        """The parameters as they are served: those that a rule quantizes as QArrays, the others as they are.
 
-        def convert(path: Any, leaf: jax.Array) -> Any:
-            how = hows.get(jax.tree_util.keystr(path, simple=True, separator="/"))
-            return leaf if how is None else how.quantize(leaf)
+        On a mesh, codes and scales are cut as the parameters are.
+        """
+        how = quantized(self.setup.loss, self.rules, weights="params").stored_quantizers(*self.setup.loss_arguments)
+
+        def convert(path: Any, leaf: Any) -> Any:
+            quantizer = how.get(jax.tree_util.keystr(path, simple=True, separator="/"))
+            if quantizer is None or self.setup.is_single:
+                return leaf if quantizer is None else quantizer.quantize(leaf)
+            places = shardings(jax.eval_shape(quantizer.quantize, leaf), leaf.sharding)
+            return jax.jit(quantizer.quantize, out_shardings=places)(leaf)
 
         return jax.tree_util.tree_map_with_path(convert, masked(self.state.params, self.state.masks))
-
-    def _masks(self, params: Any) -> dict[str, jax.Array]:
-        n, m = self.config.weight_sparsity_n, self.config.weight_sparsity_m
-        return {} if n is None or m is None else make_masks(params, self._contractions, n, m)
-
-    @functools.cached_property
-    def _contractions(self) -> dict[str, int]:
-        """For each weight of a product, by its name, the axis over which it is contracted."""
-        rules = self.rules or recipe("int8")
-        sites = quantized(self._loss, rules, weights="params").sites(*self._loss_arguments)
-        # Kernels are [..., in, out], stacked layers and experts in front.
-        return {site.leaf: -2 for site in sites if site.leaf and site.config is not None}
 
     # How it moves.
 
@@ -176,25 +123,43 @@ class Trainer:
         """Go on from a state."""
         self.state, self.now = state, int(state.step)
 
+    def batch(self, index: int, split: str = "train") -> Batch:
+        """A batch of either split, on the devices; a process reads the rows that its own devices need."""
+        data = self.data if split == "train" else self.eval_data
+        if self.setup.is_single:
+            return data.batch(index)
+        return distributed.placed_batch(data, index, self.setup.batch_sharding)
+
     def compiled(self, kind: str, step: int) -> Any:
         """The compiled "train" or "evaluate" of the stage that a step is in."""
         stage = self.schedule.stage(step)
         if (kind, stage) not in self._compiled:
-            begin = self.schedule.stages[stage][0]
-            fn = functools.partial(getattr(self.stepper, kind), step=begin)
-            donated = (0,) if kind == "train" else ()
-            lowered = jax.jit(fn, donate_argnums=donated).lower(self.state, self.data.batch(0))
+            if self.setup.is_single:
+                lowered = self.setup.program(kind, step).lower(self.state, self.data.batch(0))
+            else:
+                lowered = self.setup.lowered(kind, step)
             self._compiled[kind, stage] = lowered.compile()
         return self._compiled[kind, stage]
 
-    def step(self) -> Metrics:
-        """Take one step and return its metrics, which are still being computed."""
+    def step(self, stop: signal.Signals | None = None) -> Metrics:
+        """Take one step and return its metrics, which are still being computed.
+
+        With several processes, `stop` tells the others that this one was asked to end.
+        """
         now = self.now
         if updates_masks(self.config, now):
-            self.state = TrainState(**{**vars(self.state), "masks": self._masks(self.state.params)})
-        self.state, metrics = self.compiled("train", now)(self.state, self.data.batch(now))
+            self.state = TrainState(**{**vars(self.state), "masks": self._masks()})
+        self.state, metrics = self.compiled("train", now)(self.state, self.batch(now), *self._flags(stop))
         self.now = now + 1
         return metrics
+
+    def _flags(self, stop: signal.Signals | None) -> tuple[jax.Array, ...]:
+        return (distributed.stop_flags(stop, self.setup.flags_sharding),) if self.setup.agrees("train") else ()
+
+    def _masks(self) -> Any:
+        if self.setup.is_single:
+            return self.setup.masks(self.state.params)
+        return jax.jit(self.setup.masks, out_shardings=self.setup.shardings.masks)(self.state.params)
 
     def evaluate(self) -> float:
         """The mean loss per token over the batches for evaluation."""
@@ -205,4 +170,4 @@ class Trainer:
         return self.compiled("evaluate", max(0, self.now - 1))(self.state, batch)
 
     def _eval_batches(self) -> Iterator[Batch]:
-        return (self.eval_data.batch(i) for i in range(self.config.eval_steps))
+        return (self.batch(i, "eval") for i in range(self.config.eval_steps))

@@ -53,6 +53,8 @@ class Context:
     update: bool | frozenset[str] = True
     """Whether statistics are collected; a set names the modules in which they are not."""
     host: Host | None = None
+    shardings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Where each weight lies, by its name, as far as that is known."""
     sites: dict[Any, "Site"] = dataclasses.field(default_factory=dict)
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
 

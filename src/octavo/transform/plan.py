@@ -83,12 +83,15 @@ class Plan:
         yield f"[bold]{summary}[/bold]"
 
     def _repr_html_(self) -> str:
+        """For notebooks: what is left alone is pale, and notes follow."""
         head, *body = self._table()
-        row = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"  # noqa: E731
-        rows = "".join(row(cells, "td") for cells in body)
-        return (
-            f"<table><thead>{row(head, 'th')}</thead><tbody>{rows}</tbody></table><p>{html.escape(self._summary())}</p>"
+        cells = lambda texts, tag: "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)  # noqa: E731
+        rows = "".join(
+            f"<tr{' style="opacity:.65"' if row.reason else ''}>{cells(texts, 'td')}</tr>"
+            for row, texts in zip(self.rows, body, strict=True)
         )
+        table = f"<table><thead><tr>{cells(head, 'th')}</tr></thead><tbody>{rows}</tbody></table>"
+        return table + cells([*self.notes, self._summary()], "p")
 
     def _table(self) -> list[list[str]]:
         return [list(_COLUMNS), *(_cells(row, self.flops) for row in self.rows)]

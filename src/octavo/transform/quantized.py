@@ -24,14 +24,22 @@ from octavo.transform.structure import as_array
 _ON_UNMATCHED = ("error", "warn", "ignore")
 
 
-def quantized(fn: Any, rules: Any, *, weights: Weights = None, on_unmatched: str = "error") -> "Quantized":
+def quantized(
+    fn: Any,
+    rules: Any,
+    *,
+    weights: Weights = None,
+    on_unmatched: str = "error",
+    shardings: Mapping[str, Any] | None = None,
+) -> "Quantized":
     """`fn`, with the multiplications that the rules match done in low precision, and so their gradients.
 
     `rules` is a recipe's name, a rule, a sequence of rules or a provider. Which inputs are weights is told by the
     argument's name (`params`, `variables`, `model` and the like) or by `weights`: an argument's name or number, several
     of them, or a function of a leaf's name and value. Weights may also come as QArrays. The result has the signature of
     `fn` and composes with every transformation of JAX, before and after. Where the rules keep state (static ranges,
-    delayed scaling), or round stochastically, see `Quantized.init` and `Quantized.stateful`.
+    delayed scaling), or round stochastically, see `Quantized.init` and `Quantized.stateful`. `shardings` says by name
+    where weights lie on a mesh, as NamedShardings, for rules with `gather_axes`.
 
     >>> import jax.numpy as jnp, octavo
     >>> def predict(params, x):
@@ -45,7 +53,7 @@ def quantized(fn: Any, rules: Any, *, weights: Weights = None, on_unmatched: str
     if not callable(fn):
         raise TypeError(f"quantized takes a function, got {type(fn).__name__}; for a model use octavo.quantize_model")
     provider = rules if isinstance(rules, QuantizationProvider) else QtProvider(rules)
-    return Quantized(fn, provider, weights, on_unmatched)
+    return Quantized(fn, provider, weights, on_unmatched, shardings=shardings)
 
 
 class Inputs(NamedTuple):
@@ -93,9 +101,11 @@ class Quantized:
         modules: frozenset[str] | None = None,
         host: Host | None = None,
         names: Callable[[tuple[Any, ...], dict[str, Any]], list[str | None]] | None = None,
+        shardings: Mapping[str, Any] | None = None,
     ):
         self.fn, self.provider, self.weights, self.on_unmatched = fn, provider, weights, on_unmatched
-        self._options = {"strict_paths": strict_paths, "root": root, "modules": modules, "host": host}
+        self._options: dict[str, Any] = {"strict_paths": strict_paths, "root": root, "modules": modules, "host": host}
+        self._options["shardings"] = dict(shardings or {})
         self._names = names
         self._cache: dict[Any, Any] = {}
         if hasattr(fn, "__name__"):

@@ -12,7 +12,14 @@ from octavo.transform.quantized import Quantized, quantized
 from octavo.transform.state import keeping, kind_of, merged, nested, without
 
 
-def scheduled(fn: Any, schedule: Any, *, weights: Weights = None, on_unmatched: str = "error") -> "Scheduled":
+def scheduled(
+    fn: Any,
+    schedule: Any,
+    *,
+    weights: Weights = None,
+    on_unmatched: str = "error",
+    shardings: Mapping[str, Any] | None = None,
+) -> "Scheduled":
     """`fn` in the precision that a schedule has for each step, which goes in as `step`, a Python int.
 
     A step that is traced is an error: it would have every stage in every program. Under `jax.jit`, choose the stage
@@ -33,7 +40,8 @@ def scheduled(fn: Any, schedule: Any, *, weights: Weights = None, on_unmatched: 
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(f"scheduled takes a Schedule, got {schedule!r}; for the same rules at every step use quantized")
-    stages = (quantized(fn, rules, weights=weights, on_unmatched=on_unmatched) for _, rules in schedule.stages)
+    options: Any = {"weights": weights, "on_unmatched": on_unmatched, "shardings": shardings}
+    stages = (quantized(fn, rules, **options) for _, rules in schedule.stages)
     return Scheduled(schedule, tuple(stages))
 
 

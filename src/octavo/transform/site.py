@@ -3,7 +3,10 @@
 import dataclasses
 from typing import Any
 
+from jax.sharding import NamedSharding, PartitionSpec
+
 from octavo.ops import DotConfig, KnownCall, Matmul
+from octavo.ops.gather import Gather, gather_of
 from octavo.ops.ragged import GMM
 from octavo.qarray import QArray
 from octavo.rules import QuantizationRule, dot_config, find
@@ -73,6 +76,8 @@ def find_site(eqn: Equation, values: list[Value], frame: Frame) -> Site:
         draft = dataclasses.replace(draft, gradient="dlhs" if draft.weights[1] else "drhs")
     rule = _rule(draft, frame.context)
     reason, config = _decide(draft, rule)
+    if config is not None and rule is not None and rule.gather_axes and frame.context.shardings:
+        config = config.replace(gather=_gather(draft, rule, frame.context))
     return _noted(dataclasses.replace(draft, rule=rule, config=config, reason=reason), frame)
 
 
@@ -151,6 +156,24 @@ def _decide(site: Site, rule: QuantizationRule | None) -> tuple[str | None, DotC
         gradient = _gradient_config(config, site.gradient)
         return (None, gradient) if gradient is not None else ("the rule keeps gradients in float", None)
     return None, config
+
+
+def _gather(site: Site, rule: QuantizationRule, context: Context) -> Gather | None:
+    """How the weight of a site comes together from where its parameter lies; None if it need not, or nothing is known.
+
+    An axis of the operand lies as that axis of the parameter which it is, the whole of it or its outer part.
+    """
+    lhs, rhs = site.weights
+    origin = site.origins[1] if rhs else site.origins[0]
+    where = context.shardings.get(site.leaf or "")
+    if where is None or not (lhs or rhs) or origin.axes is None:
+        return None
+    parts = (*where.spec, *(None,) * 32)
+    spec = [parts[max(axis, key=lambda part: part.stride).axis] if axis else None for axis in origin.axes]
+    named = [name for part in spec if part is not None for name in ((part,) if isinstance(part, str) else part)]
+    if len(named) != len(set(named)):
+        return None
+    return gather_of(NamedSharding(where.mesh, PartitionSpec(*spec)), tuple(rule.gather_axes), left=lhs)
 
 
 def _gradient_config(config: DotConfig, gradient: str) -> DotConfig | None:

@@ -1,0 +1,238 @@
+"""A train step for devices that are not here: lowered for their platform, cut into parts for as many, and looked at.
+
+XLA cuts a program into parts in the same way on every backend, so host devices stand for the others. Each precision is
+looked at in a process of its own, since the number of host devices is fixed when a process first uses JAX.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.train.chips import Topology, topology
+from octavo.train.config import Config
+from octavo.train.keys import ConfigError, Problem
+
+FLOAT = "float"
+# Code that is never run need not be optimized; what is read is decided before.
+_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+_REPLICATED = "Involuntary full rematerialization"
+
+
+class AheadError(RuntimeError):
+    """A step that could not be looked at."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What a step is on one of the devices, as plain values: bytes, FLOPs, seconds.
+
+    `temporaries` is None where this machine's compiler cannot finish the program of the other platform. `replicated`
+    counts arrays that XLA could only lay out anew by giving each device a whole copy.
+    """
+
+    name: str
+    dtype: str
+    mesh: str
+    parameters: int
+    rows: int
+    tokens: int
+    held: dict[str, int]
+    temporaries: int | None
+    flops: dict[str, int]
+    memory_traffic: int
+    traffic: dict[str, Any]
+    largest: list[dict[str, Any]]
+    seconds: dict[str, float] | None
+    matmuls: list[dict[str, Any]]
+    lowered: list[dict[str, Any]]
+    notes: list[str]
+    took: float
+    replicated: int = 0
+
+
+def sides(config: Config) -> dict[str, Config]:
+    """The configuration in float and, if it has one, in its own precision, by name."""
+    rules = config.quantization_rules_path
+    name = config.quantization or (Path(rules).stem if rules else "")
+    plain = config.replace(quantization="", quantization_rules_path="")
+    return {FLOAT: plain, name: config} if name else {FLOAT: plain}
+
+
+def look_ahead(config: Config, where: Topology) -> Iterator[Look]:
+    """Look at a configuration in float and in its precision, as each is done.
+
+    Raises a `ConfigError` for what `octavo train` would refuse on these devices.
+    """
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        running = {}
+        for name, side in sides(config).items():
+            running[name] = _Child(name, side, where, Path(folder))
+            stack.callback(running[name].stop)
+        for child in running.values():
+            yield child.result()
+
+
+class _Child:
+    """One precision in a process of its own."""
+
+    def __init__(self, name: str, config: Config, where: Topology, folder: Path):
+        self.name, self.out, self.log = name, folder / f"{name}.out.json", folder / f"{name}.log"
+        asked = {"name": name, "config": dataclasses.asdict(config), "topology": str(where), "out": str(self.out)}
+        request = folder / f"{name}.json"
+        request.write_text(json.dumps(asked), encoding="utf-8")
+        flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_OWN)]
+        count = f"--xla_force_host_platform_device_count={where.devices}"
+        environment = os.environ | {"XLA_FLAGS": " ".join([*flags, _FLAGS, count]), "JAX_PLATFORMS": "cpu"}
+        environment.pop("JAX_NUM_CPU_DEVICES", None)
+        with self.log.open("w") as log:
+            command = [sys.executable, "-m", "octavo.train.ahead", str(request)]
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def result(self) -> Look:
+        """What it found, once it is done."""
+        status = self.process.wait()
+        found = json.loads(self.out.read_text(encoding="utf-8")) if self.out.exists() else {}
+        if "problems" in found:
+            raise ConfigError([Problem((), text) for text in found["problems"]])
+        log = self.log.read_text(encoding="utf-8", errors="replace")
+        if status or "look" not in found:
+            tail = "\n".join(log.strip().splitlines()[-15:])
+            raise AheadError(f"the step in {self.name} could not be compiled (status {status}):\n{tail}")
+        return dataclasses.replace(Look(**found["look"]), replicated=log.count(_REPLICATED))
+
+    def stop(self) -> None:
+        """End it, if it is not."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+_OWN = ("--xla_force_host_platform_device_count", "--xla_backend_optimization_level")
+
+
+def look(name: str, config: Config, where: Topology) -> Look:
+    """Look at a configuration as it is, with the host devices of this process in the place of others."""
+    from octavo.data import make_dataset
+    from octavo.train.mesh import make_mesh, sizes_of
+    from octavo.train.roofline import estimate, flops_by_type, memory_bytes
+    from octavo.train.setup import Setup
+    from octavo.transform import hlo
+    from octavo.transform.traffic import compile_partitioned, read_traffic
+    from octavo.transform.work import products
+
+    begin = time.perf_counter()
+    mesh = make_mesh(config, _devices(where.devices))
+    vocabulary = config.vocab_size or make_dataset(config, "train", batch_size=1).vocab_size
+    setup = Setup(config, mesh, vocab_size=vocabulary)
+    step = setup.quantized_step
+    lowered = setup.program("train", step).trace(setup.state, setup.batch)
+    lowered = lowered.lower(lowering_platforms=(where.chip.platform,))
+    text, compiled = compile_partitioned(lowered)
+    module = hlo.read(text)
+    traffic, work = read_traffic(module), products(module)
+    if where.chip.platform != "cpu":
+        traffic = traffic.scattered()
+    held = _held(setup)
+    times = estimate(work, traffic, sum(held.values()), where.chip)
+    temporaries, notes = _temporaries(compiled)
+    largest = sorted(traffic.collectives, key=lambda c: -c.total)[:5]
+    return Look(
+        name=name,
+        dtype=config.dtype,
+        mesh=str(sizes_of(config, mesh.size)),
+        parameters=sum(leaf.size for leaf in _leaves(setup.state.params)),
+        rows=setup.rows,
+        tokens=setup.rows * config.max_target_length,
+        held=held,
+        temporaries=temporaries,
+        flops=flops_by_type(work),
+        memory_traffic=memory_bytes(work, traffic, sum(held.values())),
+        traffic=traffic.to_dict(),
+        largest=[dataclasses.asdict(c) | {"total": c.total} for c in largest],
+        seconds=None if times is None else dataclasses.asdict(times),
+        matmuls=_matmuls(setup),
+        lowered=_lowered(lowered),
+        notes=[*notes, *(f"counted once, unknown trip count: {loop}" for loop in traffic.unknown_loops)],
+        took=time.perf_counter() - begin,
+    )
+
+
+def _devices(count: int) -> Sequence[Any]:
+    import jax
+
+    found = jax.devices("cpu")
+    if len(found) < count:
+        raise AheadError(f"{count} host devices are needed to stand for others, and there are {len(found)}")
+    return found[:count]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    import jax
+
+    return jax.tree.leaves(tree)
+
+
+def _held(setup: Any) -> dict[str, int]:
+    """The bytes of the state on one device, by part of the state."""
+    import jax
+    import numpy as np
+
+    found: dict[str, int] = {}
+    shapes = jax.tree_util.tree_leaves_with_path(setup.state)
+    for (path, leaf), where in zip(shapes, jax.tree.leaves(setup.shardings), strict=True):
+        part = jax.tree_util.keystr(path[:1], simple=True)
+        size = int(np.prod(where.shard_shape(leaf.shape), dtype=np.int64)) * leaf.dtype.itemsize
+        found[part] = found.get(part, 0) + size
+    return {part: size for part, size in found.items() if size > 64}
+
+
+def _temporaries(compiled: Any) -> tuple[int | None, list[str]]:
+    if isinstance(compiled, Exception):
+        reason = str(compiled).split("\n")[0].partition(". ")[0][:160]
+        return None, [f"temporaries are not known, since the compiler of this machine stopped: {reason}"]
+    stats = compiled.memory_analysis()
+    return (None, []) if stats is None else (stats.temp_size_in_bytes, [])
+
+
+def _matmuls(setup: Any) -> list[dict[str, Any]]:
+    """Each multiplication of the loss with the types of its three products."""
+    plan = setup.plan()
+    fields = ("path", "weight", "op", "shapes", "times", "fwd", "dlhs", "drhs", "scales", "flops", "reason")
+    return [{name: getattr(row, name) for name in fields} for row in plan.rows]
+
+
+def _lowered(lowered: Any) -> list[dict[str, Any]]:
+    """How often each type is multiplied in the StableHLO for the platform, as written there."""
+    from octavo.transform.verify import read_stablehlo
+
+    found: dict[tuple[str, ...], int] = {}
+    element = functools.partial(str.rsplit, sep="x", maxsplit=1)
+    for row in read_stablehlo(lowered.as_text()):
+        key = (row.op, *(element(text)[-1] for text in (row.lhs, row.rhs, row.out)))
+        found[key] = found.get(key, 0) + row.count
+    return [dict(zip(("op", "lhs", "rhs", "out", "count"), (*key, n), strict=True)) for key, n in found.items()]
+
+
+def _main(request: str) -> int:
+    asked = json.loads(Path(request).read_text(encoding="utf-8"))
+    out = Path(asked["out"])
+    try:
+        found = look(asked["name"], Config(**asked["config"]), topology(asked["topology"]))
+    except ConfigError as error:
+        out.write_text(json.dumps({"problems": [problem.text for problem in error.problems]}), encoding="utf-8")
+        return 2
+    out.write_text(json.dumps({"look": dataclasses.asdict(found)}), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1]))

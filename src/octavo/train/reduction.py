@@ -1,0 +1,90 @@
+"""Gradients of copies of the model, added up in low precision."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from octavo.ops.reduce import quantized_psum
+from octavo.train.loss import Losses
+from octavo.train.state import TrainState
+from octavo.transform.provider import OVERWRITE
+
+AXIS = "data"
+"""The axis of the mesh whose devices have copies of the parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """How gradients are added up over the copies of the model: in `qtype`, with error `feedback` or without.
+
+    Each copy computes the gradients of its own rows, in its own ranges, under `shard_map` over the axis `data`; the
+    other axes stay XLA's. Within a copy nothing changes.
+    """
+
+    mesh: Any
+    qtype: str
+    feedback: bool = True
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the model there are."""
+        return self.mesh.shape[AXIS]
+
+    def errors(self, params: Any) -> dict[str, Any]:
+        """Nothing lost yet: for each copy what rounding has lost of each gradient."""
+        if not self.feedback:
+            return {}
+        return {"copies": jax.tree.map(lambda p: jnp.zeros((self.copies, *p.shape), jnp.float32), params)}
+
+    def __call__(
+        self, gradients: Callable[..., Any], state: TrainState, batch: Any, weights: Any
+    ) -> tuple[Any, Any, Losses, Any, dict[str, Any]]:
+        """(gradients, quantization state, losses, loss, errors) of the whole batch.
+
+        `gradients` is (state, rows, weights, share, key) -> (gradients, quantization state, losses, loss).
+        """
+
+        def copy(state: TrainState, batch: Any, weights: Any, errors: Any) -> Any:
+            number = jax.lax.axis_index(AXIS)
+            own = jax.random.fold_in(jax.random.wrap_key_data(state.key), number)
+            state = dataclasses.replace(state, key=jax.random.key_data(own), errors={})
+            found, quant, losses, loss = gradients(state, batch, weights, 1 / self.copies)
+            before = jax.tree.map(lambda e: e[0], errors)
+            pairs = jax.tree.map(self._summed, found, before["copies"] if self.feedback else found)
+            sums = jax.tree.map(lambda _, pair: pair[0], found, pairs)
+            lost = {"copies": jax.tree.map(lambda _, pair: pair[1][None], found, pairs)} if self.feedback else {}
+            return sums, _alike(quant), jax.tree.map(_added, losses), _added(loss), lost
+
+        cut, same = PartitionSpec(AXIS), PartitionSpec()
+        run = jax.shard_map(
+            copy,
+            mesh=self.mesh,
+            in_specs=(same, cut, same, cut),
+            out_specs=(same, same, same, same, cut),
+            axis_names={AXIS},
+            check_vma=False,
+        )
+        return run(dataclasses.replace(state, errors={}), batch, weights, state.errors)
+
+    def _summed(self, gradient: Any, error: Any) -> tuple[Any, Any]:
+        total, lost = quantized_psum(gradient, AXIS, self.qtype, error=error if self.feedback else None)
+        return total.astype(gradient.dtype), lost
+
+
+_added = functools.partial(jax.lax.psum, axis_name=AXIS)
+
+
+def _alike(quant: dict[str, Any]) -> dict[str, Any]:
+    """The state of ranges as all copies go on with: of histories the largest magnitudes, of statistics the mean."""
+    largest = functools.partial(jax.lax.pmax, axis_name=AXIS)
+    mean = functools.partial(jax.lax.pmean, axis_name=AXIS)
+
+    def shared(name: str, x: Any) -> Any:
+        return largest(x) if name == OVERWRITE or not jnp.issubdtype(x.dtype, jnp.floating) else mean(x)
+
+    return {name: jax.tree.map(functools.partial(shared, name), tree) for name, tree in quant.items()}

@@ -1,0 +1,248 @@
+"""The text of an HLO module as objects: computations, their instructions, and how often a loop turns.
+
+XLA's Python interface shows a compiled program as text alone. What is read here is what that text says of every
+instruction: its shapes, its operands and its attributes.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+_COMMENT = re.compile(r"/\*.*?\*/")
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*|)\{")
+_NAME = re.compile(r"(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r" ?([a-z][\w\-]*)\(")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\]")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A dtype, as HLO calls it, and dimensions.
+
+    >>> Shape("s4", (3, 5)).bytes
+    8
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many elements there are."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes they take; those of fewer than eight bits are packed."""
+        return -(-self.size * bits(self.dtype) // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def bits(dtype: str) -> int:
+    """The bits of an element of an HLO type; 0 for what is no array, such as a token.
+
+    >>> bits("bf16"), bits("f8e4m3fn"), bits("s4"), bits("pred"), bits("c64"), bits("token")
+    (16, 8, 4, 8, 64, 0)
+    """
+    if dtype == "pred":
+        return 8
+    match = re.match(r"(?:bf|[fsuc])(\d+)", dtype)
+    return int(match[1]) if match else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation. `operands` are names, `name#2` being an element of a tuple; `attributes` is text."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool = False
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The arrays of the result, those of nested tuples in order."""
+        return shapes_of(self.type)
+
+    @property
+    def op_name(self) -> str:
+        """Where it comes from in the traced program, or what an argument is called."""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return match[1].replace("\\'", "'") if match else ""
+
+    def called(self, key: str) -> tuple[str, ...]:
+        """The computations that an attribute names."""
+        match = re.search(rf"\b{key}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.attributes)
+        return tuple(re.findall(r"[\w.\-]+", match[1])) if match else ()
+
+
+def shapes_of(text: str) -> tuple[Shape, ...]:
+    """The arrays in the text of a type.
+
+    >>> [str(shape) for shape in shapes_of("(f32[2,3]{1,0}, (u8[], s4[7]{0:E(4)}))")]
+    ['f32[2,3]', 'u8[]', 's4[7]']
+    """
+    return tuple(Shape(dtype, tuple(int(n) for n in re.findall(r"\d+", dims))) for dtype, dims in _ARRAY.findall(text))
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """The computations of a program by name, and which of them it begins with."""
+
+    computations: Mapping[str, tuple[Instruction, ...]]
+    entry: str
+
+    def __post_init__(self):
+        if self.entry not in self.computations:
+            raise ValueError("the text has no ENTRY computation: is it what `compiled.as_text()` gave?")
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, dict[str, Instruction]]:
+        return {name: {i.name: i for i in lines} for name, lines in self.computations.items()}
+
+    def find(self, computation: str, operand: str) -> Instruction | None:
+        """The instruction that an operand's name means; elements of tuples that are in sight are followed."""
+        name, _, index = operand.partition("#")
+        found = self._by_name[computation].get(name)
+        if found is not None and found.opcode == "get-tuple-element" and not index:
+            return self.find(computation, f"{found.operands[0]}#{_index(found)}") or found
+        if found is not None and index and found.opcode == "tuple":
+            return self.find(computation, found.operands[int(index)])
+        return found
+
+    def shape(self, computation: str, operand: str) -> Shape | None:
+        """The array that an operand is; None for a tuple."""
+        name, _, index = operand.partition("#")
+        found = self._by_name[computation].get(name)
+        if found is None:
+            return None
+        parts = list(_parts(found.type[1:-1])) if index else [found.type]
+        shapes = shapes_of(parts[int(index or 0)])
+        return shapes[0] if len(shapes) == 1 else None
+
+    def root(self, computation: str) -> Instruction:
+        """What a computation returns."""
+        lines = self.computations[computation]
+        return next((i for i in lines if i.is_root), lines[-1])
+
+    def constant(self, computation: str, operand: str) -> int | None:
+        """The value of an operand that is a constant integer or truth value; converted or copied ones are found too."""
+        found = self.find(computation, operand)
+        while found is not None and found.opcode in ("convert", "copy", "bitcast", "reshape"):
+            found = self.find(computation, found.operands[0])
+        if found is None or found.opcode != "constant":
+            return None
+        text = {"true": "1", "false": "0"}.get(found.operands[0], found.operands[0])
+        return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+    def trips(self, computation: str, loop: Instruction) -> int | None:
+        """How often a `while` of a computation turns: as XLA noted it, or by its counter; None if that is not known."""
+        if match := _TRIPS.search(loop.attributes):
+            return int(match[1])
+        (condition,), (body,) = loop.called("condition"), loop.called("body")
+        test = self.root(condition)
+        if test.opcode != "compare" or len(test.operands) != 2:
+            return None
+        index, limit = self._place(condition, test.operands[0]), self.constant(condition, test.operands[1])
+        direction = re.search(r"direction=(\w+)", test.attributes)
+        if index is None or limit is None or direction is None or direction[1] not in ("LT", "LE"):
+            return None
+        start = self.constant(computation, f"{loop.operands[0]}#{index}")
+        step = self._step(body, index)
+        if start is None or not step:
+            return None
+        return max(0, -(-(limit + (direction[1] == "LE") - start) // step))
+
+    def _place(self, computation: str, operand: str) -> int | None:
+        """Which element of the argument of a computation an operand is."""
+        name, _, index = operand.partition("#")
+        found = self._by_name[computation].get(name)
+        if found is not None and found.opcode in ("copy", "convert", "bitcast"):
+            return self._place(computation, found.operands[0])
+        if found is not None and found.opcode == "get-tuple-element":
+            return _index(found)
+        return int(index) if index else None
+
+    def _step(self, body: str, index: int) -> int | None:
+        """What a turn adds to an element of its argument."""
+        root = self.root(body)
+        added = self.find(body, root.operands[index]) if root.opcode == "tuple" else None
+        while added is not None and added.opcode in ("copy", "bitcast"):
+            added = self.find(body, added.operands[0])
+        if added is None or added.opcode != "add":
+            return None
+        sides = [(self._place(body, a), self.constant(body, b)) for a, b in (added.operands, added.operands[::-1])]
+        return next((step for place, step in sides if place == index and step is not None), None)
+
+
+def _index(instruction: Instruction) -> int:
+    match = re.search(r"index=(\d+)", instruction.attributes)
+    return int(match[1]) if match else 0
+
+
+def read(text: str) -> Module:
+    """The module that a text describes.
+
+    >>> module = read("ENTRY %main (x: f32[2]) -> f32[2] {\\n  ROOT %x = f32[2]{0} parameter(0)\\n}")
+    >>> module.root("main").opcode
+    'parameter'
+    """
+    computations: dict[str, tuple[Instruction, ...]] = {}
+    entry, name, lines = "", "", list[Instruction]()
+    for line in map(str.strip, text.splitlines()):
+        if not name and line.endswith("{") and (match := _HEADER.fullmatch(line)):
+            name, lines = match[2], []
+            entry = name if match[1] else entry
+        elif name and line == "}":
+            computations[name], name = tuple(lines), ""
+        elif name and (instruction := _instruction(line)):
+            lines.append(instruction)
+    return Module(computations, entry)
+
+
+def _instruction(line: str) -> Instruction | None:
+    line = _COMMENT.sub("", line)
+    head = _NAME.match(line)
+    if head is None:
+        return None
+    rest = line[head.end() :]
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    opcode = _OPCODE.match(rest, end)
+    if opcode is None:
+        return None
+    close = _closing(rest, opcode.end() - 1)
+    operands = tuple(_split(rest[opcode.end() : close]))
+    return Instruction(head[2], rest[:end], opcode[1], operands, rest[close + 1 :], bool(head[1]))
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis that opens at `start` closes."""
+    depth = 0
+    for match in re.finditer(r"[()]", text[start:]):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return start + match.start()
+    return len(text)
+
+
+def _split(text: str) -> Iterator[str]:
+    """Operands, without their types where those are written too."""
+    return (word.rsplit(" ", 1)[-1].lstrip("%") for word in _parts(text))
+
+
+def _parts(text: str) -> Iterator[str]:
+    """What stands between the commas that are in no brackets."""
+    depth, begin = 0, 0
+    for at, sign in enumerate(text + ","):
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign == "," and depth == 0:
+            if word := text[begin:at].strip():
+                yield word
+            begin = at + 1

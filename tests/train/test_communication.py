@@ -1,0 +1,98 @@
+"""What devices send each other in a step: weights as codes, gradients in eight bits, and the same training."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from octavo.train.setup import Setup
+from octavo.train.trainer import Trainer
+from octavo.transform.traffic import partitioned_hlo, read_traffic
+from tests.train.common import EXPERTS, small
+
+pytestmark = pytest.mark.standard_promotion
+
+FSDP = {
+    "num_devices": 0,
+    "per_device_batch_size": 1,
+    "base_emb_dim": 64,
+    "base_mlp_dim": 256,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "sharding_tolerance": 0.5,
+    "use_qwix_quantization": True,
+}
+COPIES = {**FSDP, "ici_data_parallelism": 4}
+
+
+def traffic(**changes):
+    """What a step sends, from the program of one device."""
+    setup = Setup(small(**{**FSDP, **changes}), vocab_size=64)
+    return read_traffic(partitioned_hlo(setup.lowered()))
+
+
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8_full", marks=pytest.mark.slow)])
+def test_weights_are_gathered_as_codes(quantization):
+    wide, low = traffic(), traffic(quantization=quantization)
+    assert low.weights() < 0.3 * wide.weights()
+    assert low.by_dtype()["s8" if quantization == "int8" else "u8"] > 0.8 * low.weights()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "fp8_full", "deepseek_fp8"])
+def test_a_third_of_float32_and_half_of_bfloat16(quantization):
+    low = traffic(quantization=quantization)
+    assert low.weights() <= 0.3 * traffic().weights()
+    assert low.weights() <= 0.55 * traffic(dtype="bfloat16", weight_dtype="bfloat16").weights()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "fp8_full", "deepseek_fp8"])
+def test_experts_are_gathered_as_codes(quantization):
+    """In float, XLA leaves them where they are and sends activations; the products of codes want them whole."""
+    shapes = {(4, 64, 32), (4, 32, 64)}
+    gathered = [c for c in traffic(quantization=quantization, **EXPERTS).collectives if c.shape in shapes]
+    assert len(gathered) >= 6
+    assert {(c.kind, c.dtype) for c in gathered} == {("all-gather", "s8" if quantization == "int8" else "u8")}
+
+
+@pytest.mark.slow
+def test_float8_is_gathered_wide_where_one_says_so():
+    wide = traffic().weights()
+    assert traffic(quantization="fp8_full", quantized_all_gather=False).weights() > 0.9 * wide
+
+
+def steps(count=6, **changes):
+    trainer = Trainer(small(**{**COPIES, **changes}))
+    losses = [float(trainer.step()["learning/loss"]) for _ in range(count)]
+    return losses, trainer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["", "int8"])
+def test_gradients_in_eight_bits_train_as_those_in_float(quantization):
+    exact, _ = steps(quantization=quantization)
+    losses, trainer = steps(quantization=quantization, gradient_reduce_dtype="int8")
+    assert losses[0] == pytest.approx(exact[0], rel=1e-6)
+    assert losses != exact
+    np.testing.assert_allclose(losses, exact, rtol=3e-3)
+    lost = jax.tree.leaves(trainer.state.errors)
+    assert all(x.shape[0] == 4 for x in lost)
+    assert any(jnp.any(x != 0) for x in lost)
+    without, trainer = steps(
+        quantization=quantization, gradient_reduce_dtype="int8", gradient_reduce_error_feedback=False
+    )
+    assert not jax.tree.leaves(trainer.state.errors)
+    assert without[:2] == losses[:2]
+    assert without != losses
+
+
+@pytest.mark.slow
+def test_copies_send_a_quarter_of_the_bytes_for_their_gradients():
+    # Two copies of a model on one device each: all that is sent is gradients, and a few numbers.
+    two = {**COPIES, "ici_data_parallelism": 2, "num_devices": 2, "sharding_tolerance": 0.5}
+    wide, low = (
+        read_traffic(partitioned_hlo(Setup(small(**two, gradient_reduce_dtype=dtype), vocab_size=64).lowered()))
+        for dtype in ("", "int8")
+    )
+    assert 0 < low.total() < 0.3 * wide.total()

@@ -1,0 +1,409 @@
+"""Devices as a mesh: sizes, where arrays lie, what is refused, and that a step means the same on any of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import octavo
+from octavo.checkpoint import Checkpoints
+from octavo.cli.train import run
+from octavo.models import apply
+from octavo.train.config import ConfigError
+from octavo.train.mesh import make_mesh, sizes_of
+from octavo.train.setup import Setup, abstract_train_state
+from octavo.train.sharding import batch_spec, load_of, logical_axes, param_specs, rules_of, spec_of
+from octavo.train.telemetry import Telemetry
+from octavo.train.trainer import Trainer
+from tests.train.common import EXPERTS, small, words
+
+pytestmark = pytest.mark.standard_promotion
+
+MESHES = {
+    "fsdp8": {"ici_fsdp_parallelism": 8},
+    "fsdp2-tensor2-expert2": {
+        "ici_fsdp_parallelism": 2,
+        "ici_tensor_parallelism": 2,
+        "ici_expert_parallelism": 2,
+    },
+    "data2-fsdp4": {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 4},
+    "context2-stage2-fsdp2": {"ici_context_parallelism": 2, "ici_stage_parallelism": 2},
+}
+# What stands for a large model here has norms that are a larger share of it.
+SIZES = {"base_num_kv_heads": 2, "sharding_tolerance": 0.5}
+
+
+def meshed(rows: int = 1, **changes):
+    """All eight devices, with this many rows for each."""
+    return small(**{**SIZES, "num_devices": 0, "per_device_batch_size": rows, **changes})
+
+
+def single(rows: int = 1, **changes):
+    """One device with the rows of eight."""
+    return small(**{**SIZES, "per_device_batch_size": 8 * rows, **changes})
+
+
+def refused(**changes) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Setup(meshed(**changes), vocab_size=256)
+    return str(caught.value).split("\n  - ", 1)[1]
+
+
+# Sizes.
+
+
+def test_what_is_left_goes_to_the_size_that_is_open():
+    assert str(sizes_of(meshed(), 8)) == "fsdp=8"
+    assert str(sizes_of(meshed(ici_tensor_parallelism=4), 8)) == "fsdp=2 x tensor=4"
+    across = meshed(dcn_data_parallelism=-1, ici_tensor_parallelism=2)
+    assert str(sizes_of(across, 16, slices=4)) == "data=4 x fsdp=2 x tensor=2"
+    assert sizes_of(meshed(dcn_fsdp_parallelism=2), 8)["fsdp"] == 8
+
+
+def test_slices_are_the_slow_part_of_an_axis():
+    mesh = make_mesh(meshed(dcn_data_parallelism=2, ici_data_parallelism=2, ici_fsdp_parallelism=2))
+    numbers = [[device.id for device in row] for row in mesh.devices.reshape(4, 2)]
+    assert numbers == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    other = make_mesh(meshed(dcn_fsdp_parallelism=2, ici_data_parallelism=2, ici_fsdp_parallelism=2))
+    assert [[device.id for device in row] for row in other.devices.reshape(2, 4)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"ici_tensor_parallelism": 3},
+            "ici_tensor_parallelism=3 does not divide the 8 devices: nothing is left that -1 could be",
+        ),
+        (
+            {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
+            "ici_fsdp_parallelism=2 x ici_tensor_parallelism=2 = 4, but there are 8 devices: let one be -1, or set "
+            "num_devices",
+        ),
+        ({"dcn_data_parallelism": 3}, "dcn_data_parallelism=3 does not divide the 8 devices of this run"),
+        ({"num_devices": 9}, "num_devices=9, but there are 8 devices"),
+        ({"mesh_axes": ("data", "fsdp"), "ici_tensor_parallelism": 2}, "tensor=2, but mesh_axes has no tensor"),
+        (
+            {"base_num_kv_heads": 1, "ici_tensor_parallelism": 2},
+            "kv_heads=1 of decoder/layers/self_attention/key/kernel and 1 more does not divide by tensor=2: choose "
+            "other sizes, or another rule for it in logical_axis_rules",
+        ),
+        (
+            {"base_emb_dim": 36},
+            "embed=36 of decoder/layers/mlp/wi_0/kernel and 7 more does not divide by fsdp=8",
+        ),
+        (
+            {"base_num_decoder_layers": 3, "ici_stage_parallelism": 2},
+            "layers=3 of decoder/layers/mlp/wi_0/kernel and 8 more does not divide by stage=2",
+        ),
+        (
+            {"num_experts": 3, "ici_expert_parallelism": 2},
+            "exp=3 of decoder/layers/moe_block/wi_0/kernel and 2 more does not divide by expert=2",
+        ),
+        (
+            {"per_device_batch_size": 0.5},
+            "per_device_batch_size=0.5 on 8 devices makes 4 rows, which do not divide by fsdp=8",
+        ),
+        (
+            {"per_device_batch_size": 0.3},
+            "per_device_batch_size=0.3 on 8 devices makes 2.4 rows, which is no whole number of at least 1",
+        ),
+        (
+            {"per_device_batch_size": 0.5, "gradient_accumulation_steps": 3},
+            "4 rows cannot be cut into equal parts by gradient_accumulation_steps=3",
+        ),
+        (
+            {"max_target_length": 33, "ici_context_parallelism": 2, "ici_fsdp_parallelism": 4},
+            "max_target_length=33 does not divide by context=2",
+        ),
+        (
+            {"logical_axis_rules": ("embed:", "norm:"), "sharding_tolerance": 0.02},
+            "a device holds 28,832 of 28,832 parameters, 700.0 % more than an even share of 3,604 over fsdp=8, and "
+            "sharding_tolerance=0.02: token_embedder/embedding [256, 32] is there 8 times; decoder/layers/mlp/wi_0",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(changes, text):
+    assert text in refused(**changes)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ("embd:fsdp", "did you mean 'embed'? Known: activation_batch"),
+        ("embed:fsd", "did you mean 'fsdp'? Known: data, stage"),
+        ("embed", "'embed' is no rule: write embed:fsdp+expert, or embed: for an axis that is not cut"),
+    ],
+)
+def test_rules_that_are_none(rule, text):
+    with pytest.raises(ConfigError) as caught:
+        small(logical_axis_rules=(rule,))
+    assert text in str(caught.value)
+
+
+def test_the_command_refuses_before_it_compiles(tmp_path, capsys):
+    sizes = {"base_output_directory": tmp_path, "num_devices": 0, "base_num_kv_heads": 2}
+    assert run(words(**sizes, ici_tensor_parallelism=3)) == 2
+    assert "ici_tensor_parallelism=3 does not divide the 8 devices" in capsys.readouterr().err
+    assert run(words(**sizes, base_emb_dim=36)) == 2
+    assert "does not divide by fsdp=8" in capsys.readouterr().err
+
+
+# Places.
+
+
+def test_parameters_are_cut_by_the_names_of_their_axes():
+    config = meshed(**MESHES["fsdp2-tensor2-expert2"], **EXPERTS, shared_experts=1, first_num_dense_layers=1)
+    setup = Setup(config, vocab_size=256)
+    decoder = setup.specs["decoder"]
+    assert setup.specs["token_embedder"]["embedding"] == P("tensor", ("fsdp", "expert"))
+    assert decoder["layers"]["self_attention"]["query"]["kernel"] == P(None, ("fsdp", "expert"), "tensor")
+    assert decoder["layers"]["self_attention"]["out"]["kernel"] == P(None, "tensor", ("fsdp", "expert"))
+    assert decoder["layers"]["moe_block"]["wi_0"]["kernel"] == P(None, "expert", "fsdp", "tensor")
+    assert decoder["layers"]["moe_block"]["wo"]["kernel"] == P(None, "expert", "tensor", "fsdp")
+    assert decoder["dense_layers"]["mlp"]["wo"]["kernel"] == P(None, "tensor", ("fsdp", "expert"))
+    assert batch_spec(config, setup.mesh) == P(("fsdp", "expert"))
+    cut = [spec for spec in jax.tree.leaves(setup.specs, is_leaf=lambda x: isinstance(x, P)) if spec == P()]
+    assert not cut
+
+
+def test_every_parameter_of_every_model_has_names():
+    model = Setup(small(**EXPERTS, shared_experts=1, logits_via_embedding=False), vocab_size=256).model
+    model = model.replace(qkv_bias=True, qk_norm=True)
+    from octavo.models import abstract_params
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(model)):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        assert any(logical_axes(name, leaf.ndim)), name
+
+
+def test_a_rule_of_ones_own_is_in_place_of_the_default():
+    config = meshed(logical_axis_rules=("embed:", "mlp:fsdp", "heads:fsdp", "kv_heads:fsdp"), base_num_query_heads=8,
+                    base_num_kv_heads=8, head_dim=4, sharding_tolerance=2.0)  # fmt: skip
+    specs = param_specs(Setup(config, vocab_size=256).model, make_mesh(config), rules_of(config))
+    assert specs["decoder"]["layers"]["mlp"]["wo"]["kernel"] == P(None, "fsdp")
+    assert specs["token_embedder"]["embedding"] == P()
+
+
+def test_the_state_lies_with_its_parameters():
+    config = meshed(opt_type="muon", quantization="fp8_gpu", weight_sparsity_n=2, weight_sparsity_m=4)
+    state = abstract_train_state(config, vocab_size=256)
+    kernel = ["decoder", "layers", "mlp", "wo", "kernel"]
+    wanted = functools.reduce(dict.__getitem__, kernel, state.params).sharding.spec
+    assert wanted == P(None, None, "fsdp")
+    assert state.masks["/".join(kernel)].sharding.spec == wanted
+    found = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
+        if "['wo']" in jax.tree_util.keystr(path)
+    }
+    assert found
+    assert {leaf.sharding.spec for leaf in found.values() if leaf.shape} == {wanted}
+    assert {leaf.sharding.spec for leaf in jax.tree.leaves(state.quant)} == {P()}
+
+
+def test_a_step_is_lowered_without_arrays():
+    setup = Setup(meshed(quantization="int8", use_qwix_quantization=True), vocab_size=256)
+    text = setup.lowered("train").as_text()
+    assert '"fsdp"=8' in text
+    assert load_of(setup.model, setup.mesh, rules_of(setup.config)).excess == 0
+
+
+# The same step.
+
+
+def losses(config, steps: int) -> list[float]:
+    trainer = Trainer(config)
+    return [float(trainer.step()["learning/loss"]) for _ in range(steps)]
+
+
+def test_two_steps_in_float_are_those_of_one_device():
+    changes = {"base_num_decoder_layers": 1}
+    one = losses(single(**changes), 2)
+    np.testing.assert_allclose(losses(meshed(**MESHES["fsdp2-tensor2-expert2"], **changes), 2), one, rtol=1e-6)
+
+
+RECIPES = {
+    "float": {},
+    "int8": {"quantization": "int8", "use_qwix_quantization": True},
+    "int8-stochastic": {"quantization": "int8"},
+    "fp8_full": {"quantization": "fp8_full", "use_qwix_quantization": True},
+    "fp8-fixed": {
+        "quantization": "fp8_full",
+        "use_qwix_quantization": True,
+        "weight_quantization_calibration_method": "fixed,-224,224",
+        "act_quantization_calibration_method": "fixed,-224,224",
+    },
+    "deepseek": {"quantization": "deepseek_fp8"},
+    "delayed": {"quantization": "fp8_gpu"},
+}
+# Tiles of 128 by 128 need matrices of that size.
+TILES = {"base_emb_dim": 128, "base_mlp_dim": 128, "base_moe_mlp_dim": 128}
+CASES = [
+    (recipe, mesh, kind)
+    for recipe in ("int8", "fp8_full", "deepseek")
+    for mesh in ("fsdp8", "fsdp2-tensor2-expert2", "data2-fsdp4")
+    for kind in ("dense", "experts")
+] + [
+    ("float", "fsdp2-tensor2-expert2", "experts"),
+    ("float", "context2-stage2-fsdp2", "dense"),
+    ("int8", "context2-stage2-fsdp2", "experts"),
+    ("int8-stochastic", "fsdp2-tensor2-expert2", "dense"),
+    ("fp8-fixed", "fsdp2-tensor2-expert2", "experts"),
+    ("delayed", "data2-fsdp4", "dense"),
+]
+
+
+@functools.cache
+def curve(recipe: str, mesh: str, kind: str) -> tuple[float, ...]:
+    """Twenty losses; the mesh "ulp" is one device whose weights are off by one in the last place, at random."""
+    changes = {**RECIPES[recipe], **(EXPERTS if kind == "experts" else {}), "steps": 20}
+    changes |= TILES if recipe == "deepseek" else {}
+    changes |= {"sharding_tolerance": 2.0} if "stage" in mesh else {}
+    trainer = Trainer(meshed(2, **MESHES[mesh], **changes) if mesh in MESHES else single(2, **changes))
+    if mesh == "ulp":
+        rng = np.random.default_rng(0)
+
+        def off(x):
+            return jax.device_put(np.nextafter(x, np.where(rng.random(x.shape) < 0.5, np.float32(9), np.float32(-9))))
+
+        params = jax.tree.map(off, trainer.state.params)
+        trainer.resume(type(trainer.state)(**{**vars(trainer.state), "params": params}))
+    return tuple(float(trainer.step()["learning/loss"]) for _ in range(20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "mesh", "kind"), CASES, ids=["-".join(case) for case in CASES])
+def test_twenty_steps_are_those_of_one_device(recipe, mesh, kind):
+    """To the order in which devices add: in float to 1e-5 of the loss.
+
+    Rounding to a few bits has no such limit. A value next to the middle between two codes goes to the other one, and
+    its token's product is off by a part in 127, or in 16. What one device does when its weights are off in their last
+    place is the measure of that: a mesh may be as far off, and a little more because twenty steps are a small sample.
+    """
+    one, many = np.asarray(curve(recipe, "one", kind)), np.asarray(curve(recipe, mesh, kind))
+    assert one[-1] < one[0] - 0.2
+    if recipe == "float":
+        np.testing.assert_allclose(many, one, rtol=1e-5)
+        return
+    assert abs(many[0] - one[0]) < 2e-3
+    np.testing.assert_allclose(many, one, rtol=5e-3)
+    drift = np.abs(np.asarray(curve(recipe, "ulp", kind)) - one).mean()
+    assert np.abs(many - one).mean() < 4 * drift + 1e-4
+
+
+def logits(trainer: Trainer) -> np.ndarray:
+    """Of a batch, in the precision of the trainer."""
+    batch = trainer.batch(0)
+    low = octavo.quantized(functools.partial(apply, trainer.model), trainer.rules, weights="params")
+
+    def forward(params, inputs, positions, segments):
+        with jax.sharding.use_abstract_mesh(trainer.setup.mesh.abstract_mesh):
+            return low(params, inputs, positions, segments)[0]
+
+    names = ("inputs", "inputs_position", "inputs_segmentation")
+    return np.asarray(jax.jit(forward)(trainer.state.params, *(batch[name] for name in names)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp8", "data2-fsdp4"])
+def test_logits_of_integer_products_are_the_same_to_the_last_bit(mesh):
+    """With four rows for each device the float parts between the products are computed alike, too."""
+    one, many = Trainer(single(4, **RECIPES["int8"])), Trainer(meshed(4, **MESHES[mesh], **RECIPES["int8"]))
+    for a, b in zip(jax.tree.leaves(one.state.params), jax.tree.leaves(many.state.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(logits(many), logits(one))
+
+
+PRODUCTS = {
+    "decoder/layers_0/mlp/wi_0/kernel": (64, 96),
+    "decoder/layers_0/mlp/wo/kernel": (64, 96),
+    "decoder/layers_0/moe_block/wi_0/kernel": (4, 64, 96),
+    "decoder/layers_0/moe_block/wo/kernel": (4, 64, 96),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("path", PRODUCTS, ids=[path.split("/", 2)[2] for path in PRODUCTS])
+def test_integer_products_are_the_same_to_the_last_bit(path, mesh):
+    """Sums of integers and largest magnitudes do not depend on which device adds and compares what."""
+    config, shape = meshed(**MESHES[mesh]), PRODUCTS[path]
+    keys = jax.random.split(jax.random.key(0))
+    params, rows = {"w": jax.random.normal(keys[0], shape)}, jax.random.normal(keys[1], (64, 64))
+    sizes = jnp.asarray([20, 0, 31, 13])
+
+    def product(params, rows):
+        return rows @ params["w"] if len(shape) == 2 else jax.lax.ragged_dot(rows, params["w"], sizes)
+
+    low = octavo.quantized(product, octavo.recipe("int8", exclude=None), weights="params")
+    devices = make_mesh(config)
+    places = (
+        {"w": NamedSharding(devices, spec_of(logical_axes(path, len(shape)), devices, rules_of(config)))},
+        NamedSharding(devices, batch_spec(config, devices)),
+    )
+    assert any(places[0]["w"].spec)
+    found = jax.jit(low, in_shardings=places)(params, rows)
+    np.testing.assert_array_equal(found, jax.jit(low)(params, rows))
+
+
+# From one mesh to another.
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_on_another_mesh(tmp_path):
+    """One device, then eight, then two by two by two, then one: every array as it was, each time where it belongs."""
+    changes = {**RECIPES["delayed"], "opt_type": "adamw", **EXPERTS}
+    configs = [
+        single(2, **changes),
+        meshed(2, **changes),
+        meshed(2, **MESHES["fsdp2-tensor2-expert2"], **changes),
+        single(2, **changes),
+    ]
+    expected = losses(configs[0], 4)
+    found, before = [], None
+    with Checkpoints(tmp_path) as checkpoints:
+        for number, config in enumerate(configs):
+            trainer = Trainer(config)
+            if number:
+                restored = checkpoints.restore(trainer.state)
+                for a, b in zip(jax.tree.leaves(restored.state), jax.tree.leaves(before), strict=True):
+                    np.testing.assert_array_equal(a, b)
+                if not trainer.setup.is_single:
+                    same = jax.tree.map(lambda x, s: x.sharding == s, restored.state, trainer.setup.shardings)
+                    assert all(jax.tree.leaves(same))
+                trainer.resume(restored.state)
+            found.append(float(trainer.step()["learning/loss"]))
+            before = jax.tree.map(np.asarray, trainer.state)
+            checkpoints.save(number + 1, trainer.state)
+    np.testing.assert_allclose(found, expected, rtol=5e-3)
+
+
+@pytest.mark.slow
+def test_what_surrounds_a_step_runs_on_a_mesh():
+    """Masks, microbatches, evaluation, telemetry and quantized parameters."""
+    config = meshed(
+        2,
+        **MESHES["fsdp2-tensor2-expert2"],
+        **RECIPES["int8"],
+        weight_sparsity_n=2,
+        weight_sparsity_m=4,
+        weight_sparsity_start_step=1,
+        gradient_accumulation_steps=2,
+        quantization_metrics_interval=1,
+    )
+    trainer = Trainer(config)
+    for _ in range(2):
+        trainer.step()
+    mask = trainer.state.masks["decoder/layers/mlp/wo/kernel"]
+    assert mask.sharding.spec == P(None, "tensor", ("fsdp", "expert"))
+    assert (np.asarray(mask).reshape(2, 16, 4, 32).sum(axis=2) == 2).all()
+    assert 4 < trainer.evaluate() < 7
+    assert 25 < Telemetry(trainer).measure(1)["weight"]["sqnr_db"] < 60
+    low = trainer.quantized_params()["decoder"]["layers"]["mlp"]["wo"]["kernel"]
+    assert low.qvalue.sharding.spec == P(None, "tensor", ("fsdp", "expert"))
+    assert low.scale.sharding.spec[-1] == ("fsdp", "expert")
+    assert low.scale.shape[-1] == 32
