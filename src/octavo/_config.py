@@ -1,6 +1,7 @@
 """What every description in Octavo shares: frozen, printed as the code that makes it, JSON in and out."""
 
 import dataclasses
+import html
 import json
 from typing import Any, ClassVar
 
@@ -38,6 +39,16 @@ class Config:
             if f.repr and getattr(self, f.name) != f.default
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the fields that differ from their defaults, in the colours of the page around it."""
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{f.name}</th>"
+            f"<td style='text-align:left'><code>{html.escape(repr(getattr(self, f.name)))}</code></td></tr>"
+            for f in dataclasses.fields(self)  # pyrefly: ignore
+            if f.repr and getattr(self, f.name) != f.default
+        )
+        return f"<div><b>{type(self).__name__}</b>{f'<table>{rows}</table>' if rows else ''}</div>"
 
 
 def _encode(value: Any) -> Any:

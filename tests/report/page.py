@@ -18,7 +18,9 @@ class Page(HTMLParser):
         self.close()
         assert not self.open, f"not closed: {self.open}"
         self.text = " ".join(" ".join(self.words).split()).translate(SIGNS)
-        self.svgs = [ElementTree.fromstring(s) for s in re.findall(r"<svg.*?</svg>", source, re.DOTALL)]
+        drawn = [ElementTree.fromstring(s) for s in re.findall(r"<svg.*?</svg>", source, re.DOTALL)]
+        self.narrow = [svg for svg in drawn if svg.get("class") == "narrow"]
+        self.svgs = [svg for svg in drawn if svg not in self.narrow]
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
@@ -43,19 +45,24 @@ class Page(HTMLParser):
 def check(page):
     """What holds of every page: it loads nothing, is small, and can be read without seeing it."""
     assert len(page.source.encode()) < 2_000_000
-    loading = {"src", "href", "action", "data", "srcset"}
+    loading = {"src", "action", "data", "srcset"}
     assert not [attrs for _, attrs in page.tags if loading & attrs.keys()]
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(set(ids)) == len(ids)
+    assert [
+        attrs for tag, attrs in page.tags if "href" in attrs and (tag, attrs["href"][1:] in ids) != ("a", True)
+    ] == []
     outside = page.source.replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert not re.search(r"https?://|url\(|@import", outside)
     assert page.all("html") == [{"lang": "en"}]
     assert any("viewport" in attrs.values() for attrs in page.all("meta"))
-    assert len(page.all("h1")) == len(page.all("title")) - len(page.svgs) == 1
+    assert len(page.all("h1")) == len(page.all("title")) - len(page.svgs + page.narrow) == 1
     assert len(page.all("caption")) == len(page.all("table"))
     assert len(page.all("figcaption")) == len(page.all("figure"))
     assert all("scope" in attrs for attrs in page.all("th"))
     assert all(attrs == {"type": "button"} for attrs in page.all("button"))
     name = "{http://www.w3.org/2000/svg}"
-    for svg in page.svgs:
+    for svg in page.svgs + page.narrow:
         assert svg.get("role") == "img"
         assert svg.find(f"{name}title").text
         assert svg.find(f"{name}desc").text

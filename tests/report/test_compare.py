@@ -56,11 +56,11 @@ def test_whole_page(tmp_path):
     assert "Of the recipes int8 has the lowest final loss, +1.00 % from float." in page.text
     assert "int8 2.2500 +1.00 % +0.80 to +1.30 % 2.00 x 0.50 x 97.0 %" in page.text
     assert "float 2.2500 - - 1.00 x 0.50 x 97.0 %" in page.text
-    assert len(page.svgs) == 4
+    assert len(page.svgs) == 5
     whiskers = page.svgs[0]
     assert len([e for e in whiskers.iter() if e.tag.endswith("circle")]) == 2
     bands = [a for a in page.all("path") if a["class"].startswith("band")]
-    assert len(bands) == 9, "each of three curves over two seeds, in three charts"
+    assert len(bands) == 2 * 9, "each of three curves over two seeds, in three charts, wide and narrow"
     assert [b["class"] for b in bands[:3]] == ["band c0", "band c1", "band c2"], "float is grey"
 
 

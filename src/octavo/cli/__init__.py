@@ -38,9 +38,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     _add_serve(commands)
     _add_generate(commands)
-    # These two take key=value words and print their own help, so `main` passes their words on.
+    _add_report(commands)
+    _add_completion(commands)
+    # These take key=value words and print their own help, so `main` passes their words on.
     commands.add_parser("train", add_help=False, help="train a language model in a number format")
     commands.add_parser("compare", add_help=False, help="train in float and in recipes side by side, over seeds")
+    commands.add_parser("compile", add_help=False, help="what a step will be on devices that are not here")
     return parser
 
 
@@ -169,6 +172,9 @@ def _add_eval(commands: Any) -> None:
     evaluate.add_argument("--kv", metavar="FORMAT", help="keys and values in int8, int4 or fp8")
     evaluate.add_argument("--kv-values", metavar="FORMAT", help="the format of values, where it is another")
     evaluate.add_argument("--kv-axis", metavar="AXIS", default="dkv", help="dkv (the default), heads_and_dkv or kivi")
+    evaluate.add_argument(
+        "--out", metavar="DIR", help="where the report goes, with the figures as JSON (default: runs/eval-MODEL-TEXT)"
+    )
     evaluate.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -237,6 +243,34 @@ def _add_generate(commands: Any) -> None:
     generate.add_argument("--json", action="store_true", help="print a line of JSON for each prompt, when it is done")
 
 
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="write the page about a run again, or about several runs side by side",
+        description="Write one HTML page that needs nothing but a browser. RUN is the directory of a training, of a "
+        "comparison, of a converted model or of an evaluation. Of several runs, those of a kind are compared: training "
+        "runs against the one in float, or against the first.",
+        epilog="Examples: octavo report runs/mine; octavo report runs/float runs/int8 runs/fp8 --out three.html. Exit "
+        "status 2: a RUN is none.",
+    )
+    report.add_argument("runs", metavar="RUN", nargs="+", help="a run's directory, or its JSON file")
+    report.add_argument(
+        "--out",
+        metavar="FILE",
+        help="where to write the page (default: where the run's own is; of several runs, report.html here)",
+    )
+
+
+def _add_completion(commands: Any) -> None:
+    completion = commands.add_parser(
+        "completion",
+        help="print a script that completes commands, options and keys in a shell",
+        description="Print a completion script for a shell. Its first lines say where it goes.",
+        epilog="Example: octavo completion bash >> ~/.bash_completion",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="which shell")
+
+
 def _add_what(command: argparse.ArgumentParser) -> None:
     """What both commands look at: the target, its rules and its inputs."""
     # `--rules list` needs no target, so its absence is an error of the command and not of the parser.
@@ -278,6 +312,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from octavo.cli import compare
 
         return compare.run(words[1:])
+    if words[:1] == ["compile"]:
+        from octavo.cli import compile as ahead
+
+        return ahead.run(words[1:])
     parser = _parser()
     args = parser.parse_args(words)
     if args.command == "doctor":
@@ -308,5 +346,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from octavo.cli import generate
 
         return generate.run(args)
+    if args.command == "report":
+        from octavo.cli import report
+
+        return report.run(args)
+    if args.command == "completion":
+        from octavo.cli import completion
+
+        return completion.run(args, parser)
     parser.print_help()
     return 0

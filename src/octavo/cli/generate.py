@@ -192,18 +192,11 @@ class _Clock:
 def _loaded(source: Any, engine: Any) -> str:
     mib = 2**20
     kv = engine.kv
+    from octavo.pretrained.memory import peak_memory
+
     kept = kv.dtype if kv.keys is None and kv.values is None else f"{kv.keys or kv.dtype}/{kv.values or kv.dtype}"
     return (
         f"  {source.describe()}\n"
         f"  parameters {engine.params_nbytes / mib:.1f} MiB; cache {engine.cache_nbytes / mib:.1f} MiB in {kept}, "
-        f"{engine.cache_bytes_per_token:.0f} bytes per token; peak memory {_peak() / mib:.0f} MiB"
+        f"{engine.cache_bytes_per_token:.0f} bytes per token; peak memory {peak_memory() / mib:.0f} MiB"
     )
-
-
-def _peak() -> int:
-    try:
-        import resource
-    except ModuleNotFoundError:  # not on Windows
-        return 0
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024

@@ -5,6 +5,7 @@ import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 __all__ = ["run"]
 
@@ -25,24 +26,39 @@ def run(args: Namespace) -> int:
             raise FileExistsError(f"{out} is there already: choose another place, or pass --force to replace it")
         source = open_model(args.model)
         print(source.describe(), flush=True)
+        command = shlex.join(["octavo", "quantize", Path(args.model).name, args.recipe, out.name, *_options(args)])
         if args.format == "gguf":
             summary = write_as_gguf(source, args.recipe, out, head=args.head, say=say)
+            # As it was written: blocks of GGUF are made on the way to the file.
+            written = open_model(str(out))
+            stored = lambda path: written.leaves[path].load()  # noqa: E731
         else:
             # Embeddings and logits in low precision are only known to Octavo itself.
             head = args.head or ("" if args.format == "octavo" else "float")
             rules = weight_rules(args.recipe, source.config, head=head, trained=source.rules)
             params, summary = convert_model(source, rules, scale_dtype=_scales(args), say=say)
-            command = shlex.join(["octavo", "quantize", Path(args.model).name, args.recipe, out.name, *_options(args)])
             if args.force and out.exists():
                 shutil.rmtree(out) if out.is_dir() else out.unlink()
             write_export(args.format, source, params, out, rules=rules, summary=summary, command=command)
+            stored = params
+        page = _report(source, stored, summary, out, args.recipe, command)
     except (ValueError, OSError) as error:
         print(f"octavo quantize: {error}", file=sys.stderr)
         return 2
     print(summary)
-    print(f"written to {out}")
+    print(f"written to {out}; report: {page}")
     print(f"next: octavo generate {out} --prompt '...'   octavo eval {out} --against {args.model} --text FILE")
     return 0
+
+
+def _report(source: Any, stored: Any, summary: Any, out: Path, recipe: str, command: str) -> Path:
+    """The page about the conversion: in the directory that was written, or beside the file."""
+    from octavo.report import conversion_report, record_conversion
+    from octavo.report.conversion import read_conversion
+
+    place = out / "conversion.json" if out.is_dir() else out.with_name(f"{out.name}.conversion.json")
+    record = read_conversion(record_conversion(source, stored, summary, place, recipe=recipe, command=command))
+    return conversion_report(record, place.with_name(place.name.replace("conversion.json", "report.html")))
 
 
 def _scales(args: Namespace) -> str | None:

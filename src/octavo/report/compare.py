@@ -11,9 +11,13 @@ from octavo.report.markup import Cell, figure, missing, page, section, table, wr
 from octavo.report.scale import Point, smooth
 from octavo.report.svg import Line, Panel, chart, whiskers
 from octavo.report.tables import config_section, pairs_section, versions
-from octavo.report.words import DASH, Number, known, percent, ratio, signed
+from octavo.report.words import DASH, Number, known, percent, ratio, seconds, signed, size
 
 FLOAT = "float"
+
+type Groups = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Runs by name."""
+
 _COLORS = 7
 _NEEDED = ("steps", "runs", "table")
 _COLUMNS = ("recipe", "loss", "gap", "95 % interval", "step time", "memory", "FLOPs")
@@ -31,21 +35,31 @@ def compare_report(comparison: Mapping[str, Any], path: str | os.PathLike[str]) 
         raise ValueError(
             f"the comparison has no {' and no '.join(map(repr, lacking))}: it needs {', '.join(map(repr, _NEEDED))}"
         )
-    groups = _groups(comparison["runs"])
-    rows = comparison["table"]
     parts = [
-        section("Result", _gap_chart(rows), _table(rows)),
-        _curves("Loss by step", "training loss", groups, "loss"),
-        _by_time(groups),
-        _curves("Held-out loss by step", "loss on held-out text", groups, "eval_loss", every=1),
+        *comparison_parts(comparison),
         config_section(comparison.get("config") or {}),
         pairs_section("Versions", "Installed where the runs were made", comparison.get("versions") or {}),
     ]
     foot = f"Written by octavo {versions()['octavo']}."
-    return write(Path(path), page("Recipes side by side", _lead(comparison, groups), parts, foot))
+    lead = _lead(comparison, _groups(comparison["runs"]))
+    return write(Path(path), page("Recipes side by side", lead, parts, foot))
 
 
-def _lead(comparison: Mapping[str, Any], groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def comparison_parts(comparison: Mapping[str, Any]) -> list[str]:
+    """The sections about what was found: the result, losses by step and by time, held out, speed."""
+    base = str(comparison.get("base", FLOAT))
+    groups = _groups(comparison["runs"], base)
+    rows = comparison["table"]
+    return [
+        section("Result", _gap_chart(rows, base), _table(rows, base)),
+        _curves("Loss by step", "training loss", groups, "loss", base),
+        _by_time(groups, base),
+        _curves("Held-out loss by step", "loss on held-out text", groups, "eval_loss", base, every=1),
+        _speed(groups, base),
+    ]
+
+
+def _lead(comparison: Mapping[str, Any], groups: Groups) -> str:
     recipes = [name for name in groups if name != FLOAT]
     seeds = {run.get("seed") for runs in groups.values() for run in runs}
     times = f"with each of {len(seeds)} seeds" if len(seeds) > 1 else "once"
@@ -61,41 +75,41 @@ def _lead(comparison: Mapping[str, Any], groups: Mapping[str, Sequence[Mapping[s
     return f"{first} {which}{',' if len(gaps) > 1 else ''} {signed(gaps[best])} from float."
 
 
-def _groups(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Runs by name, float first, the others in the order in which they come."""
+def _groups(runs: Sequence[Mapping[str, Any]], base: str = FLOAT) -> dict[str, list[Mapping[str, Any]]]:
+    """Runs by name, the one that others are measured against first, these in the order in which they come."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
-    for run in sorted(runs, key=lambda run: run["name"] != FLOAT):
+    for run in sorted(runs, key=lambda run: run["name"] != base):
         groups.setdefault(run["name"], []).append(run)
     return groups
 
 
-def _colored(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[tuple[str, int, Sequence[Mapping[str, Any]]]]:
+def _colored(groups: Groups, base: str) -> list[tuple[str, int, Sequence[Mapping[str, Any]]]]:
     colors = itertools.cycle(range(1, _COLORS + 1))
-    return [(name, 0 if name == FLOAT else next(colors), runs) for name, runs in groups.items()]
+    return [(name, 0 if name == base else next(colors), runs) for name, runs in groups.items()]
 
 
-def _gap_chart(rows: Sequence[Mapping[str, Any]]) -> str:
+def _gap_chart(rows: Sequence[Mapping[str, Any]], base: str) -> str:
     found = []
     for row in rows:
         gap, low, high = (known(row.get(name)) for name in ("gap", "gap_low", "gap_high"))
-        if row["name"] != FLOAT and gap is not None:
+        if row["name"] != base and gap is not None:
             low, high = (None if x is None else 100 * x for x in (low, high))
             found.append((str(row["name"]), 100 * gap, low, high))
     if not found:
-        return missing("There is no recipe to measure against float.")
+        return missing(f"There is nothing to measure against {base}.")
     words = "; ".join(f"{name} {gap:+.2f} %" for name, gap, *_ in found)
-    drawn = whiskers("Gap of the final loss to float", words, "final loss against float, %", found)
+    drawn = whiskers(f"Gap of the final loss to {base}", words, f"final loss against {base}, %", found)
     intervals = "; whiskers are 95 % intervals" if any(low is not None for _, _, low, _ in found) else ""
     return figure(
-        drawn, f"Distance of the final loss from float's: dots are means over seeds{intervals}. Lower is better."
+        drawn, f"Distance of the final loss from that of {base}: dots are means over seeds{intervals}. Lower is better."
     )
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+def _table(rows: Sequence[Mapping[str, Any]], base: str) -> str:
     cells = []
     for row in rows:
         gap, low, high = (known(row.get(name)) for name in ("gap", "gap_low", "gap_high"))
-        if row["name"] == FLOAT:
+        if row["name"] == base:
             gap = low = high = None
         inside = DASH if low is None or high is None else f"{(signed(low) or '')[:-2]} to {signed(high)}"
         loss, step, memory, share = (known(row.get(n)) for n in ("loss", "step_ratio", "memory_ratio", "share"))
@@ -112,7 +126,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
         )
     if not cells:
         return missing("The table of the comparison is empty.")
-    caption = "Gap, time and memory of each recipe against float; share of matmul FLOPs in low precision"
+    caption = f"Gap, time and memory of each against {base}; share of matmul FLOPs in low precision"
     return table(caption, _COLUMNS, cells, sortable=True)
 
 
@@ -140,47 +154,47 @@ def _points(run: Mapping[str, Any], name: str, window: int) -> list[Point]:
     return smooth([(step, known(y)) for step, y in run.get(name) or ()], window)
 
 
-def _window(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> int:
+def _window(groups: Groups) -> int:
     return max(1, max((len(run.get("loss") or ()) for runs in groups.values() for run in runs), default=0) // 50)
 
 
-def _lines(groups: Mapping[str, Sequence[Mapping[str, Any]]], name: str, window: int) -> list[Line]:
+def _lines(groups: Groups, name: str, window: int, base: str) -> list[Line]:
     lines = []
-    for label, color, runs in _colored(groups):
+    for label, color, runs in _colored(groups, base):
         mean, band = _mean([_points(run, name, window) for run in runs])
         if any(y is not None for _, y in mean):
             lines.append(Line(label, mean, color, band=band))
     return lines
 
 
-def _curves(
-    heading: str, what: str, groups: Mapping[str, Sequence[Mapping[str, Any]]], name: str, *, every: int | None = None
-) -> str:
+def _curves(heading: str, what: str, groups: Groups, name: str, base: str, *, every: int | None = None) -> str:
     """Losses, and below them their distances from float's."""
     window = every or _window(groups)
-    lines = _lines(groups, name, window)
+    lines = _lines(groups, name, window, base)
     if not lines:
         return section(heading, missing(f"The runs have no {what}."))
-    panels = [Panel("Loss", lines, height=240, log=True)]
-    base = next((dict(line.points) for line in lines if line.name == FLOAT), {})
+    panels = [Panel("Nats per token", lines, height=240, log=True)]
+    floor = next((dict(line.points) for line in lines if line.name == base), {})
     gaps = []
     for line in lines:
-        points = [(x, 100 * (y - z) / z if y is not None and (z := base.get(x)) else None) for x, y in line.points]
-        if line.name != FLOAT and any(y is not None for _, y in points):
+        points = [(x, 100 * (y - z) / z if y is not None and (z := floor.get(x)) else None) for x, y in line.points]
+        if line.name != base and any(y is not None for _, y in points):
             gaps.append(Line(line.name, points, line.color))
     if gaps:
-        panels.append(Panel("Above float, %", gaps, height=150, zero=True))
+        panels.append(Panel(f"Above {base}, %", gaps, height=150, zero=True))
     averaged = f"a mean of {window} steps" if window > 1 else "each step"
     bands = "; bands reach from the lowest to the highest seed" if any(line.band for line in lines) else ""
-    caption = f"The {what}, {averaged}{bands}." + (" Below, the distance from float at the same step." if gaps else "")
+    caption = f"The {what}, {averaged}{bands}." + (
+        f" Below, the distance from {base} at the same step." if gaps else ""
+    )
     return section(heading, figure(chart(heading, _ends(lines), "step", panels), caption, lines))
 
 
-def _by_time(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def _by_time(groups: Groups, base: str) -> str:
     """Losses over the time that training took to reach them."""
     heading = "Loss by time"
     lines = []
-    for line in _lines(groups, "loss", _window(groups)):
+    for line in _lines(groups, "loss", _window(groups), base):
         clocks = [list(itertools.accumulate(run.get("step_seconds") or ())) for run in groups[line.name]]
         least = min(map(len, clocks))
         at = {int(x): statistics.fmean(clock[int(x)] for clock in clocks) for x, _ in line.points if x < least}
@@ -190,8 +204,44 @@ def _by_time(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
             lines.append(Line(line.name, points, line.color, band=band))
     if not lines:
         return section(heading, missing("The runs have no times of their steps."))
-    drawn = chart(heading, _ends(lines), "seconds of training", [Panel("Loss", lines, height=240, log=True)])
-    return section(heading, figure(drawn, "The same losses over the sum of the times of all steps so far.", lines))
+    drawn = chart(heading, _ends(lines), "seconds of training", [Panel("Nats per token", lines, height=240, log=True)])
+    return section(
+        heading, figure(drawn, "The same losses over the sum of the times of all steps so far.", lines, x="s")
+    )
+
+
+def _speed(groups: Groups, base: str) -> str:
+    """Times of steps over those of the base: of the step that was taken in turn where there is one, else its median."""
+    heading, rows = "Speed and memory", []
+    median = [statistics.median(run["step_seconds"]) for run in groups.get(base, ()) if run.get("step_seconds")]
+    for name, runs in groups.items():
+        found: list[float] = []
+        for run in runs if name != base else ():
+            times, others = run.get("step_seconds") or (), run.get("float_seconds") or ()
+            if not others and median:
+                others = [statistics.fmean(median)] * len(times)
+            found += [a / b for a, b in list(zip(times, others, strict=False))[2:] if b]
+        if found:
+            found.sort()
+            low, middle, high = (found[round(share * (len(found) - 1))] for share in (0.1, 0.5, 0.9))
+            rows.append((name, middle, low, high))
+    if not rows:
+        return ""
+    words = "; ".join(f"{name} {middle:.2f}" for name, middle, *_ in rows)
+    drawn = whiskers("Step time", words, f"step time over that of {base}", rows, mark=1.0)
+    cells = []
+    for name, runs in groups.items():
+        times, memory = ([run[key] for run in runs if run.get(key)] for key in ("step_seconds", "memory_bytes"))
+        step = statistics.median(t for one in times for t in one[2:] or one) if times else None
+        cells.append([Cell(name, code=True), Cell(seconds(step), step or 0.0), _bytes(memory)])
+    told = table("Medians of steps, and temporary memory of a step", ("run", "step time", "memory"), cells)
+    caption = "Medians of the ratio over steps, with the interval that holds 80 % of them. Below 1 is faster."
+    return section(heading, figure(drawn, caption, data=told))
+
+
+def _bytes(found: Sequence[Number]) -> Cell:
+    most = max(found, default=None)
+    return Cell(size(most), most or 0.0)
 
 
 def _ends(lines: Sequence[Line]) -> str:

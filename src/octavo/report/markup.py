@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
@@ -54,12 +55,15 @@ def page(title: str, lead: str, parts: Sequence[str], foot: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
         f'<h1>{escape(title)}</h1>\n<p class="lead">{escape(lead)}</p>\n'
+        + contents(parts)
         + "\n".join(part for part in parts if part)
         + f'\n</main>\n<footer class="note">{escape(foot)}</footer>\n<script>\n{script}</script>\n</body>\n</html>\n'
     )
 
 
 _FILES = ("style.css", "sort.js")
+_MOST_NUMBERS = 16
+"""Rows of the table of a chart's numbers."""
 
 
 def write(path: Path, text: str) -> Path:
@@ -77,8 +81,19 @@ def tiles(found: Sequence[Tile]) -> str:
 
 
 def section(heading: str, *parts: str) -> str:
-    """A part of the page under its heading."""
-    return f"<section>\n<h2>{escape(heading)}</h2>\n{'\n'.join(part for part in parts if part)}\n</section>"
+    """A part of the page under its heading, which links can point to."""
+    name = re.sub(r"\W+", "-", heading.lower()).strip("-")
+    inside = "\n".join(part for part in parts if part)
+    return f'<section aria-labelledby="{name}">\n<h2 id="{name}">{escape(heading)}</h2>\n{inside}\n</section>'
+
+
+def contents(parts: Sequence[str]) -> str:
+    """Links to the sections of a page."""
+    found = [match for part in parts for match in re.findall(r'<h2 id="([\w-]+)">(.*?)</h2>', part)]
+    if len(found) < 3:
+        return ""
+    links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading in found)
+    return f'<nav aria-label="Sections"><ul>{links}</ul></nav>\n'
 
 
 def note(text: str) -> str:
@@ -91,11 +106,31 @@ def missing(text: str) -> str:
     return f'<p class="missing">{escape(text)}</p>'
 
 
-def figure(svg: str, caption: str, lines: Sequence[Line] = ()) -> str:
-    """A chart with its caption; narrow screens show the names of lines above it instead of beside them."""
+def figure(svg: str, caption: str, lines: Sequence[Line] = (), *, data: str = "", x: str = "step") -> str:
+    """A chart with its caption, and its numbers in a table on request.
+
+    Narrow screens show the names of lines above it instead of beside them. `data` is the table, by default that of the
+    lines; `x` is what they run over.
+    """
     named = "".join(f'<li class="c{line.color}">{escape(line.name)}</li>' for line in lines if line.name)
     key = f'<ul class="key">{named}</ul>' if named else ""
-    return f"<figure>{key}{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+    shown = data or (_numbers(caption, lines, x) if lines else "")
+    numbers = details("Numbers", shown) if shown else ""
+    return f"<figure>{key}{svg}<figcaption>{escape(caption)}</figcaption>{numbers}</figure>"
+
+
+def _numbers(caption: str, lines: Sequence[Line], x: str) -> str:
+    """What lines are at some places, evenly apart, the first and the last among them."""
+    places = sorted({at for line in lines for at, _ in line.points})
+    if len(places) > _MOST_NUMBERS:
+        picked = {round(i * (len(places) - 1) / (_MOST_NUMBERS - 1)) for i in range(_MOST_NUMBERS)}
+        places = [places[i] for i in sorted(picked)]
+    tables = [dict(line.points) for line in lines]
+    rows = []
+    for at in places:
+        found = [values.get(at) for values in tables]
+        rows.append([Cell(f"{at:g}"), *(Cell(DASH if y is None else f"{y:.5g}", y or 0.0) for y in found)])
+    return table(caption, (x, *(line.name or "value" for line in lines)), rows)
 
 
 def table(

@@ -5,13 +5,15 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from octavo.report.markup import Tile, figure, missing, note, page, section, tiles, write
-from octavo.report.run import EVAL_LOSS, LOSS, STEP_SECONDS, Run, read_run
+from octavo.report.histograms import histograms_section
+from octavo.report.markup import Cell, Tile, figure, missing, note, page, section, table, tiles, write
+from octavo.report.run import EVAL_LOSS, LOSS, STEP_SECONDS, TFLOPS, TOKENS, Run, float_twin, read_run
 from octavo.report.scale import Point, smooth
 from octavo.report.svg import Line, Panel, chart
 from octavo.report.tables import config_section, pairs_section, plan_section, versions
-from octavo.report.telemetry import telemetry_section
-from octavo.report.words import Number, percent, ratio, seconds, signed, size
+from octavo.report.telemetry import heat_section, telemetry_section
+from octavo.report.weights import worst_weights
+from octavo.report.words import DASH, Number, percent, ratio, seconds, signed, size
 
 
 def write_report(
@@ -22,8 +24,9 @@ def write_report(
 ) -> Path:
     """Write the page about a run to `path`, by default `report.html` in its directory, and return where it is.
 
-    `against` is the directory of the run to measure this one by, as a rule the same in float. What the run did not
-    write down is said to be missing. The page is one file that loads nothing.
+    `against` is the directory of the run to measure this one by, as a rule the same in float; by default a float run
+    beside this one whose configuration is otherwise the same, if there is one. What the run did not write down is said
+    to be missing. The page is one file that loads nothing.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as runs:
@@ -34,13 +37,16 @@ def write_report(
     'report.html'
     """
     run = read_run(run_directory)
-    base = None if against is None else read_run(against)
+    base = float_twin(run) if against is None else read_run(against)
+    worst, about = worst_weights(run)
     parts = [
         *(note(f"{problem}.") for problem in (*run.problems, *(base.problems if base else ()))),
         tiles(_tiles(run, base)),
         _loss(run, base),
-        _time(run, base),
+        _speed(run, base),
         telemetry_section(run.telemetry),
+        heat_section(run.telemetry),
+        histograms_section(worst, about=about),
         plan_section(run.plan),
         config_section(run.config),
         pairs_section("Data", "What it was trained on", run.data),
@@ -172,14 +178,15 @@ def _loss(run: Run, base: Run | None) -> str:
     if bad:
         caption += f" It was not finite at {len(bad)} step{'s' * (len(bad) > 1)}, first at step {bad[0]}."
     text = f"{len(points)} steps; the mean over the last tenth is {_word(tail(points)[0])}."
-    loss = Panel("Loss", lines, height=240, log=True)
+    loss = Panel("Nats per token", lines, height=240, log=True)
     return section("Loss", figure(chart("Loss by step", text, "step", [loss, *panels]), caption, lines))
 
 
-def _time(run: Run, base: Run | None) -> str:
+def _speed(run: Run, base: Run | None) -> str:
+    heading = "Speed and memory"
     points = run.series(STEP_SECONDS)
     if not points or run.step_seconds is None:
-        return section("Step time", missing("No step times were recorded."))
+        return section(heading, missing("No step times were recorded."), _memory(run, base))
     name, other = _names(run, base)
     lines = [Line(name, points, 1)]
     if base is not None and base.series(STEP_SECONDS):
@@ -191,8 +198,34 @@ def _time(run: Run, base: Run | None) -> str:
     caption = f"The median is {seconds(run.step_seconds)}."
     if above:
         caption += f" What took longer than {seconds(top)} is drawn at the edge; the longest took {seconds(above[-1])}."
+    if len(lines) > 1:
+        caption += (
+            " The runs were not made side by side, as octavo compare makes them, so their times may differ by chance."
+        )
     panel = Panel("Seconds per step", lines, height=130, zero=True, top=top)
-    return section("Step time", figure(chart("Step time", caption, "step", [panel]), caption, lines))
+    drawn = figure(chart("Step time", caption, "step", [panel]), caption, lines)
+    return section(heading, drawn, _memory(run, base))
+
+
+def _memory(run: Run, base: Run | None) -> str:
+    """What the charts do not say about the runs, one row each."""
+    runs = [run] if base is None else [run, base]
+    rows = []
+    for one in runs:
+        tokens, flops = (one.median(name) for name in (TOKENS, TFLOPS))
+        rows.append(
+            [
+                Cell(one.name, code=True),
+                Cell(one.precision),
+                Cell(seconds(one.step_seconds), one.step_seconds or 0.0),
+                Cell(DASH if tokens is None else f"{tokens:,.0f}", tokens or 0.0),
+                Cell(DASH if flops is None else f"{1000 * flops:.3g}", flops or 0.0),
+                Cell(size(one.memory), one.memory or 0.0),
+            ]
+        )
+    columns = ("run", "precision", "step time", "tokens/s", "GFLOP/s", "memory of a step")
+    known = any(cell.text != DASH for row in rows for cell in row[2:])
+    return table("Medians over steps; tokens and FLOPs of each device", columns, rows) if known else ""
 
 
 def _word(value: Number | None) -> str:

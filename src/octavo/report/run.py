@@ -11,12 +11,15 @@ from typing import Any
 from octavo.report.scale import Point
 from octavo.report.words import Number
 from octavo.rules.checks import nearest_name
+from octavo.train.config import Config
 from octavo.train.metrics import METRICS, TELEMETRY, read_metrics
 
 LOSS = "learning/loss"
 EVAL_LOSS = "eval/avg_loss"
 STEP_SECONDS = "perf/step_time_seconds"
 MEMORY = "perf/memory_bytes"
+TOKENS = "perf/per_device_tokens_per_sec"
+TFLOPS = "perf/per_device_tflops_per_sec"
 _LOW = ("native", "emulated")
 
 
@@ -51,7 +54,11 @@ class Run:
     @functools.cached_property
     def step_seconds(self) -> Number | None:
         """The median time of a step. The first one also compiles, so it does not count if there are others."""
-        found = [y for _, y in self.series(STEP_SECONDS) if y is not None]
+        return self.median(STEP_SECONDS)
+
+    def median(self, name: str) -> Number | None:
+        """The median of a metric over all steps but the first."""
+        found = [y for _, y in self.series(name) if y is not None]
         return statistics.median(found[1:] or found) if found else None
 
     @property
@@ -95,6 +102,35 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
         verification=read("verify.json", _json, None),
         problems=tuple(problems),
     )
+
+
+_FREE = {"run_name", "base_output_directory", "log_period", "metrics_file", "enable_tensorboard", "checkpoint_period"}
+_FREE |= {"enable_checkpointing", "async_checkpointing", "max_num_checkpoints_to_keep", "keep_period"}
+"""Keys that may differ between a run and its twin beside those of quantization: names, places and records."""
+_FREE_GROUPS = ("quantization", "schedule", "serving")
+_MOST_BESIDE = 200
+
+
+def float_twin(run: Run) -> Run | None:
+    """The float run in the same place that differs from this one in its number formats only; the latest of several."""
+    if run.precision == "float" or not run.config or not run.metrics:
+        return None
+    beside = [p for p in run.directory.resolve().parent.iterdir() if (p / METRICS).is_file()][:_MOST_BESIDE]
+    wanted, found = _bound(run.config), []
+    for folder in beside:
+        try:
+            other = read_run(folder)
+        except OSError:
+            continue
+        if other.precision == "float" and other.metrics and other.config and _bound(other.config) == wanted:
+            found.append(other)
+    return max(found, key=lambda other: (other.directory / METRICS).stat().st_mtime) if found else None
+
+
+def _bound(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys on which the curve of a float run depends."""
+    groups = {field.name: field.metadata["key"].group for field in dataclasses.fields(Config)}
+    return {k: v for k, v in config.items() if k not in _FREE and groups.get(k) not in _FREE_GROUPS}
 
 
 def _json(path: Path) -> dict[str, Any]:

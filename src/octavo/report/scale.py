@@ -42,15 +42,18 @@ class Scale:
             exponents = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             found = [m * 10.0**e for e in exponents for m in (1, 2, 5) if self.low <= m * 10.0**e <= self.high]
             return found[:: math.ceil(len(found) / (count + 1))]
-        step = _round_step((self.high - self.low) / max(1, count - 1))
-        first = math.ceil(self.low / step - 1e-9)
-        last = math.floor(self.high / step + 1e-9)
-        return [i * step for i in range(first, last + 1)]
+        # A step too wide for the interval leaves one or two of them; the next smaller one then.
+        for more in range(4):
+            step = _round_step((self.high - self.low) / max(1, count - 1 + more))
+            places = range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)
+            if len(places) >= min(3, count):
+                break
+        return [i * step for i in places]
 
 
 def _round_step(step: Number) -> Number:
     power = 10.0 ** math.floor(math.log10(step))
-    return power * next(m for m in (1, 2, 5, 10) if m * power >= step * 0.999)
+    return power * next(m for m in (1, 2, 5, 10) if m * power >= step * 0.8)
 
 
 def names(ticks: Sequence[Number]) -> list[str]:

@@ -3,14 +3,16 @@
 import dataclasses
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from octavo.report.scale import Point, Scale, extent, names, thin
 from octavo.report.words import Number
 
-WIDTH = 640
-_LEFT, _TOP, _GAP, _BOTTOM = 58, 26, 44, 40
+WIDTH, NARROW = 640, 330
+_LEFT, _LEFT_NARROW, _TOP, _GAP, _BOTTOM = 58, 42, 26, 44, 40
 _LABEL = 14
 """The least distance between two labels."""
+_MOST_NAME = 28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,53 +55,79 @@ class Panel:
 
 
 def chart(title: str, text: str, x_label: str, panels: Sequence[Panel]) -> str:
-    """Panels above each other over one horizontal axis, with a title and a text for those who cannot see them."""
+    """Panels above each other over one horizontal axis, with a title and a text for those who cannot see them.
+
+    There are two drawings of it, of which the page shows one: for wide screens and for phones.
+    """
+    return _chart(title, text, x_label, panels, WIDTH) + _chart(title, text, x_label, panels, NARROW)
+
+
+def _chart(title: str, text: str, x_label: str, panels: Sequence[Panel], width: int) -> str:
     xs = [x for panel in panels for line in panel.lines for x, _ in (*line.points, *line.raw)]
     low, high = (min(xs), max(xs)) if xs else (0.0, 1.0)
-    labels = [line.name for panel in panels for line in panel.lines if line.name]
+    wide = width == WIDTH
+    labels = [line.name for panel in panels for line in panel.lines if line.name and wide]
     right = 14 + min(150, 7 * max(map(len, labels))) if labels else 14
-    x = Scale(low, high if high > low else low + 1, _LEFT, WIDTH - right)
+    x = Scale(low, high if high > low else low + 1, _LEFT if wide else _LEFT_NARROW, width - right)
     parts, start = [], float(_TOP)
     for panel in panels:
-        parts.append(_panel(panel, x, panel.scale(start)))
+        parts.append(_panel(panel, x, panel.scale(start), named=wide))
         start += panel.height + _GAP
     end = start - _GAP
-    ticks = x.ticks(6)
-    parts += [_text(x(t), end + 17, n, "tick mid") for t, n in zip(ticks, names(ticks), strict=True)]
-    parts.append(_text(x.end, end + 34, x_label, "tick end"))
-    return _svg(title, text, end + _BOTTOM, parts)
+    ticks = x.ticks(6 if wide else 4)
+    parts += [text_at(x(t), end + 17, n, "tick mid") for t, n in zip(ticks, names(ticks), strict=True)]
+    parts.append(text_at(x.end, end + 34, x_label, "tick end"))
+    return _svg(title, text, width, end + _BOTTOM, parts)
 
 
 def whiskers(
-    title: str, text: str, x_label: str, rows: Sequence[tuple[str, Number, Number | None, Number | None]]
+    title: str,
+    text: str,
+    x_label: str,
+    rows: Sequence[tuple[str, Number, Number | None, Number | None]],
+    *,
+    mark: Number | None = 0,
 ) -> str:
-    """A dot for each row's value on a line from its low to its high end, which may be unknown; 0 is marked."""
-    left = 20 + min(190, 7 * max((len(name) for name, *_ in rows), default=0))
-    low, high = extent([v for _, *values in rows for v in values], zero=True)
+    """A dot for each row's value on a line from its low to its high end, which may be unknown; `mark` is shown.
+
+    Like a chart it is drawn for wide screens and for phones, where names are above their rows.
+    """
+    return "".join(_whiskers(title, text, x_label, rows, mark, width) for width in (WIDTH, NARROW))
+
+
+def _whiskers(title: str, text: str, x_label: str, rows: Sequence[Any], mark: Number | None, width: int) -> str:
+    wide = width == WIDTH
+    left = 16 + 7.8 * max((len(_short(name, _MOST_NAME)) for name, *_ in rows), default=0) if wide else 12
+    low, high = extent([*(v for _, *values in rows for v in values), mark])
     room = 0.04 * (high - low)
-    x = Scale(low - room, high + room, left, WIDTH - 20)
-    step, top = 30, 12
+    x = Scale(low - room, high + room, left, width - 20)
+    step, top = (30, 12) if wide else (44, 8)
     end = top + step * len(rows)
-    ticks = x.ticks(6)
-    parts = [_rule(x(t), top, x(t), end, "zero" if t == 0 else "grid") for t in ticks]
-    parts += [_text(x(t), end + 17, n, "tick mid") for t, n in zip(ticks, names(ticks), strict=True)]
+    ticks = x.ticks(6 if wide else 4)
+    parts = [rule(x(t), top, x(t), end, "zero" if t == mark else "grid") for t in ticks]
+    if mark is not None and mark not in ticks:
+        parts.append(rule(x(mark), top, x(mark), end, "zero"))
+    parts += [text_at(x(t), end + 17, n, "tick mid") for t, n in zip(ticks, names(ticks), strict=True)]
     for number, (name, value, least, most) in enumerate(rows):
-        y = top + step * (number + 0.5)
-        parts.append(_text(left - 12, y + 4, name, "name end"))
+        y = top + step * (number + (0.5 if wide else 0.7))
+        if wide:
+            parts.append(text_at(left - 12, y + 4, _short(name, _MOST_NAME), "name end"))
+        else:
+            parts.append(text_at(0, y - 14, _short(name, 44), "name"))
         if least is not None and most is not None:
-            parts.append(_rule(x(least), y, x(most), y, "line c1"))
-            parts += [_rule(x(v), y - 4, x(v), y + 4, "line c1") for v in (least, most)]
+            parts.append(rule(x(least), y, x(most), y, "line c1"))
+            parts += [rule(x(v), y - 4, x(v), y + 4, "line c1") for v in (least, most)]
         parts.append(f'<circle class="dot c1" cx="{x(value):.1f}" cy="{y:.1f}" r="4.5"/>')
-    parts.append(_text(x.end, end + 34, x_label, "tick end"))
-    return _svg(title, text, end + _BOTTOM, parts)
+    parts.append(text_at(x.end, end + 34, x_label, "tick end"))
+    return _svg(title, text, width, end + _BOTTOM, parts)
 
 
-def _panel(panel: Panel, x: Scale, y: Scale) -> str:
+def _panel(panel: Panel, x: Scale, y: Scale, *, named: bool) -> str:
     ticks = y.ticks(5 if panel.height > 150 else 3)
-    parts = [_text(0, y.end - 11, panel.label + ", logarithmic" * y.log, "axis")]
+    parts = [text_at(0, y.end - 11, panel.label + ", logarithmic" * y.log, "axis")]
     for tick, name in zip(ticks, names(ticks), strict=True):
-        parts.append(_rule(x.start, y(tick), x.end, y(tick), "zero" if tick == 0 else "grid"))
-        parts.append(_text(x.start - 8, y(tick) + 4, name, "tick end"))
+        parts.append(rule(x.start, y(tick), x.end, y(tick), "zero" if tick == 0 else "grid"))
+        parts.append(text_at(x.start - 8, y(tick) + 4, name, "tick end"))
     for line in panel.lines:
         if line.band:
             parts.append(_band(line, x, y))
@@ -107,9 +135,9 @@ def _panel(panel: Panel, x: Scale, y: Scale) -> str:
         parts.append(_path(line.raw, x, y, f"raw c{line.color}"))
     for line in panel.lines:
         parts.append(_path(line.points, x, y, f"line c{line.color}"))
-    named = [(y(last), line) for line in panel.lines if line.name and (last := _last(line.points)) is not None]
-    for place, line in _spread(named, y.start):
-        parts.append(_text(x.end + 8, place + 4, _short(line.name), f"name c{line.color}"))
+    ends = [(y(last), line) for line in panel.lines if line.name and (last := _last(line.points)) is not None]
+    for place, line in _spread(ends, y.start) if named else ():
+        parts.append(text_at(x.end + 8, place + 4, _short(line.name), f"name c{line.color}"))
     return "".join(parts)
 
 
@@ -153,16 +181,19 @@ def _band(line: Line, x: Scale, y: Scale) -> str:
     return f'<path class="band c{line.color}" d="M{"L".join(upper + lower)}Z"/>'
 
 
-def _rule(x1: Number, y1: Number, x2: Number, y2: Number, css: str) -> str:
+def rule(x1: Number, y1: Number, x2: Number, y2: Number, css: str) -> str:
+    """A straight line."""
     return f'<path class="{css}" d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}"/>'
 
 
-def _text(x: Number, y: Number, text: str, css: str) -> str:
+def text_at(x: Number, y: Number, text: str, css: str) -> str:
+    """A text, escaped."""
     return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
 
 
-def _svg(title: str, text: str, height: Number, parts: Sequence[str]) -> str:
+def _svg(title: str, text: str, width: int, height: Number, parts: Sequence[str]) -> str:
+    css = "wide" if width == WIDTH else "narrow"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="{css}" viewBox="0 0 {width} {height:.0f}" role="img">'
         f"<title>{escape(title)}</title><desc>{escape(text)}</desc>{''.join(parts)}</svg>"
     )

@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.report.markup import Cell, figure, missing, section, table
+from octavo.report.heat import extent_of, heat_map, legend, place
+from octavo.report.markup import Cell, figure, missing, note, section, table
 from octavo.report.scale import Point
 from octavo.report.svg import Line, Panel, chart
+from octavo.report.weights import turns
 from octavo.report.words import Number, known
 
 _CLASSES = ("weight", "activation", "gradient")
@@ -14,6 +16,12 @@ _MEASURES = (
     ("underflow", "Underflow, % of values", 100.0, "values other than zero that became zero"),
     ("sqnr_db", "Signal to quantization noise, dB", 1.0, "higher is better, 6 dB are one bit"),
 )
+_OPERANDS = {
+    "lhs": "Forward, left operand: activations",
+    "rhs": "Forward, right operand: weights",
+    "dlhs": "Backward, gradient that dlhs multiplies",
+    "drhs": "Backward, gradient that drhs multiplies",
+}
 
 
 def telemetry_section(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -28,6 +36,22 @@ def telemetry_section(lines: Sequence[Mapping[str, Any]]) -> str:
     if not any(charts):
         return section(heading, missing("The telemetry has no saturation, underflow or sqnr_db of a class of tensors."))
     return section(heading, *charts, _worst(lines[-1]))
+
+
+def heat_section(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The signal to noise of each layer's products at the last measurement, one map for each operand."""
+    sites = (lines[-1].get("sites") if lines else None) or {}
+    maps: dict[str, dict[tuple[str, str], Number]] = {}
+    for site, operands in sites.items():
+        for name, row in operands.items():
+            for turn, db in turns(row.get("sqnr_db")):
+                maps.setdefault(name, {})[place(site, turn)] = db
+    if not maps:
+        return ""
+    span = extent_of(maps.values())
+    drawn = [heat_map(words, maps[name], span=span) for name, words in _OPERANDS.items() if name in maps]
+    words = f"Signal to quantization noise of what each product multiplies, in dB, at step {lines[-1]['step']}."
+    return section("Error by layer", note(words), legend(span), f'<div class="pairs">{"".join(drawn)}</div>')
 
 
 def _chart(lines: Sequence[Mapping[str, Any]], measure: str, label: str, factor: Number, words: str) -> str:

@@ -1,0 +1,79 @@
+"""What a histogram shows of a tensor: its values in units of their scales, beside the values that the format has."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from octavo.qarray import QArray
+from octavo.qarray.display import granularity
+
+_SAMPLE = 1 << 17
+_BARS = 96
+WORST = 4
+"""How many tensors are shown."""
+
+
+def histogram(path: str, x: np.ndarray, q: QArray, *, sqnr_db: float | None = None) -> dict[str, Any]:
+    """Counts of a tensor's values, each divided by the scale that it has, as JSON can hold them.
+
+    Large tensors are sampled. `clipped` is the share of values beyond the end of the format, `zeroed` of those other
+    than zero that became zero; `grid` are the format's values.
+
+    >>> import octavo
+    >>> x = np.linspace(-1, 1, 64, dtype=np.float32)
+    >>> found = histogram("w", x, octavo.quantize(jnp.asarray(x), "int4"))
+    >>> found["format"], len(found["grid"]), sum(found["counts"]), found["clipped"]
+    ('int4', 16, 64, 0.0)
+    """
+    values, zero, margin = _scaled(np.asarray(x), q)
+    fmt = q.qtype
+    beyond = max(0.0, fmt.bound - fmt.largest)
+    low, high = fmt.smallest - beyond, fmt.largest + beyond
+    counts, _ = np.histogram(np.clip(values, low, high), bins=_BARS, range=(low, high))
+    there, zero = values[values != zero], zero[values != zero]
+    room = margin * max(abs(low), high)
+    clipped = np.mean((there > high + room) | (there < low - room)) if there.size else 0.0
+    zeroed = np.mean(np.asarray(fmt.round(jnp.asarray(there))) == zero) if there.size else 0.0
+    return {
+        "path": path,
+        "format": fmt.name,
+        "shape": list(q.shape),
+        "granularity": granularity(q),
+        "sampled": int(values.size),
+        "counts": counts.tolist(),
+        "low": float(low),
+        "high": float(high),
+        "grid": [float(v) for v in fmt.grid()],
+        "clipped": float(clipped),
+        "zeroed": float(zeroed),
+        "sqnr_db": sqnr_db,
+    }
+
+
+def _scaled(x: np.ndarray, q: QArray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Values in units of codes, all of them or a sample; what each would be as zero; the precision of scales."""
+    # At random: even steps would meet the same columns again and again.
+    few = x.size <= _SAMPLE
+    flat = np.arange(x.size) if few else np.random.default_rng(0).integers(0, x.size, _SAMPLE)
+    at = np.unravel_index(flat, x.shape)
+    scale = _of(q.scale, at, q)
+    if q.outer_scale is not None:
+        scale = scale * _of(q.outer_scale, at, q)
+    zero = np.zeros_like(scale) if q.zero_point is None else _of(q.zero_point, at, q)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = np.where(scale > 0, x[at].astype(np.float32) / scale, np.float32(0)) + zero
+    known = np.isfinite(values)
+    return values[known], zero[known], float(jnp.finfo(q.scale.dtype).eps) if _rounded(q) else 1e-6
+
+
+def _rounded(q: QArray) -> bool:
+    """Whether a scale is smaller than the range asks for by accident; a power of two is on purpose."""
+    return jnp.dtype(q.scale.dtype) != jnp.float8_e8m0fnu
+
+
+def _of(part: Any, at: tuple[np.ndarray, ...], q: QArray) -> np.ndarray:
+    """The entries of a scale or zero point that belong to values at some places."""
+    stored = np.asarray(part).astype(np.float32)
+    sizes = (n // max(1, s) for n, s in zip(q._stored_shape, stored.shape, strict=True))
+    return stored[tuple(i // size for i, size in zip(at, sizes, strict=True))]
