@@ -1,15 +1,13 @@
 """Memory and time of converting a model of a billion parameters, float to low precision.
 
-    python benchmarks/convert.py [--recipe int4] [--layers 16] [--quick]
+    python benchmarks/convert.py [--recipe int4] [--layers 16] [--quick] [--json FILE]
 
 Writes a random Llama of 1.2 billion parameters as Hugging Face has it (bfloat16, 2.5 GB, in a temporary directory),
 converts it with `octavo quantize` in a process of its own, and holds the peak memory of that against what is allowed:
 the process as it is after converting a tiny model, the result, and 1.2 times the largest parameter.
 """
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from timing import header
+from timing import Results, arguments
 
 from octavo.files.safetensors import Info, Lazy, write
 from octavo.models import ModelConfig, abstract_params
@@ -51,23 +49,24 @@ def write_random(config: ModelConfig, folder: Path) -> int:
 
 def run(words: list[str]) -> tuple[str, int]:
     """What a command prints, and the peak memory of its process."""
-    child = subprocess.Popen([sys.executable, "-m", "octavo", *words], stdout=subprocess.PIPE, text=True)
-    text = child.stdout.read()
-    _, status, usage = os.wait4(child.pid, 0)
-    if status:
+    # The resource usage of a child counts this process's memory; what the kernel knows of it at its end does not.
+    program = "import sys; from octavo.cli import main; from octavo.pretrained.memory import peak_memory\n"
+    program += "status = main(sys.argv[1:]); print(peak_memory()); sys.exit(status)"
+    child = subprocess.run([sys.executable, "-c", program, *words], stdout=subprocess.PIPE, text=True)
+    if child.returncode:
         sys.exit(f"octavo {' '.join(words)} failed")
-    return text, usage.ru_maxrss * 1024
+    text, _, peak = child.stdout.rstrip().rpartition("\n")
+    return text, int(peak)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, quick="two layers and a small vocabulary")
     parser.add_argument("--recipe", default="int4")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--quick", action="store_true", help="two layers and a small vocabulary")
     args = parser.parse_args()
     layers, vocab = (2, 16_384) if args.quick else (args.layers, 128_256)
     config = ModelConfig(vocab_size=vocab, num_layers=layers, scan_layers=False, **SIZES)
-    print(f"{header()}\n")
+    results = Results(how=f"recipe {args.recipe}, {layers} layers", file=args.json)
     with tempfile.TemporaryDirectory() as folder:
         small = ModelConfig(vocab_size=32, num_layers=1, scan_layers=False, **dict.fromkeys(SIZES, 64))
         write_random(small.replace(num_query_heads=1, num_kv_heads=1), Path(folder, "small"))
@@ -79,15 +78,19 @@ def main() -> None:
         output = sum(file.stat().st_size for file in Path(folder, "low").rglob("*") if file.is_file())
     print(text)
     allowed = base + output + 1.2 * largest
-    for what, size in (
-        ("the process itself", base),
-        ("the result on disk", output),
-        ("the largest parameter", largest),
-        ("peak memory", peak),
-        ("allowed", allowed),
-    ):
-        print(f"{what:<24}{size / 2**20:>9.0f} MiB")
-    print(f"{peak / allowed:.2f} of what is allowed, {seconds:.0f} seconds, the process's start included")
+    sizes = {
+        "the process itself": base,
+        "the result on disk": output,
+        "the largest parameter": largest,
+        "peak memory": peak,
+        "allowed": allowed,
+    }
+    results.add(
+        "Memory of `octavo quantize`, a model from bfloat16 to low precision",
+        ["", "MiB"],
+        [[what, f"{size / 2**20:.0f}"] for what, size in sizes.items()],
+        f"{peak / allowed:.2f} of what is allowed, {seconds:.0f} seconds, the process's start included.",
+    )
 
 
 if __name__ == "__main__":

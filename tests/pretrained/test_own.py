@@ -65,6 +65,7 @@ def runs(tmp_path_factory):
     """A run in float and one in int8, a few steps each."""
     directory = tmp_path_factory.mktemp("runs")
     words = ["model_name=1m", "steps=2", "dataset_type=synthetic", "max_target_length=32", "per_device_batch_size=2"]
+    words += ["num_devices=1"]
     words += [f"base_output_directory={directory}", "quantization_metrics_interval=0", "enable_tensorboard=false"]
     for name in ("", "int8", "qat_int4"):
         low = f"save_quantized_params_path={directory / f'low-{name}'}" if name else "eval_steps=1"
@@ -157,6 +158,7 @@ def test_eval_prints_what_it_found(small, tmp_path, capsys):
     write_model(small, {p: leaf.load() for p, leaf in small.leaves.items()}, tmp_path / "float", facts={})
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 4)
     words = ["eval", str(tmp_path / "low"), "--text", str(tmp_path / "text.txt"), "--length", "64"]
+    words += ["--out", str(tmp_path / "evaluation")]
     assert main([*words, "--against", str(tmp_path / "float")]) == 0
     out = capsys.readouterr().out
     assert "perplexity" in out

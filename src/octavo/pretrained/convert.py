@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo.models import ModelConfig, abstract_params, apply
+from octavo.pretrained.memory import peak_memory
 from octavo.pretrained.source import Leaf, Source
 from octavo.qarray import QArray, Quantizer
 from octavo.rules import QuantizationRule
@@ -200,9 +201,15 @@ class Summary:
     after: int
     values: int
     kinds: Mapping[str, int]
-    worst: tuple[tuple[str, float], ...]
+    ratios: Mapping[str, float]
+    """The signal to noise ratio of each parameter that was quantized, in dB, where it was measured."""
     seconds: float
     peak: int
+
+    @property
+    def worst(self) -> tuple[tuple[str, float], ...]:
+        """The ten parameters with the lowest signal to noise."""
+        return tuple(sorted(self.ratios.items(), key=lambda pair: pair[1])[:10])
 
     @property
     def bits_per_weight(self) -> float:
@@ -231,7 +238,7 @@ def convert_model(
     began = time.perf_counter()
     params: dict[str, Any] = {}
     kinds: dict[str, int] = {}
-    ratios: list[tuple[str, float]] = []
+    ratios: dict[str, float] = {}
     before = 0
     width = max(map(len, source.leaves))
     for number, done in enumerate(convert_leaves(source, rules, scale_dtype=scale_dtype), 1):
@@ -239,7 +246,7 @@ def convert_model(
         before += done.before
         kinds[done.kind] = kinds.get(done.kind, 0) + math.prod(source.leaves[done.path].shape)
         if done.sqnr is not None:
-            ratios.append((done.path, done.sqnr))
+            ratios[done.path] = done.sqnr
         if say is not None:
             ratio = f"  {done.sqnr:5.1f} dB" if done.sqnr is not None else ""
             say(
@@ -248,14 +255,4 @@ def convert_model(
                 f"{done.before / 2**20:9.2f} MiB -> {done.after / 2**20:8.2f} MiB{ratio}"
             )
     after = sum(value.nbytes for value in params.values())
-    worst = tuple(sorted(ratios, key=lambda pair: pair[1])[:10])
-    return params, Summary(before, after, source.size, kinds, worst, time.perf_counter() - began, peak_memory())
-
-
-def peak_memory() -> int:
-    """The most memory that this process has held at once, in bytes."""
-    import resource
-    import sys
-
-    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return found if sys.platform == "darwin" else found * 1024
+    return params, Summary(before, after, source.size, kinds, ratios, time.perf_counter() - began, peak_memory())

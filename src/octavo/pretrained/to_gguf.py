@@ -13,8 +13,9 @@ import numpy as np
 
 from octavo.files.gguf import Tensor, write_gguf
 from octavo.numerics import nearest_names
-from octavo.pretrained.convert import Summary, peak_memory
+from octavo.pretrained.convert import Summary
 from octavo.pretrained.gguf import pairs_of_halves
+from octavo.pretrained.memory import peak_memory
 from octavo.pretrained.names import gguf_names, is_matrix
 from octavo.pretrained.source import Leaf, Source
 from octavo.qarray import QArray
@@ -60,7 +61,7 @@ def write_as_gguf(
             load = functools.partial(_said, load, line, say)
         tensors[name] = Tensor(load, kind, shape)
     write_gguf(out, {**_metadata(source, architecture, body), **_tokens(source)}, tensors)
-    return Summary(before, after, source.size, kinds, (), time.perf_counter() - began, peak_memory())
+    return Summary(before, after, source.size, kinds, {}, time.perf_counter() - began, peak_memory())
 
 
 def _kind(asked: str) -> str:
