@@ -1,13 +1,12 @@
 # `make` lists the targets. The first one that needs Python makes .venv; later runs start at once.
 .DEFAULT_GOAL := help
-.PHONY: help test test-slow lint format train data bench docs lock clean FORCE
+.PHONY: help test test-slow test-multiprocess lint format train data bench docs lock clean FORCE
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
 # Thousands of small programs are compiled once and run once; without LLVM's costly passes that takes half the time.
 # `make test-slow` compiles as users do.
 QUICK := --xla_backend_optimization_level=1
-BENCHMARKS := $(filter-out benchmarks/timing.py,$(sort $(wildcard benchmarks/*.py)))
 
 # Install again when the interpreter is gone or the tree was moved: an editable install knows its path.
 ifneq ($(shell $(PYTHON) -c 'print(open("$(STAMP)").read())' 2>/dev/null),$(CURDIR))
@@ -17,13 +16,16 @@ $(STAMP): requirements.lock pyproject.toml hatch_build.py $(wildcard src/octavo/
 	@scripts/install
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
 test: $(STAMP) ## run the tests (ARGS="-k rounding" narrows them)
 	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m pytest $(ARGS)
 
 test-slow: $(STAMP) ## run the tests marked slow
 	$(PYTHON) -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]
+
+test-multiprocess: $(STAMP) ## run the tests of several processes on this machine, one after the other
+	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m pytest -n0 -m multiprocess tests/train/multiprocess $(ARGS)
 
 lint: $(STAMP) ## check format, style, types, layers and dependencies
 	$(PYTHON) -m ruff format --check
@@ -43,10 +45,10 @@ train: $(STAMP) ## train a small language model in float and in int8 side by sid
 data: $(STAMP) ## fetch real data into .cache/data (ARGS="enwik8" for some of it)
 	$(PYTHON) scripts/data $(ARGS)
 
-bench: $(STAMP) ## run every script in benchmarks/, in order
-	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(PYTHON) $$script; done
+bench: $(STAMP) ## run every benchmark and write docs/benchmarks.md (ARGS=--quick: in a few minutes)
+	$(PYTHON) benchmarks $(ARGS)
 
-docs: $(STAMP) ## build the documentation into site/
+docs: $(STAMP) ## build the documentation into site/, offline; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 lock: $(STAMP) ## pin again after a change of dependencies (ARGS=--upgrade: newest versions)

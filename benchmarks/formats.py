@@ -1,6 +1,6 @@
 """Every number format: its size, its error on four kinds of data, and its speed, beside Qwix and AQT.
 
-python benchmarks/formats.py [--quick] [--formats int8,nvfp4] [--shape 2048,2048] [--repeats 21]
+python benchmarks/formats.py [--quick] [--json FILE] [--formats int8,nvfp4] [--shape 2048,2048] [--repeats 21]
 """
 
 import argparse
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import qwix
 from aqt.jax.v2 import aqt_quantizer
-from timing import Timing, header, side_by_side
+from timing import Results, Table, Timing, arguments, side_by_side
 
 import octavo
 
@@ -26,6 +26,7 @@ KINDS = {
     "heavy": lambda rng, shape: rng.standard_t(3, size=shape),
     "outl": lambda rng, shape: _one_outlier(rng.normal(size=shape), rng),
 }
+PARTS = ("quantize", "dequantize")
 LEGEND = """\
 tile   values that share a scale along a row; - is the whole row
 bits   per value, packed, the scales counted
@@ -144,8 +145,7 @@ def progress(text: str) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a smaller array (512,2048) and fewer rounds (7)")
+    parser = arguments(__doc__, quick="a smaller array (512,2048) and fewer rounds (7)")
     parser.add_argument("--formats", help="which formats, with commas between (default: all that are registered)")
     parser.add_argument("--shape", help="of the array (default: 2048,2048)")
     parser.add_argument("--repeats", type=int, help="rounds of which the fastest counts (default: 21)")
@@ -161,7 +161,7 @@ def main() -> None:
     args = parse()
     rng = np.random.default_rng(0)
     data = {kind: jnp.asarray(make(rng, args.shape), jnp.float32) for kind, make in KINDS.items()}
-    table, copies, spreads = [], [], []
+    table, copies, spreads, kept = [], [], [], []
     todo = rows(args.formats, args.tile)
     for done, row in enumerate(todo, start=1):
         progress(f"{done}/{len(todo)} {row.name}")
@@ -170,21 +170,70 @@ def main() -> None:
         peers = "  |".join(cells(results.get(name), copy) for name in ("octavo", "qwix", "aqt"))
         table.append(f"{row.name:18}{row.tile or '-':>5}{bits:7.3f}  |{peers}")
         copies.append(copy)
+        kept.append((row, bits, copy, results))
         spreads += [t.spread for r in results.values() for t in (r.quantize, r.dequantize)]
     progress("")
 
     shape, mega = " x ".join(map(str, args.shape)), data["norm"].nbytes / 2**20
-    print(header("qwix", "aqtp"))
-    print(
+    how = (
         f"float32 {shape} ({mega:.0f} MB), a scale per row or tile, compiled; times are the fastest of {args.repeats} "
         "rounds, all in turn,\n"
         f"the median round {statistics.median(spreads):.0%} slower (at worst {max(spreads):.0%}); "
-        f"copying takes {min(copy.seconds for copy in copies) * 1e3:.2f} ms\n\n{LEGEND}\n"
+        f"copying takes {min(copy.seconds for copy in copies) * 1e3:.2f} ms"
     )
+    page = Results("qwix", "aqtp", how=how, file=args.json)
+    print(f"\n{LEGEND}\n")
     group = "".join(f"{v:>6}" for v in (*KINDS, "quant", "deq"))
     print(f"{'':30}  |" + "  |".join(f"{name:^36}" for name in ("octavo", "qwix", "aqt")))
     print(f"{'format':18}{'tile':>5}{'bits':>7}  |" + "  |".join([group] * 3))
     print("\n".join(table))
+    for found in tables(kept):
+        page.keep(found)
+
+
+def slower(kept: list[tuple[Row, float, Timing, dict[str, Result]]]) -> str:
+    """Where a peer is faster by more than a twentieth, in a sentence."""
+    found = [
+        f"{row.name} ({peer}, {part}, {mine / theirs:.1f}x)"
+        for row, _, _, results in kept
+        for peer in ("qwix", "aqt")
+        for part in PARTS
+        if peer in results
+        and (mine := getattr(results["octavo"], part).seconds) > 1.05 * (theirs := getattr(results[peer], part).seconds)
+    ]
+    return f"Slower here: {', '.join(found)}." if found else "Nowhere is octavo slower by more than a twentieth."
+
+
+def tables(kept: list[tuple[Row, float, Timing, dict[str, Result]]]) -> list[Table]:
+    """The same as two tables for a page: errors, and speeds."""
+    names = ("octavo", "qwix", "aqt")
+    label = lambda row: f"`{row.name}`" + (f", tiles of {row.tile}" if row.tile else "")  # noqa: E731
+    errors, speeds = [], []
+    for row, bits, copy, results in kept:
+        ours = [f"{value + 0.0:.1f}" for value in results["octavo"].sqnr.values()]
+        theirs = [f"{results[n].sqnr['norm'] + 0.0:.1f}" if n in results else "-" for n in names[1:]]
+        errors.append((label(row), f"{bits:.3g}", *ours, *theirs))
+        cells = []
+        for timings in ([getattr(results[n], part) if n in results else None for n in names] for part in PARTS):
+            cells += [f"{copy.seconds / t.seconds:.2f}" if t else "-" for t in timings]
+        speeds.append((label(row), *cells))
+    kinds = ("normal", "uniform", "heavy tails", "one outlier", "Qwix, normal", "AQT, normal")
+    columns = tuple(f"{part} {name}" for part in PARTS for name in names)
+    return [
+        Table(
+            "Signal to quantization noise, dB",
+            ("format", "bits", *kinds),
+            tuple(errors),
+            "Bits per value with scales, packed. Heavy tails are Student's t with 3 degrees of freedom; the "
+            "outlier is one value in each row, multiplied by 100. - : the library does not have the format, or fails.",
+        ),
+        Table(
+            "Throughput as a ratio to copying the array",
+            ("format", *columns),
+            tuple(speeds),
+            "0.5 takes twice as long as a copy; larger is faster. " + slower(kept),
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """One linear layer: forward, gradients and all three matmuls in int8 against float32, Qwix and AQT; one-row products.
 
-    python benchmarks/matmul.py [--quick]
+    python benchmarks/matmul.py [--quick] [--json FILE] [--torch PYTHON]
 
 Everything is dynamic: quantizing the operands and the gradient is part of what is timed. A ratio above 1 means that
-the first is faster.
+the first is faster. PYTHON is an interpreter with torch and torchao, which then run between our rounds.
 """
 
-import argparse
+import contextlib
 import functools
 import sys
 import warnings
@@ -14,12 +14,14 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import header, side_by_side
+from peers import Torch
+from timing import Results, arguments, side_by_side, spreads
 
 import octavo
 
 PLAIN = (((1,), (0,)), ((), ()))
 SHAPES = [(2048, 512, 512), (2048, 512, 2048), (2048, 2048, 512), (2048, 1024, 4096)]
+RIVALS = ["f32", "qwix", "aqt", "torch float32", "torch int8"]
 ROWS = [(512, 512), (512, 2048), (2048, 512), (1024, 4096)]
 
 
@@ -51,33 +53,35 @@ def parts(f) -> dict:
     }
 
 
-def training(repeats: int) -> None:
-    print(
-        f"{'tokens x in x out':>18} {'part':>8} {'f32 ms':>8} {'octavo':>8} "
-        f"{'f32/oct':>8} {'qwix/oct':>9} {'aqt/oct':>8} spread"
-    )
+def training(results: Results, repeats: int, shapes: list[tuple[int, int, int]], torch: Torch | None) -> None:
     fns = contenders()
-    for m, k, n in SHAPES:
+    rows = []
+    for m, k, n in shapes:
         rng = np.random.default_rng(0)
         x, w, g = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((m, k), (k, n), (m, n)))
         for part in ("forward", "dlhs", "drhs", "all"):
             calls = {name: (jax.jit(parts(f)[part]), (x, w, g)) for name, f in fns.items()}
+            if torch and part == "forward":
+                calls |= {f"torch {kind}": torch.linear(kind, m, k, n) for kind in ("float32", "int8")}
             t = side_by_side(calls, repeats=repeats)
             ours = t["octavo"].seconds
-            print(
-                f"{f'{m} x {k} x {n}':>18} {part:>8} {1e3 * t['f32'].seconds:8.1f} {1e3 * ours:8.1f} "
-                f"{t['f32'].seconds / ours:8.2f} {t['qwix'].seconds / ours:9.2f} {t['aqt'].seconds / ours:8.2f} "
-                f"{100 * t['octavo'].spread:5.0f}%",
-                flush=True,
-            )
-
-
-def decoding(repeats: int) -> None:
-    """One row times int8 weights, a chain of layers in one program; weights as [in, out] and as [out, in]."""
-    print(
-        f"\none row x int8 weights, float activation\n"
-        f"{'in x out':>18} {'f32 us':>8} {'[in,out]':>9} {'[out,in]':>9} (f32/octavo)"
+            ratios = [f"{t[name].seconds / ours:.2f}" if name in t else "" for name in RIVALS]
+            times = [f"{1e3 * t['f32'].seconds:.1f}", f"{1e3 * ours:.1f}"]
+            rows.append([f"{m} x {k} x {n}, {part}", *times, *ratios, spreads(t)])
+            progress(rows[-1][0])
+    results.add(
+        "The three int8 matmuls of a linear layer (tokens x in x out)",
+        ["", "float32 ms", "octavo ms", *(f"{name} / octavo" for name in RIVALS), "spread"],
+        rows,
+        "Ratios of times: above 1 octavo is faster. `all` is forward and both gradients. torch's layers only run "
+        "forward, with weights that are quantized beforehand; the others quantize both operands in every call.",
+        ratios=[f"{name} / octavo" for name in RIVALS],
     )
+
+
+def decoding(results: Results, repeats: int, torch: Torch | None) -> None:
+    """One row times int8 weights, a chain of layers in one program; weights as [in, out] and as [out, in]."""
+    rows = []
     for k, n in ROWS:
         rng = np.random.default_rng(0)
         layers = max(4, 2**23 // (k * n))
@@ -97,22 +101,39 @@ def decoding(repeats: int) -> None:
             "in": (jax.jit(functools.partial(chain, contract=0)), (x, by_out)),
             "out": (jax.jit(functools.partial(chain, contract=1)), (x, by_in)),
         }
+        if torch:
+            calls["torch"] = torch.linear("int8 weights", 1, k, n)
         t = side_by_side(calls, repeats=3 * repeats)
         f32 = t["f32"].seconds
-        print(
-            f"{f'{k} x {n}':>18} {1e6 * f32 / layers:8.0f} {f32 / t['in'].seconds:9.2f} {f32 / t['out'].seconds:9.2f}",
-            flush=True,
-        )
+        row = [f"{1e6 * f32 / layers:.0f}", f"{f32 / t['in'].seconds:.2f}", f"{f32 / t['out'].seconds:.2f}"]
+        row.append(f"{1e6 * t['torch'].seconds:.0f}" if torch else "")
+        rows.append([f"{k} x {n}", *row, spreads(t)])
+        progress(rows[-1][0])
+    results.add(
+        "One row times int8 weights, float activation (in x out)",
+        ["", "float32 us", "float32 / octavo [in, out]", "float32 / octavo [out, in]", "torchao us", "spread"],
+        rows,
+        "Layers in a chain, time for one. torchao's layer is called alone, so its time has that of a call in it.",
+        ratios=["float32 / octavo [in, out]", "float32 / octavo [out, in]"],
+    )
+
+
+def progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{text:60}\r", end="", file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    repeats = 7 if parser.parse_args().quick else 21
+    parser = arguments(__doc__)
+    parser.add_argument("--torch", metavar="PYTHON", help="an interpreter with torch and torchao")
+    options = parser.parse_args()
+    repeats, shapes = (5, SHAPES[:2]) if options.quick else (21, SHAPES)
     warnings.simplefilter("ignore", DeprecationWarning)  # aqtp 0.9 converts arrays to dtypes implicitly
-    print(header("qwix", "aqtp"), f"best of {repeats} interleaved rounds", sep="\n")
-    training(repeats)
-    decoding(repeats)
+    with Torch(options.torch) if options.torch else contextlib.nullcontext() as torch:
+        how = f"best of {repeats} interleaved rounds" + (f"; {torch.versions}" if torch else "")
+        results = Results("qwix", "aqtp", how=how, file=options.json)
+        training(results, repeats, shapes, torch)
+        decoding(results, repeats, torch)
 
 
 if __name__ == "__main__":

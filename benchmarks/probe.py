@@ -1,19 +1,18 @@
 """What telemetry costs: a probe of a small transformer's quantized products, beside its training step.
 
-    python benchmarks/probe.py [--quick]
+    python benchmarks/probe.py [--quick] [--json FILE]
 
 The model of `step.py`, its linear layers quantized by rules, 2048 tokens as 16 x 128; forward, backward and AdamW for
 the step, forward and backward for the probe. Prints the time of both, and what a probe every hundred steps adds.
 """
 
-import argparse
 import sys
 
 import jax
 import jax.numpy as jnp
 import optax
 import step
-from timing import header, side_by_side
+from timing import Results, arguments, side_by_side, spreads
 
 import octavo
 from octavo.transform import probe
@@ -26,16 +25,14 @@ def loss(params: dict, tokens: jax.Array) -> jax.Array:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer repeats, a quarter of the tokens")
-    quick = parser.parse_args().quick
-    repeats, batch = (3, 4) if quick else (7, 16)
+    options = arguments(__doc__, quick="fewer repeats, a quarter of the tokens").parse_args()
+    repeats, batch = (3, 4) if options.quick else (7, 16)
     params = step.init(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (batch, 129), 0, step.VOCAB)
     adam = optax.adamw(1e-3)
     state = adam.init(params)
-    print(header("optax"), f"best of {repeats} interleaved rounds, {batch} x 128 tokens", sep="\n")
-    print(f"{'recipe':>22} {'step ms':>8} {'probe ms':>9} {'probe/step':>11} {'every 100':>10} {'spread':>7}")
+    how = f"best of {repeats} interleaved rounds, {batch} x 128 tokens"
+    results, rows = Results("optax", how=how, file=options.json), []
     for name in RECIPES:
         rules = octavo.recipe(name, exclude="head")
         low = octavo.quantized(loss, rules)
@@ -51,11 +48,10 @@ def main() -> None:
         }
         t = side_by_side(calls, repeats=repeats)
         share = t["probe"].seconds / t["step"].seconds
-        print(
-            f"{name:>22} {1e3 * t['step'].seconds:8.0f} {1e3 * t['probe'].seconds:9.0f} {share:11.2f} {share:9.1f}% "
-            f"{100 * max(x.spread for x in t.values()):6.0f}%",
-            flush=True,
-        )
+        times = (f"{1e3 * t[part].seconds:.0f}" for part in ("step", "probe"))
+        rows.append([name, *times, f"{share:.2f}", f"{share:.1f}%", spreads(t)])
+    columns = ["", "step ms", "probe ms", "probe / step", "one in 100 steps adds", "spread"]
+    results.add("A probe of all quantized products, beside a training step", columns, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A training step of a small transformer: float32, octavo int8, Qwix int8 and AQT int8, interleaved.
 
-    python benchmarks/step.py [--quick]
+    python benchmarks/step.py [--quick] [--json FILE]
 
 Four layers, width 512, MLP 2048, 8 heads, 2048 tokens as 16 x 128 and as 4 x 512; forward, backward and AdamW. The
 linear layers are quantized, the rest stays in float32; in the row "+ attention" the two products of attention are int8
@@ -8,7 +8,6 @@ too. The row "no linears" replaces every linear layer by next to nothing: what a
 limit of what quantizing them can give. Prints time, peak temporary memory and compile time.
 """
 
-import argparse
 import functools
 import sys
 import time
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from matmul import contenders
-from timing import header, side_by_side
+from timing import Results, arguments, side_by_side
 
 import octavo
 
@@ -63,16 +62,16 @@ def loss(params: dict, tokens: jax.Array, dot, einsum) -> jax.Array:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    repeats = 3 if parser.parse_args().quick else 9
+    options = arguments(__doc__).parse_args()
+    repeats = 3 if options.quick else 9
     warnings.simplefilter("ignore", DeprecationWarning)  # aqtp 0.9 converts arrays to dtypes implicitly
-    print(header("qwix", "aqtp", "optax"), f"best of {repeats} interleaved rounds", sep="\n")
-    for batch, length in ((16, 128), (4, 512)):
-        compare(batch, length, repeats)
+    how = f"best of {repeats} interleaved rounds"
+    results = Results("qwix", "aqtp", "optax", how=how, file=options.json)
+    for batch, length in ((16, 128), (4, 512))[: 1 if options.quick else 2]:
+        compare(results, batch, length, repeats)
 
 
-def compare(batch: int, length: int, repeats: int) -> None:
+def compare(results: Results, batch: int, length: int, repeats: int) -> None:
     """One table: every contender on the same tokens."""
     params = init(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, VOCAB)
@@ -96,20 +95,26 @@ def compare(batch: int, length: int, repeats: int) -> None:
         memory[name] = compiled.memory_analysis().temp_size_in_bytes
         calls[name] = (compiled, (params, state, tokens))
     t = side_by_side(calls, repeats=repeats)
-    print(
-        f"\n{f'{batch} x {length} tokens':>18} {'ms':>8} {'f32/it':>7} {'temporary MB':>13} {'of f32':>7} "
-        f"{'trace+compile s':>16} {'of f32':>7} {'spread':>7}"
-    )
-    for name, timing in t.items():
-        print(
-            f"{name:>18} {1e3 * timing.seconds:8.0f} {t['f32'].seconds / timing.seconds:7.2f} "
-            f"{memory[name] / 1e6:13.0f} {memory[name] / memory['f32']:7.3f} "
-            f"{compiling[name]:16.1f} {compiling[name] / compiling['f32']:7.2f} "
-            f"{100 * timing.spread:6.0f}%"
-        )
+    rows = [
+        [
+            name,
+            f"{1e3 * timing.seconds:.0f}",
+            f"{t['f32'].seconds / timing.seconds:.2f}",
+            f"{memory[name] / 1e6:.0f}",
+            f"{memory[name] / memory['f32']:.3f}",
+            f"{compiling[name]:.1f}",
+            f"{compiling[name] / compiling['f32']:.2f}",
+            f"{timing.spread:.0%}",
+        ]
+        for name, timing in t.items()
+    ]
     ours = t["octavo"].seconds
-    print(
-        f"octavo is {t['qwix'].seconds / ours:.2f}x as fast as Qwix, {t['aqt'].seconds / ours:.2f}x as AQT", flush=True
+    results.add(
+        f"A training step on {batch} x {length} tokens",
+        ["", "ms", "f32 / it", "temporary MB", "of f32", "trace and compile s", "of f32", "spread"],
+        rows,
+        f"octavo is {t['qwix'].seconds / ours:.2f}x as fast as Qwix, {t['aqt'].seconds / ours:.2f}x as AQT.",
+        ratios=["f32 / it"],
     )
 
 

@@ -1,11 +1,14 @@
-"""What the benchmarks share: timing several functions side by side, and a header that says where."""
+"""What the benchmarks share: timing several functions side by side, tables, and a header that says where."""
 
+import argparse
 import importlib.metadata
+import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,20 +25,72 @@ class Timing:
     spread: float
 
 
-def side_by_side(calls: Mapping[str, tuple[Callable, tuple[Any, ...]]], *, repeats: int) -> dict[str, Timing]:
-    """Time functions on their arguments in turn, `repeats` rounds after one that compiles and warms up.
+@dataclass(frozen=True)
+class Table:
+    """Cells as text; the first column says what a row is, the others are numbers."""
 
-    A busy moment of the machine then strikes all of them alike, and the fastest round of each is the one it spared.
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    # Columns in which a number below 1 means that octavo is slower.
+    ratios: tuple[str, ...] = ()
+
+    def slower(self) -> list[str]:
+        """The cells that say so: in the rows of octavo if there are any, else in all."""
+        named = [row for row in self.rows if row[0].startswith("octavo")] or self.rows
+        found = []
+        for row in named:
+            for column, cell in zip(self.columns, row, strict=True):
+                if column in self.ratios and cell and float(cell) < 1:
+                    found.append(f"{row[0]}: {column} {cell}")
+        return found
+
+    def text(self) -> str:
+        """Aligned for a terminal."""
+        lines = [self.columns, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
+        shown = [
+            "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+            for line in lines
+        ]
+        return "\n".join([self.title, *(line.rstrip() for line in shown), *([self.note] if self.note else [])])
+
+    def markdown(self) -> str:
+        """For a page, with the note below it."""
+        line = lambda cells: f"| {' | '.join(cells)} |"  # noqa: E731
+        rule = "|---|" + "--:|" * (len(self.columns) - 1)
+        body = "\n".join([line(self.columns), rule, *map(line, self.rows)])
+        return f"**{self.title}**\n\n{body}" + (f"\n\n{self.note}" if self.note else "")
+
+
+def side_by_side(calls: Mapping[str, Any], *, repeats: int) -> dict[str, Timing]:
+    """Time functions in turn, `repeats` rounds after one that compiles and warms up.
+
+    A call is a pair of a function and its arguments, or a function of nothing that times itself and returns seconds. A
+    busy moment of the machine strikes all of them alike, and the fastest round of each is the one it spared.
     """
     runs: dict[str, list[float]] = {name: [] for name in calls}
-    for fn, args in calls.values():
-        jax.block_until_ready(fn(*args))
+    for call in calls.values():
+        _seconds(call)
     for _ in range(repeats):
-        for name, (fn, args) in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(fn(*args))
-            runs[name].append(time.perf_counter() - start)
+        for name, call in calls.items():
+            runs[name].append(_seconds(call))
     return {name: Timing(min(t), statistics.median(t) / min(t) - 1) for name, t in runs.items()}
+
+
+def _seconds(call: tuple[Callable, tuple[Any, ...]] | Callable[[], float]) -> float:
+    if callable(call):
+        return call()
+    fn, args = call
+    start = time.perf_counter()
+    jax.block_until_ready(fn(*args))
+    return time.perf_counter() - start
+
+
+def spreads(timings: Mapping[str, Timing]) -> str:
+    """How steady a row was: the largest distance of a median from its minimum."""
+    return f"{max(t.spread for t in timings.values()):.0%}"
 
 
 def header(*packages: str) -> str:
@@ -48,3 +103,41 @@ def header(*packages: str) -> str:
         f"{', '.join(versions)}, Python {platform.python_version()}\n"
         f"{cpu.model}, {cpu.cores} cores ({' '.join(cpu.has) or 'flags unknown'}), {devices}"
     )
+
+
+def arguments(doc: str, *, quick: str = "fewer repeats") -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes: --quick and --json."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc.strip(), formatter_class=form)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", metavar="FILE", help="write the tables there too")
+    return parser
+
+
+class Results:
+    """The tables of a script: printed when they are ready, and written as JSON with what they were made with."""
+
+    def __init__(self, *packages: str, how: str, file: str | None) -> None:
+        self.about, self.how, self.file = header(*packages), how, file
+        self.tables: list[Table] = []
+        print(self.about, how, sep="\n", flush=True)
+
+    def add(
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        note: str = "",
+        ratios: Sequence[str] = (),
+    ) -> None:
+        """Print a table, and keep the file up to date."""
+        table = Table(title, tuple(columns), tuple(map(tuple, rows)), note, tuple(ratios))
+        print(f"\n{table.text()}", flush=True)
+        self.keep(table)
+
+    def keep(self, table: Table) -> None:
+        """Add a table that was printed in another form."""
+        self.tables.append(table)
+        if self.file:
+            found = {"header": self.about, "how": self.how, "tables": [asdict(table) for table in self.tables]}
+            Path(self.file).write_text(json.dumps(found, indent=1))

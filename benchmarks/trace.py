@@ -1,6 +1,6 @@
 """How long a quantized model takes to trace and compile: float, octavo and Qwix, int8 in all three matmuls.
 
-    python benchmarks/trace.py [--quick] [--layers 12]
+    python benchmarks/trace.py [--quick] [--json FILE] [--layers 12]
 
 The gradient of a Linen transformer whose layers are written out one by one, width 256, 8 heads. All products are
 quantized; in the rows "linear" those of the linear layers, as MaxText does it. Each contender is traced and compiled
@@ -8,7 +8,6 @@ afresh in every round, in turn; the fastest round counts. The size of the jaxpr 
 lines when printed.
 """
 
-import argparse
 import time
 import warnings
 
@@ -16,7 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import qwix
-from timing import header
+from timing import Results, arguments
 
 import octavo
 
@@ -65,15 +64,16 @@ def contenders(layers: int):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--layers", type=int, default=12)
+    parser = arguments(__doc__, quick="fewer rounds, four layers")
+    parser.add_argument("--layers", type=int, default=0)
     options = parser.parse_args()
-    rounds = 2 if options.quick else 4
-    print(header("flax", "qwix"), f"{options.layers} layers, best of {rounds} interleaved rounds", sep="\n")
+    rounds, layers = (2, 4) if options.quick else (4, 12)
+    layers = options.layers or layers
+    how = f"{layers} layers, best of {rounds} interleaved rounds"
+    results = Results("flax", "qwix", how=how, file=options.json)
     warnings.simplefilter("ignore", DeprecationWarning)
     tokens = jnp.zeros((4, 128), jnp.int32)
-    models = contenders(options.layers)
+    models = contenders(layers)
     params = models["float"].init(jax.random.key(0), tokens)["params"]
     best: dict[str, list[float]] = {name: [1e9, 1e9, 1e9] for name in models}
     sizes = {}
@@ -94,17 +94,19 @@ def main() -> None:
             now = traced_at - start, lowered_at - traced_at, end - lowered_at
             best[name] = [min(pair) for pair in zip(best[name], now, strict=True)]
             sizes[name] = size(traced.jaxpr), len(str(traced.jaxpr).splitlines())
-    columns = (
-        f"{'trace s':>8} {'lower s':>8} {'compile s':>10} {'sum s':>7} {'of float':>9} {'equations':>10} {'lines':>7}"
-    )
-    print(f"\n{'':>13} {columns}")
     whole = sum(best["float"])
-    for name, (trace, lower, build) in best.items():
-        total = trace + lower + build
-        print(
-            f"{name:>13} {trace:>8.2f} {lower:>8.2f} {build:>10.2f} {total:>7.2f} {total / whole:>9.2f} "
-            f"{sizes[name][0]:>10} {sizes[name][1]:>7}"
-        )
+    rows = [
+        [
+            name,
+            *(f"{part:.2f}" for part in parts),
+            f"{sum(parts):.2f}",
+            f"{sum(parts) / whole:.2f}",
+            *map(str, sizes[name]),
+        ]
+        for name, parts in best.items()
+    ]
+    columns = ["", "trace s", "lower s", "compile s", "sum s", "of float", "equations", "lines"]
+    results.add("Tracing and compiling the gradient of a transformer", columns, rows)
 
 
 if __name__ == "__main__":
