@@ -78,13 +78,13 @@ def section(script: Script, options: argparse.Namespace, folder: Path) -> str | 
             command += [f"--{name}", python]
     print(f"\n== {script.name}", flush=True)
     begin, load = time.perf_counter(), os.getloadavg()[0]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     printed = []
-    assert child.stdout is not None
-    for line in child.stdout:
-        print(line, end="", flush=True)
-        printed.append(line)
-    if child.wait():
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            print(line, end="", flush=True)
+            printed.append(line)
+    if child.returncode:
         print(f"{script.name} failed with status {child.returncode}", file=sys.stderr)
         return None
     seconds = time.perf_counter() - begin

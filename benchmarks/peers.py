@@ -41,6 +41,4 @@ class Torch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        self.process.communicate()

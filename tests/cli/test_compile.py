@@ -1,5 +1,6 @@
 """`octavo compile` as a command."""
 
+import dataclasses
 import json
 
 import pytest
@@ -23,6 +24,8 @@ _LOOK = Look(
     traffic={"total": 3000, "weights": 2000, "by_kind": {"all-gather": 2000, "all-reduce": 1000}},
     largest=[],
     seconds={"compute": 0.02, "memory": 0.01, "network": 0.005},
+    low={"forward": 0.9, "backward": 0.75},
+    even=1e12,
     matmuls=[
         {"path": "mlp/wo", "weight": "w", "shapes": "(8,4) x (4,2)", "times": 16, "fwd": "a", "dlhs": "", "drhs": ""}
     ],
@@ -41,8 +44,6 @@ _LOW = {
 
 
 def _looks():
-    import dataclasses
-
     return [_LOOK, dataclasses.replace(_LOOK, **_LOW)]
 
 
@@ -92,16 +93,15 @@ def test_render():
     assert "note: float does not fit: 17 GB of 16 GB on each device" in text
     assert "note: int8: XLA gives every device a whole copy of 2 arrays, to cut them anew" in text
     assert "note: something" in text
+    assert "note: int8: a device multiplies 4.0 times its even share, so the mesh has axes along which" in text
+    assert "low precision: 90.0 % of matmul FLOPs forward, 75.0 % backward" in text
     assert "note: times are estimates from published peak rates, which no real step reaches" in text
 
 
-def test_render_without_times_or_temporaries():
-    import dataclasses
-
-    look = dataclasses.replace(_LOOK, seconds=None, temporaries=None)
+def test_render_without_times():
+    look = dataclasses.replace(_LOOK, seconds=None)
     text = render([look], topology("cpu:8"))
     assert "time for" not in text
-    assert "temporaries" not in text
     assert "host: nothing is published that would hold for every CPU" in text
 
 

@@ -71,6 +71,12 @@ def test_a_build_that_fails_is_one_line_and_leaves_no_old_library(nowhere, monke
     assert not nowhere.exists()
 
 
+def test_a_compiler_that_is_not_there_is_one_line(nowhere, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(compiling.BuildError, match="no-such-compiler cannot be run: No such file or directory"):
+        compiling.build()
+
+
 def test_headers_that_are_missing_are_told(nowhere, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax.ffi", None)
     with pytest.raises(compiling.BuildError, match="jax, whose headers are needed, is not installed"):

@@ -167,3 +167,15 @@ def test_first_numbers_are_of_a_sensible_size():
         assert 0.7 < float(logits.std()) < 1.4
     kernel = init(MOE, jax.random.key(0))["decoder"]["layers"]["moe_block"]["wi_0"]["kernel"]
     assert 0.9 < float(kernel.std()) * MOE.emb_dim**0.5 < 1.1  # experts count as a batch, not as inputs
+
+
+@pytest.mark.parametrize("config", [DENSE, MIXED], ids=["dense", "mixed"])
+def test_a_batch_in_parts_gives_what_it_gives_whole(config):
+    params, inputs = params_of(config), batch(config, (6, 7))
+    whole, _ = run(config, params, *inputs)
+    cut, aux = run(config.replace(batch_split=3), params, *inputs)
+    np.testing.assert_allclose(cut, whole, rtol=1e-5, atol=1e-5)
+    assert aux.load_balance.shape == ()
+    assert (aux.load_balance > 0) == (config.num_experts > 1)
+    with pytest.raises(ValueError, match="6 rows cannot be cut into batch_split=4 equal parts"):
+        run(config.replace(batch_split=4), params, *inputs)

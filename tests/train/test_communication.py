@@ -96,3 +96,23 @@ def test_copies_send_a_quarter_of_the_bytes_for_their_gradients():
         for dtype in ("", "int8")
     )
     assert 0 < low.total() < 0.3 * wide.total()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_a_batch_in_halves_trains_as_a_whole_one(experts):
+    """A token's scales are its own, and those of a weight do not depend on rows: only sums are in another order.
+
+    How evenly tokens are spread over experts is a property of a half, so that it is left out of the loss.
+    """
+    more = {
+        "load_balance_loss_weight": 0.0,
+        **(EXPERTS if experts else {}),
+        "quantization": "int8",
+        "use_qwix_quantization": True,
+    }
+    whole, halves = (Trainer(small(**more, use_batch_split_schedule=split)) for split in (False, True))
+    losses = [[float(t.step()["learning/loss"]) for _ in range(4)] for t in (whole, halves)]
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
+    np.testing.assert_allclose(*losses, rtol=2e-3)
+    assert halves.verify().share() == pytest.approx(whole.verify().share())

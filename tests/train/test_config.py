@@ -225,6 +225,11 @@ CONFLICTS = [
         {"per_device_batch_size": 8, "gradient_accumulation_steps": 3},
         "per_device_batch_size=8 cannot be cut into equal parts by gradient_accumulation_steps=3",
     ),
+    (
+        {"use_batch_split_schedule": True, "per_device_batch_size": 3},
+        "per_device_batch_size=3 in gradient_accumulation_steps=1 parts cannot be cut once more, with "
+        "use_batch_split_schedule=true, by batch_split_factor=2",
+    ),
     ({"target_eval_loss": 2.5}, "target_eval_loss=2.5 is never looked at with eval_interval=0"),
     ({"keep_period": 150}, "keep_period=150 is no multiple of checkpoint_period=100"),
     (

@@ -15,6 +15,18 @@ tuple of arguments as arrays or jax.ShapeDtypeStructs (nested parameters need th
 the target's module, such a callable or the tuple itself"""
 
 
+_BEGIN = """\
+to begin:
+  octavo train quantization=int8                       a small language model, trained in int8
+  octavo compare quantization=int8,fp8_full seeds=2    the same in float and in two recipes, with a table
+  octavo plan module:function --rules int8             what int8 would do to a function or model of yours
+  octavo quantize model.gguf int4 small                a pretrained model in four bits
+  octavo generate small --prompt "Once upon a time"    text from it
+  octavo COMMAND --help                                the rest
+
+Next: octavo doctor"""
+
+
 class _Version(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None):
         from importlib.metadata import version
@@ -27,7 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="octavo",
         description="Quantized training and inference for JAX.",
-        epilog="Next: octavo doctor",
+        epilog=_BEGIN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")

@@ -31,6 +31,7 @@ Example: octavo compile topology=tpu:v5e-256 model_name=llama-1b quantization=in
 Exit status 2: the topology or the configuration is wrong, as `octavo train` would find it on these devices.
 """
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
+_REDUNDANT = 1.5  # recomputation is in both; what remains is work that devices do twice
 
 
 def run(argv: Sequence[str]) -> int:
@@ -103,7 +104,9 @@ def render(looks: "Sequence[Look]", where: "Topology", model: str = "") -> str:
     last = looks[-1]
     title = f"{model or 'model'} on {where}: {last.parameters:,} parameters, mesh {last.mesh}, "
     title += f"{last.rows} rows with {last.tokens:,} tokens a step"
-    parts = ["", title, "", _matmuls(last), "", _stablehlo(last, where), "", _table(looks, where), ""]
+    low = f"low precision: {100 * last.low['forward']:.1f} % of matmul FLOPs forward, "
+    low += f"{100 * last.low['backward']:.1f} % backward"
+    parts = ["", title, "", _matmuls(last), low, "", _stablehlo(last, where), "", _table(looks, where), ""]
     parts += [f"largest of {last.name}: {_collective(c)}" for c in last.largest[:3] if c["total"]]
     return "\n".join([*parts, *_notes(looks, where)])
 
@@ -156,8 +159,8 @@ def _table(looks: "Sequence[Look]", where: "Topology") -> str:
     return _aligned(rows)
 
 
-def _memory(look: "Look") -> int | None:
-    return None if look.temporaries is None else sum(look.held.values()) + look.temporaries
+def _memory(look: "Look") -> int:
+    return sum(look.held.values()) + look.temporaries
 
 
 def _times(look: "Look") -> dict[str, float]:
@@ -171,9 +174,13 @@ def _rate(look: "Look") -> float | None:
 def _notes(looks: "Sequence[Look]", where: "Topology") -> list[str]:
     notes = list(dict.fromkeys(note for look in looks for note in look.notes))
     for look in looks:
-        used = _memory(look) or sum(look.held.values())
+        used = _memory(look)
         if where.chip.memory and used > where.chip.memory:
             notes.append(f"{look.name} does not fit: {_size(used)} of {_size(where.chip.memory)} on each device")
+        times = sum(look.flops.values()) / look.even if look.even else 1
+        if times > _REDUNDANT:
+            why = "the mesh has axes along which its products are not cut"
+            notes.append(f"{look.name}: a device multiplies {times:.1f} times its even share, so {why}")
         if look.replicated:
             copies = f"a whole copy of {look.replicated} arrays, to cut them anew"
             notes.append(f"{look.name}: XLA gives every device {copies}")

@@ -82,7 +82,7 @@ complete -o default -F _octavo octavo
 
 def _quoted(text: str) -> str:
     """Between single quotes, on one line, for zsh and fish."""
-    return "'" + " ".join(text.split()).replace("%%", "%").replace("\\", "").replace("'", "’").replace(":", ";") + "'"
+    return "'" + " ".join(text.split()).replace("%%", "%").replace("\\", "").replace("'", '"').replace(":", ";") + "'"
 
 
 def _zsh(words: _Words) -> str:

@@ -42,7 +42,10 @@ def build() -> Path:
         made = Path(folder) / "library.so"
         sources = map(str, sorted(SOURCES.glob("*.cc")))
         words = [*command, *FLAGS, f"-I{include}", *sources, "-o", str(made)]
-        done = subprocess.run(words, capture_output=True, text=True)
+        try:
+            done = subprocess.run(words, capture_output=True, text=True)
+        except OSError as error:
+            raise BuildError(f"{command[0]} cannot be run: {error.strerror}") from None
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise BuildError(f"{command[0]} failed: {errors[0] if errors else f'exit status {done.returncode}'}")

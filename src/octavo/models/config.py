@@ -60,6 +60,8 @@ class ModelConfig(Config):
     unscanned_last: int = 0
     remat: str = "none"
     """What is kept of a layer for the backward pass: see `octavo.models.POLICIES`."""
+    batch_split: int = 1
+    """Into how many parts a layer cuts its rows; the compiler may overlap what one sends with what another computes."""
     dtype: str = "float32"
     """In which activations are computed; norms, softmax, router and logits are float32."""
     weight_dtype: str = "float32"
@@ -81,7 +83,7 @@ class ModelConfig(Config):
         return self.num_experts > 1 and layer >= self.first_dense_layers
 
     def _check_sizes(self) -> None:
-        for name in (*_SIZES, "num_experts", "experts_per_token"):
+        for name in (*_SIZES, "num_experts", "experts_per_token", "batch_split"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
         for name in (*_COUNTS, "moe_mlp_dim"):

@@ -121,13 +121,31 @@ class Stack(nnx.Module):
             graph, params = nnx.split(getattr(self, group.name))
 
             def layer(x: Array, params: Any, graph: Any = graph) -> tuple[Array, Array]:
-                return nnx.merge(graph, params)(x, places)[:2]
+                return in_parts(nnx.merge(graph, params), x, places, self.config.batch_split)
 
             layer = remat(layer, self.config.remat, in_scan=group.is_stack)
             x, load_balance = jax.lax.scan(layer, x, params) if group.is_stack else layer(x, params)
             total = total + jnp.sum(load_balance)
         count = sum(map(self.config.is_moe, range(self.config.num_layers)))
         return self.decoder_norm(x), Aux(load_balance=total / max(count, 1)), cache
+
+
+def in_parts(layer: Any, x: Array, places: Places, parts: int) -> tuple[Array, Array]:
+    """A layer's result for rows that go through it in several parts, none of which waits for another.
+
+    Each part has every n-th row, so that rows stay on the devices that they are on.
+    """
+    if parts == 1:
+        return layer(x, places)[:2]
+    rows = x.shape[0]
+    if rows % parts:
+        raise ValueError(f"{rows} rows cannot be cut into batch_split={parts} equal parts: choose another batch size")
+
+    def part(tree: Any, number: int) -> Any:
+        return jax.tree.map(lambda a: a.reshape(-1, parts, *a.shape[1:])[:, number] if a.shape[0] == rows else a, tree)
+
+    outs, balances = zip(*(layer(part(x, i), part(places, i))[:2] for i in range(parts)), strict=True)
+    return jnp.stack(outs, axis=1).reshape(x.shape), sum(balances) / parts
 
 
 class Decoder(nnx.Module):

@@ -6,9 +6,9 @@ looked at in a process of its own, since the number of host devices is fixed whe
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,8 +35,8 @@ class AheadError(RuntimeError):
 class Look:
     """What a step is on one of the devices, as plain values: bytes, FLOPs, seconds.
 
-    `temporaries` is None where this machine's compiler cannot finish the program of the other platform. `replicated`
-    counts arrays that XLA could only lay out anew by giving each device a whole copy.
+    `even` are the FLOPs of a device if no two did the same, and `low` the shares of all FLOPs in low precision.
+    `replicated` counts arrays that XLA could only lay out anew by giving each device a whole copy.
     """
 
     name: str
@@ -46,12 +46,14 @@ class Look:
     rows: int
     tokens: int
     held: dict[str, int]
-    temporaries: int | None
+    temporaries: int
     flops: dict[str, int]
     memory_traffic: int
     traffic: dict[str, Any]
     largest: list[dict[str, Any]]
     seconds: dict[str, float] | None
+    low: dict[str, float]
+    even: float
     matmuls: list[dict[str, Any]]
     lowered: list[dict[str, Any]]
     notes: list[str]
@@ -141,9 +143,9 @@ def look(name: str, config: Config, where: Topology) -> Look:
     traffic, work = read_traffic(module), products(module)
     if where.chip.platform != "cpu":
         traffic = traffic.scattered()
-    held = _held(setup)
+    held, verified = _held(setup), setup.verify()
     times = estimate(work, traffic, sum(held.values()), where.chip)
-    temporaries, notes = _temporaries(compiled)
+    temporaries, notes = _temporaries(compiled, module)
     largest = sorted(traffic.collectives, key=lambda c: -c.total)[:5]
     return Look(
         name=name,
@@ -159,8 +161,10 @@ def look(name: str, config: Config, where: Topology) -> Look:
         traffic=traffic.to_dict(),
         largest=[dataclasses.asdict(c) | {"total": c.total} for c in largest],
         seconds=None if times is None else dataclasses.asdict(times),
+        low={"forward": verified.forward, "backward": verified.backward},
+        even=verified.flops() / mesh.size,
         matmuls=_matmuls(setup),
-        lowered=_lowered(lowered),
+        lowered=multiplied(lowered.as_text()),
         notes=[*notes, *(f"counted once, unknown trip count: {loop}" for loop in traffic.unknown_loops)],
         took=time.perf_counter() - begin,
     )
@@ -195,12 +199,15 @@ def _held(setup: Any) -> dict[str, int]:
     return {part: size for part, size in found.items() if size > 64}
 
 
-def _temporaries(compiled: Any) -> tuple[int | None, list[str]]:
-    if isinstance(compiled, Exception):
-        reason = str(compiled).split("\n")[0].partition(". ")[0][:160]
-        return None, [f"temporaries are not known, since the compiler of this machine stopped: {reason}"]
-    stats = compiled.memory_analysis()
-    return (None, []) if stats is None else (stats.temp_size_in_bytes, [])
+def _temporaries(compiled: Any, module: Any) -> tuple[int, list[str]]:
+    """The bytes of a device beside its state: as this machine's compiler lays them out, or else as an estimate."""
+    from octavo.transform.live import peak_bytes
+
+    stats = None if isinstance(compiled, Exception) else compiled.memory_analysis()
+    if stats is not None:
+        return stats.temp_size_in_bytes, []
+    reason = str(compiled).split("\n")[0].partition(". ")[0][:160]
+    return peak_bytes(module), [f"temporaries are estimated, since the compiler of this machine stopped: {reason}"]
 
 
 def _matmuls(setup: Any) -> list[dict[str, Any]]:
@@ -210,15 +217,21 @@ def _matmuls(setup: Any) -> list[dict[str, Any]]:
     return [{name: getattr(row, name) for name in fields} for row in plan.rows]
 
 
-def _lowered(lowered: Any) -> list[dict[str, Any]]:
-    """How often each type is multiplied in the StableHLO for the platform, as written there."""
-    from octavo.transform.verify import read_stablehlo
+_PRODUCT = re.compile(r'"?(?:stablehlo|chlo)\.(dot_general|ragged_dot|convolution)\b.* : \((.*)\) -> tensor<([^>]*)>')
 
+
+def multiplied(text: str) -> list[dict[str, Any]]:
+    """How often each type is multiplied in a StableHLO text, as written there.
+
+    >>> multiplied("%0 = stablehlo.dot_general %a, %b : (tensor<8x4xi8>, tensor<4x2xi8>) -> tensor<8x2xi32>")
+    [{'op': 'dot_general', 'lhs': 'i8', 'rhs': 'i8', 'out': 'i32', 'count': 1}]
+    """
     found: dict[tuple[str, ...], int] = {}
-    element = functools.partial(str.rsplit, sep="x", maxsplit=1)
-    for row in read_stablehlo(lowered.as_text()):
-        key = (row.op, *(element(text)[-1] for text in (row.lhs, row.rhs, row.out)))
-        found[key] = found.get(key, 0) + row.count
+    for line in text.splitlines():
+        if match := _PRODUCT.search(line):
+            types = [*re.findall(r"tensor<([^>]*)>", match[2])[:2], match[3]]
+            key = (match[1], *(element.split("x")[-1] for element in types))
+            found[key] = found.get(key, 0) + 1
     return [dict(zip(("op", "lhs", "rhs", "out", "count"), (*key, n), strict=True)) for key, n in found.items()]
 
 

@@ -90,6 +90,8 @@ class Config(octavo._config.Config):
     scan_layers: bool = _model(True, "compile one layer and loop over all of them")
     unscanned_first_layers: int = _model(0, "layers before the loop that stand on their own", low=0)
     unscanned_last_layers: int = _model(0, "layers after it", low=0)
+    use_batch_split_schedule: bool = _model(False, "each layer takes its rows in parts that may overlap")
+    batch_split_factor: int = _model(2, "parts, with use_batch_split_schedule", low=1)
     remat_policy: str = _model("none", "what is computed again; full: all of a layer", choices=_REMAT)
     dtype: str = _model("float32", "dtype of activations", choices=_FLOATS)
     weight_dtype: str = _model("float32", "dtype in which weights are stored", choices=_FLOATS)

@@ -125,6 +125,14 @@ _DATA = (
         "{per_device_batch_size} cannot be cut into equal parts by {gradient_accumulation_steps}",
     ),
     Conflict(
+        lambda c: (
+            c.use_batch_split_schedule
+            and c.per_device_batch_size % (c.gradient_accumulation_steps * c.batch_split_factor)
+        ),
+        "{per_device_batch_size} in {gradient_accumulation_steps} parts cannot be cut once more, with "
+        "{use_batch_split_schedule}, by {batch_split_factor}",
+    ),
+    Conflict(
         lambda c: c.target_eval_loss and not c.eval_interval,
         "{target_eval_loss} is never looked at with {eval_interval}",
     ),

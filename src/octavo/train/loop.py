@@ -24,6 +24,7 @@ from octavo.train.setup import STOP
 from octavo.train.stop import Stop, stopping
 from octavo.train.telemetry import Telemetry
 from octavo.train.trainer import Trainer
+from octavo.transform.traffic import traffic_line
 
 DONE, TARGET, TERMINATED, INTERRUPTED = "done", "target", "terminated", "interrupted"
 
@@ -211,7 +212,8 @@ class _Loop:
     def compile(self, step: int) -> None:
         """Compile the step of a stage before it is timed."""
         started = time.perf_counter()
-        sizes = self.trainer.compiled("train", step).memory_analysis()
+        program = self.trainer.compiled("train", step)
+        sizes = program.memory_analysis()
         self.last = time.perf_counter()
         text = f"compiled in {self.last - started:.1f} seconds"
         if sizes is not None:
@@ -219,6 +221,8 @@ class _Loop:
             self.memory = held + temporary
             text += f"; memory: {held / 2**20:.1f} MiB of state and batch, {temporary / 2**20:.1f} MiB temporary"
         self.progress.say(text)
+        if self.trainer.devices > 1:
+            self.progress.say(traffic_line(program))
 
     def report(self) -> None:
         """Read, write and show the metrics of the step before, if that has not been done."""

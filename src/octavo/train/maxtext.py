@@ -33,8 +33,7 @@ _ELSEWHERE = {
     "grad_dtype": "gradients have the dtype of the weights, weight_dtype",
     "matmul_precision": "dtype is that of activations",
     "wandb_project_name": "metrics are in metrics_file and in TensorBoard's events",
-    "te_comm_gemm_overlap": "there is no Transformer Engine; its recipes are values of quantization, as te_mxfp8",
-    "use_batch_split_schedule": "there is no hand-scheduled layer",
+    "te_comm_gemm_overlap": "Transformer Engine's recipes are values of quantization, in Octavo's own matmuls",
 }
 _PATTERNS = {
     r"(ici|dcn)_\w+_parallelism": "the axes of the mesh are data, stage, fsdp, context, tensor and expert",

@@ -55,6 +55,7 @@ def model_of(config: Config, vocab_size: int = 0) -> ModelConfig:
         unscanned_first=max(config.unscanned_first_layers, config.quantization_first_layers),
         unscanned_last=max(config.unscanned_last_layers, config.quantization_last_layers),
         remat=config.remat_policy,
+        batch_split=config.batch_split_factor if config.use_batch_split_schedule else 1,
         dtype=config.dtype,
         weight_dtype=config.weight_dtype,
         float32_logits=config.logits_dot_in_fp32,

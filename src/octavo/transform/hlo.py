@@ -127,6 +127,10 @@ class Module:
         shapes = shapes_of(parts[int(index or 0)])
         return shapes[0] if len(shapes) == 1 else None
 
+    def elements(self, instruction: Instruction) -> tuple[str, ...]:
+        """The types of the elements of a tuple, as texts."""
+        return tuple(_parts(instruction.type[1:-1]))
+
     def root(self, computation: str) -> Instruction:
         """What a computation returns."""
         lines = self.computations[computation]
@@ -150,7 +154,7 @@ class Module:
         test = self.root(condition)
         if test.opcode != "compare" or len(test.operands) != 2:
             return None
-        index, limit = self._place(condition, test.operands[0]), self.constant(condition, test.operands[1])
+        index, limit = self.place(condition, test.operands[0]), self.constant(condition, test.operands[1])
         direction = re.search(r"direction=(\w+)", test.attributes)
         if index is None or limit is None or direction is None or direction[1] not in ("LT", "LE"):
             return None
@@ -160,12 +164,12 @@ class Module:
             return None
         return max(0, -(-(limit + (direction[1] == "LE") - start) // step))
 
-    def _place(self, computation: str, operand: str) -> int | None:
+    def place(self, computation: str, operand: str) -> int | None:
         """Which element of the argument of a computation an operand is."""
         name, _, index = operand.partition("#")
         found = self._by_name[computation].get(name)
         if found is not None and found.opcode in ("copy", "convert", "bitcast"):
-            return self._place(computation, found.operands[0])
+            return self.place(computation, found.operands[0])
         if found is not None and found.opcode == "get-tuple-element":
             return _index(found)
         return int(index) if index else None
@@ -178,7 +182,7 @@ class Module:
             added = self.find(body, added.operands[0])
         if added is None or added.opcode != "add":
             return None
-        sides = [(self._place(body, a), self.constant(body, b)) for a, b in (added.operands, added.operands[::-1])]
+        sides = [(self.place(body, a), self.constant(body, b)) for a, b in (added.operands, added.operands[::-1])]
         return next((step for place, step in sides if place == index and step is not None), None)
 
 

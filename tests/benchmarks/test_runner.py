@@ -1,0 +1,94 @@
+"""The runner of the benchmarks: tables for terminal and page, sections that stay, scripts that are all run."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+HELPERS = {"__main__", "peers", "timing", "torch_peer"}
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for name in ("timing", "runner"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    spec = importlib.util.spec_from_file_location("runner", FOLDER / "__main__.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "runner", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_script_is_run_and_has_its_own_heading(runner):
+    names = [script.name for script in runner.SCRIPTS]
+    assert sorted(names) == sorted({path.stem for path in FOLDER.glob("*.py")} - HELPERS)
+    assert len({script.title for script in runner.SCRIPTS}) == len(names)
+
+
+def test_a_script_is_described_without_its_command_line(runner):
+    about = runner.about("startup")
+    assert about.startswith("How long an import takes")
+    assert "python benchmarks" not in about
+
+
+def test_tables(runner):
+    table = runner.Table("Title", ("", "ms", "f32 / octavo"), (("a", "1.0", "2.00"), ("bcd", "10.0", "0.50")), "Note.")
+    assert table.text() == "Title\n       ms  f32 / octavo\na     1.0          2.00\nbcd  10.0          0.50\nNote."
+    lines = table.markdown().splitlines()
+    assert lines[0] == "**Title**"
+    assert lines[2:6] == ["|  | ms | f32 / octavo |", "|---|--:|--:|", "| a | 1.0 | 2.00 |", "| bcd | 10.0 | 0.50 |"]
+    assert lines[-1] == "Note."
+
+
+def test_what_is_slower_is_said(runner):
+    ratios = ("f32 / octavo",)
+    table = runner.Table("", ("", "ms", "f32 / octavo"), (("a", "1.0", "2.00"), ("b", "9.0", "0.50")), ratios=ratios)
+    assert table.slower() == ["b: f32 / octavo 0.50"]
+    # Rows are contenders here: a slow peer is no news about octavo.
+    table = runner.Table("", ("", "f32 / octavo"), (("qwix", "0.5"), ("octavo", "1.2")), ratios=ratios)
+    assert table.slower() == []
+
+
+def test_a_page_keeps_the_sections_that_are_not_made_again(runner, tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text("# Benchmarks\n\nold words\n\n## Memory\n\nkept\n\n## Importing\n\nold\n")
+    monkeypatch.setattr(runner, "section", lambda script, options, folder: f"## {script.title}\n\nnew")
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--only", "startup", "--out", str(page)])
+    assert runner.main() == 0
+    text = page.read_text()
+    assert text.startswith(runner.INTRO.strip())
+    assert text.endswith("## Memory\n\nkept\n\n## Importing\n\nnew\n")
+
+
+def test_a_script_that_fails_is_named_and_the_rest_is_written(runner, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    made = {"memory": None, "startup": "## Importing\n\nnew"}
+    monkeypatch.setattr(runner, "section", lambda script, options, folder: made[script.name])
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--only", "memory,startup", "--out", str(page)])
+    assert runner.main() == 1
+    assert "failed: memory" in capsys.readouterr().out
+    assert "## Importing" in page.read_text()
+
+
+def test_an_unknown_name_is_refused(runner, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--only", "matmull"])
+    with pytest.raises(SystemExit, match="2"):
+        runner.main()
+    assert "no such benchmark: matmull" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_section_has_the_tables_the_versions_and_the_date(runner, tmp_path):
+    pytest.importorskip("qwix")
+    script = next(script for script in runner.SCRIPTS if script.name == "memory")
+    text = runner.section(script, argparse.Namespace(quick=True, torch=None, llama=None), tmp_path)
+    assert text.startswith("## Memory\n\n`benchmarks/memory.py`.")
+    assert "jax 0." in text
+    assert "Made on 20" in text
+    assert "| int8 | 1.00 | 3.98 |" in text
+    assert len(json.loads((tmp_path / "memory.json").read_text())["tables"]) == 2
