@@ -51,6 +51,8 @@ SCRIPTS = (
     Script("startup", "Importing"),
 )
 
+BUSY = " **The machine was busy with other things**: times say little, and ratios are rough."
+
 INTRO = """\
 # Benchmarks
 
@@ -92,6 +94,7 @@ def section(script: Script, options: argparse.Namespace, folder: Path) -> str | 
     mode = "quick, " if options.quick else ""
     lines = [f"## {script.title}", f"`benchmarks/{script.name}.py`. {about(script.name)}"]
     made = f"Made on {when} ({mode}{seconds:.0f} s; load of the machine before it {load:.1f})."
+    made += BUSY if load > 1 else ""
     if not script.tables:
         return "\n\n".join([*lines, made, f"```\n{''.join(printed).strip()}\n```"])
     found = json.loads(file.read_text())

@@ -35,7 +35,7 @@ def start(program: str) -> tuple[float, float]:
 
 def main() -> None:
     options = arguments(__doc__).parse_args()
-    rounds = 5 if options.quick else 15
+    rounds = 3 if options.quick else 15
     results = Results("flax", "qwix", "aqtp", how=f"best of {rounds} interleaved starts", file=options.json)
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in PROGRAMS}
     for program in PROGRAMS.values():

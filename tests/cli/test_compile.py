@@ -22,7 +22,9 @@ _LOOK = Look(
     flops={"bf16 x bf16": 4 * 10**12},
     memory_traffic=10**10,
     traffic={"total": 3000, "weights": 2000, "by_kind": {"all-gather": 2000, "all-reduce": 1000}},
-    largest=[],
+    largest=[
+        {"kind": "all-gather", "dtype": "s8", "shape": [8, 4], "group_size": 8, "count": 16, "total": 2000, "name": "x"}
+    ],
     seconds={"compute": 0.02, "memory": 0.01, "network": 0.005},
     low={"forward": 0.9, "backward": 0.75},
     even=1e12,
@@ -92,6 +94,7 @@ def test_render():
     assert "StableHLO for tpu, as written, loop bodies once: 3 x dot_general bf16 x bf16 -> f32" in text
     assert "note: float does not fit: 17 GB of 16 GB on each device" in text
     assert "note: int8: XLA gives every device a whole copy of 2 arrays, to cut them anew" in text
+    assert "most sent in int8: 2 kB by 16 x all-gather s8[8,4] among 8" in text
     assert "note: something" in text
     assert "note: int8: a device multiplies 4.0 times its even share, so the mesh has axes along which" in text
     assert "low precision: 90.0 % of matmul FLOPs forward, 75.0 % backward" in text

@@ -107,7 +107,7 @@ def render(looks: "Sequence[Look]", where: "Topology", model: str = "") -> str:
     low = f"low precision: {100 * last.low['forward']:.1f} % of matmul FLOPs forward, "
     low += f"{100 * last.low['backward']:.1f} % backward"
     parts = ["", title, "", _matmuls(last), low, "", _stablehlo(last, where), "", _table(looks, where), ""]
-    parts += [f"largest of {last.name}: {_collective(c)}" for c in last.largest[:3] if c["total"]]
+    parts += [f"most sent in {last.name}: {_collective(c)}" for c in last.largest[:3] if c["total"]]
     return "\n".join([*parts, *_notes(looks, where)])
 
 
@@ -193,8 +193,7 @@ def _notes(looks: "Sequence[Look]", where: "Topology") -> list[str]:
 
 def _collective(c: dict[str, Any]) -> str:
     shape = f"{c['dtype']}[{','.join(map(str, c['shape']))}]"
-    name = c["name"].split(":")[0].rpartition("/while/body/")[2][-80:]
-    return f"{_size(c['total'])} by {c['count']} x {c['kind']} {shape} among {c['group_size']}, {name}"
+    return f"{_size(c['total'])} by {c['count']} x {c['kind']} {shape} among {c['group_size']}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -145,7 +145,7 @@ def in_parts(layer: Any, x: Array, places: Places, parts: int) -> tuple[Array, A
         return jax.tree.map(lambda a: a.reshape(-1, parts, *a.shape[1:])[:, number] if a.shape[0] == rows else a, tree)
 
     outs, balances = zip(*(layer(part(x, i), part(places, i))[:2] for i in range(parts)), strict=True)
-    return jnp.stack(outs, axis=1).reshape(x.shape), sum(balances) / parts
+    return jnp.stack(outs, axis=1).reshape(x.shape), jnp.mean(jnp.stack(balances))
 
 
 class Decoder(nnx.Module):

@@ -87,21 +87,32 @@ class _Child:
     """One precision in a process of its own."""
 
     def __init__(self, name: str, config: Config, where: Topology, folder: Path):
-        self.name, self.out, self.log = name, folder / f"{name}.out.json", folder / f"{name}.log"
-        asked = {"name": name, "config": dataclasses.asdict(config), "topology": str(where), "out": str(self.out)}
-        request = folder / f"{name}.json"
-        request.write_text(json.dumps(asked), encoding="utf-8")
+        self.name, self.out, self.log, self.dump = name, folder / f"{name}.out", folder / f"{name}.log", folder / name
+        self.dump.mkdir()
+        asked = {"name": name, "config": dataclasses.asdict(config), "topology": str(where)}
+        self.asked = asked | {"out": str(self.out), "dump": str(self.dump)}
+        self.request = folder / f"{name}.json"
         flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_OWN)]
         count = f"--xla_force_host_platform_device_count={where.devices}"
-        environment = os.environ | {"XLA_FLAGS": " ".join([*flags, _FLAGS, count]), "JAX_PLATFORMS": "cpu"}
-        environment.pop("JAX_NUM_CPU_DEVICES", None)
-        with self.log.open("w") as log:
-            command = [sys.executable, "-m", "octavo.train.ahead", str(request)]
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        self.environment = os.environ | {"XLA_FLAGS": " ".join([*flags, _FLAGS, count]), "JAX_PLATFORMS": "cpu"}
+        self.environment.pop("JAX_NUM_CPU_DEVICES", None)
+        self.start(crashed=False)
+
+    def start(self, *, crashed: bool) -> None:
+        """Begin; `crashed` is for the second time, after the compiler took the process down with it."""
+        self.request.write_text(json.dumps(self.asked | {"crashed": crashed}), encoding="utf-8")
+        command = [sys.executable, "-m", "octavo.train.ahead", str(self.request)]
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(command, env=self.environment, stdout=log, stderr=subprocess.STDOUT)
 
     def result(self) -> Look:
         """What it found, once it is done."""
+        from octavo.transform.traffic import partitioned_text
+
         status = self.process.wait()
+        if status < 0 and partitioned_text(self.dump) is not None:
+            self.start(crashed=True)
+            status = self.process.wait()
         found = json.loads(self.out.read_text(encoding="utf-8")) if self.out.exists() else {}
         if "problems" in found:
             raise ConfigError([Problem((), text) for text in found["problems"]])
@@ -121,14 +132,17 @@ class _Child:
 _OWN = ("--xla_force_host_platform_device_count", "--xla_backend_optimization_level")
 
 
-def look(name: str, config: Config, where: Topology) -> Look:
-    """Look at a configuration as it is, with the host devices of this process in the place of others."""
+def look(name: str, config: Config, where: Topology, *, dump: str | None = None, crashed: bool = False) -> Look:
+    """Look at a configuration as it is, with the host devices of this process in the place of others.
+
+    XLA's texts go to the directory `dump`; after a compilation that `crashed`, they are taken from there.
+    """
     from octavo.data import make_dataset
     from octavo.train.mesh import make_mesh, sizes_of
     from octavo.train.roofline import estimate, flops_by_type, memory_bytes
     from octavo.train.setup import Setup
     from octavo.transform import hlo
-    from octavo.transform.traffic import compile_partitioned, read_traffic
+    from octavo.transform.traffic import compile_partitioned, partitioned_text, read_traffic
     from octavo.transform.work import products
 
     begin = time.perf_counter()
@@ -138,7 +152,8 @@ def look(name: str, config: Config, where: Topology) -> Look:
     step = setup.quantized_step
     lowered = setup.program("train", step).trace(setup.state, setup.batch)
     lowered = lowered.lower(lowering_platforms=(where.chip.platform,))
-    text, compiled = compile_partitioned(lowered)
+    before = partitioned_text(dump) if dump and crashed else None
+    text, compiled = (before, AheadError("it crashed")) if before else compile_partitioned(lowered, dump)
     module = hlo.read(text)
     traffic, work = read_traffic(module), products(module)
     if where.chip.platform != "cpu":
@@ -146,7 +161,6 @@ def look(name: str, config: Config, where: Topology) -> Look:
     held, verified = _held(setup), setup.verify()
     times = estimate(work, traffic, sum(held.values()), where.chip)
     temporaries, notes = _temporaries(compiled, module)
-    largest = sorted(traffic.collectives, key=lambda c: -c.total)[:5]
     return Look(
         name=name,
         dtype=config.dtype,
@@ -159,7 +173,7 @@ def look(name: str, config: Config, where: Topology) -> Look:
         flops=flops_by_type(work),
         memory_traffic=memory_bytes(work, traffic, sum(held.values())),
         traffic=traffic.to_dict(),
-        largest=[dataclasses.asdict(c) | {"total": c.total} for c in largest],
+        largest=_largest(traffic),
         seconds=None if times is None else dataclasses.asdict(times),
         low={"forward": verified.forward, "backward": verified.backward},
         even=verified.flops() / mesh.size,
@@ -168,6 +182,16 @@ def look(name: str, config: Config, where: Topology) -> Look:
         notes=[*notes, *(f"counted once, unknown trip count: {loop}" for loop in traffic.unknown_loops)],
         took=time.perf_counter() - begin,
     )
+
+
+def _largest(traffic: Any) -> list[dict[str, Any]]:
+    """The collectives that send most, alike ones together."""
+    found: dict[tuple[Any, ...], Any] = {}
+    for c in traffic.collectives:
+        key = (c.kind, c.dtype, c.shape, c.group_size)
+        found[key] = dataclasses.replace(found[key], count=found[key].count + c.count) if key in found else c
+    most = sorted(found.values(), key=lambda c: -c.total)[:5]
+    return [dataclasses.asdict(c) | {"shape": list(c.shape), "total": c.total} for c in most]
 
 
 def _devices(count: int) -> Sequence[Any]:
@@ -239,7 +263,8 @@ def _main(request: str) -> int:
     asked = json.loads(Path(request).read_text(encoding="utf-8"))
     out = Path(asked["out"])
     try:
-        found = look(asked["name"], Config(**asked["config"]), topology(asked["topology"]))
+        where, more = topology(asked["topology"]), {"dump": asked["dump"], "crashed": asked["crashed"]}
+        found = look(asked["name"], Config(**asked["config"]), where, **more)
     except ConfigError as error:
         out.write_text(json.dumps({"problems": [problem.text for problem in error.problems]}), encoding="utf-8")
         return 2

@@ -194,6 +194,7 @@ class Config(octavo._config.Config):
     quantization: str = _quantization("", "name of a recipe; empty: float", check=checks.check_recipe)
     use_qwix_quantization: bool = _quantization(False, "numerics of Qwix; false: of AQT")
     use_manual_quantization: bool = _quantization(False, "only the experts' grouped matmuls")
+    calibration: str = _quantization("", "auto: propose static bounds from the first batch", choices=("", "auto"))
     quantization_calibration_method: str = _quantization("", "sets the next three", check=checks.check_method_if_any)
     weight_quantization_calibration_method: str = _quantization("absmax", "range of weights", **_METHOD)
     act_quantization_calibration_method: str = _quantization("absmax", "of activations", **_METHOD)

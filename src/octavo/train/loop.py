@@ -15,6 +15,7 @@ import jax
 
 from octavo.checkpoint import Checkpoints, CheckpointWarning
 from octavo.train import distributed
+from octavo.train.bounds import clipping, proposal, propose
 from octavo.train.config import Config
 from octavo.train.directory import Say, describe, keep_config
 from octavo.train.halt import HaltedError, explain
@@ -76,6 +77,8 @@ def train(config: Config, *, say: Say | None = None) -> Outcome:
             if first:
                 keep_config(config, directory, tell)
                 describe(trainer, directory, tell)
+            if config.calibration and trainer.rules:
+                tell(proposal(propose(trainer)))
             writer = _writer(config, trainer.now) if first else NoMetrics()
             bar = Progress(config.steps, log_period=config.log_period, say=say)
             with writer, bar as progress, stopping() as stop:
@@ -281,6 +284,8 @@ class _Loop:
             f"signal to quantization noise after step {step}: {', '.join(ratios)} "
             f"(measured in {time.perf_counter() - started:.1f} seconds)"
         )
+        for text in clipping(found):
+            self.progress.say(text)
 
     def evaluate(self, step: int) -> None:
         self.eval_loss = loss = self.trainer.evaluate()

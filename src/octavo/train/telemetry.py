@@ -1,5 +1,6 @@
 """How well the number formats fit, measured every so many steps on a part of a batch."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 
 from octavo.train.loss import total_weights
+from octavo.train.setup import Setup
 from octavo.train.sparse import masked
 from octavo.train.state import TrainState
 from octavo.train.step import Batch
@@ -48,19 +50,27 @@ class Telemetry:
         }
         return {**classes, "sites": sites}
 
+    def statistics(self, step: int, setup: Setup) -> Any:
+        """What the recipe of another setup would measure on the trainer's parameters and a step's batch."""
+        state = self.trainer.state
+        quant = setup.stepper.loss.init(state.params, self.trainer.batch(step), 1.0, 1.0)
+        return self._make(step, setup)(dataclasses.replace(state, quant=quant), self.trainer.batch(step))
+
     def _program(self, step: int) -> Any:
         stage = self.trainer.schedule.stage(step)
         if stage not in self._compiled:
-            low = probe(self.trainer.stepper.loss.at(step)[0])
-            setup = self.trainer.setup
-            cut = setup.batch_sharding.spec[0] if len(setup.batch_sharding.spec) else None
-            # As many rows as devices that hold some, at least: fewer could not be cut.
-            least = math.prod(setup.mesh.shape[axis] for axis in ((cut,) if isinstance(cut, str) else cut or ()))
-            parts = SHARE * self.trainer.config.gradient_accumulation_steps
-            rows = max(1, -(-(setup.rows // parts) // least)) * least
-            fn = functools.partial(_probe, low, rows)
-            self._compiled[stage] = jax.jit(fn) if setup.is_single else jax.jit(fn, out_shardings=setup.everywhere)
+            self._compiled[stage] = self._make(step, self.trainer.setup)
         return self._compiled[stage]
+
+    def _make(self, step: int, setup: Setup) -> Any:
+        low = probe(setup.stepper.loss.at(step)[0])
+        cut = setup.batch_sharding.spec[0] if len(setup.batch_sharding.spec) else None
+        # As many rows as devices that hold some, at least: fewer could not be cut.
+        least = math.prod(setup.mesh.shape[axis] for axis in ((cut,) if isinstance(cut, str) else cut or ()))
+        parts = SHARE * self.trainer.config.gradient_accumulation_steps
+        rows = max(1, -(-(setup.rows // parts) // least)) * least
+        fn = functools.partial(_probe, low, rows)
+        return jax.jit(fn) if setup.is_single else jax.jit(fn, out_shardings=setup.everywhere)
 
 
 def _probe(low: Any, rows: int, state: TrainState, batch: Batch) -> Any:

@@ -5,6 +5,7 @@ gives, of a reduce-scatter (n - 1) / n of what it takes, of an all-reduce twice 
 permutation all of it. What is in a loop counts as often as the loop turns; of a branch, the costliest counts.
 """
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -227,21 +228,30 @@ def partitioned_hlo(lowered: Any) -> str:
     return compile_partitioned(lowered)[0]
 
 
-def compile_partitioned(lowered: Any, **options: Any) -> tuple[str, Any]:
-    """The text of `partitioned_hlo` and the compiled program, or the error that the backend raised after that."""
-    with tempfile.TemporaryDirectory() as directory:
-        dump = {"xla_dump_to": directory, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
+def compile_partitioned(lowered: Any, directory: str | None = None) -> tuple[str, Any]:
+    """The text of `partitioned_hlo` and the compiled program, or the error that the backend raised after that.
+
+    With a `directory`, the text is a file there, also if the backend ends the process: see `partitioned_text`.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = directory or stack.enter_context(tempfile.TemporaryDirectory())
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
         try:
-            compiled: Any = lowered.compile(compiler_options=dump | options)
+            compiled: Any = lowered.compile(compiler_options=dump)
         except Exception as error:  # of a backend that cannot run the program: the text is there all the same
             compiled = error
-        texts = sorted(Path(directory).glob(f"*{_PASS}*.txt"))
-        if texts:
-            return texts[-1].read_text(encoding="utf-8"), compiled
+        if (text := partitioned_text(folder)) is not None:
+            return text, compiled
     if isinstance(compiled, Exception):
         raise compiled
     # One device: there was nothing to cut.
     return compiled.as_text(), compiled
+
+
+def partitioned_text(directory: str | Path) -> str | None:
+    """The text that `compile_partitioned` left in a directory, if it came so far."""
+    texts = sorted(Path(directory).glob(f"*{_PASS}*.txt"))
+    return texts[-1].read_text(encoding="utf-8") if texts else None
 
 
 def traffic_line(compiled: Any) -> str:
