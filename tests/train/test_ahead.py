@@ -151,6 +151,16 @@ def test_a_look(platform):
     assert Look(**dataclasses.asdict(found)) == found
 
 
+@pytest.mark.slow
+def test_what_a_compiler_left_behind_is_enough(tmp_path):
+    config, where = Config(**TINY | {"base_num_decoder_layers": 1}), topology("tpu:v5e-8")
+    whole = look("float", config, where, dump=str(tmp_path))
+    found = look("float", config, where, dump=str(tmp_path), crashed=True)
+    assert found.notes == ["temporaries are estimated, since the compiler of this machine stopped: it crashed"]
+    assert (found.traffic, found.flops, found.held) == (whole.traffic, whole.flops, whole.held)
+    assert 0.4 * whole.temporaries < found.temporaries < 2.5 * whole.temporaries
+
+
 def test_what_stablehlo_multiplies():
     """Ragged products are written in another form than the others."""
     lines = (

@@ -77,7 +77,7 @@ class FakeEngine:
         self.cancelled.append(request_id)
         del self._running[request_id]
 
-    def step(self):
+    def step(self, most=1):
         self.gate.wait()
         time.sleep(self.delay)
         self.steps += 1

@@ -17,6 +17,9 @@ from octavo.serve.http.errors import ApiError
 
 _log = logging.getLogger("octavo.serve")
 
+_BURST = 4
+"""Tokens that the engine may make before it listens again: a few hundredths of a second."""
+
 
 @runtime_checkable
 class Engine(Protocol):
@@ -24,7 +27,7 @@ class Engine(Protocol):
 
     def add(self, request: Any) -> None: ...
     def cancel(self, request_id: Any) -> None: ...
-    def step(self) -> Sequence[Any]: ...
+    def step(self, most: int = 1) -> Sequence[Any]: ...
     @property
     def busy(self) -> bool: ...
     @property
@@ -180,7 +183,7 @@ class Worker:
             while self._listen():
                 self._admit()
                 if self._engine.busy:
-                    self._send(self._engine.step())
+                    self._send(self._engine.step(_BURST))
                 elif self._waiting:
                     raise RuntimeError(f"the engine is idle, but none of its {self.slots} slots is free")
         except BaseException as error:
