@@ -107,7 +107,11 @@ def main() -> None:
     if options.quick:
         chosen = {name: loss for name, loss in chosen.items() if name.split()[-1] in QUICK}
     results = Results(
-        "qwix", "aqtp", "optax", how=f"{steps} steps of {BATCH} x {LENGTH} bytes, {seeds} seeds", file=options.json
+        "qwix",
+        "aqtp",
+        "optax",
+        how=f"{steps} steps of {BATCH} x {LENGTH} bytes, {seeds} seed{'s' * (seeds > 1)}",
+        file=options.json,
     )
     ends: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
     for seed in range(seeds):

@@ -6,7 +6,7 @@ overlapped perfectly, a step would take the longest of them; if not at all, thei
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from octavo.train.chips import Chip
 from octavo.transform.traffic import Traffic
@@ -65,9 +65,3 @@ def estimate(work: Iterable[Work], traffic: Traffic, held: int, chip: Chip) -> R
     compute = sum(w.count * w.flops / chip.peak(w.bits, is_float=not w.is_integer) for w in work)
     network = sum(c.total / chip.sends(c.group_size) for c in traffic.collectives)
     return Roofline(compute, memory_bytes(work, traffic, held) / chip.bandwidth, network)
-
-
-def speedup(rooflines: Mapping[str, Roofline | None], low: str, high: str) -> int | float | None:
-    """How many times as fast one is as the other, if everything overlaps."""
-    first, second = rooflines.get(low), rooflines.get(high)
-    return None if first is None or second is None else second.overlapped / first.overlapped

@@ -51,6 +51,7 @@ def test_four_processes_and_then_one(tmp_path):
     """A mesh across processes, quantized; its checkpoint goes on in one process on one device."""
     mesh = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
     changes = {"quantization": "int8", "use_qwix_quantization": True, "checkpoint_period": 2}
+    changes["learning_rate_schedule_steps"] = 6
     together = launch(4, tmp_path, per_device_batch_size=2, steps=4, **mesh, **changes)
     assert together.statuses() == [0] * 4, together.everything()
     before = losses(tmp_path)
