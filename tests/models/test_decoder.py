@@ -169,7 +169,7 @@ def test_first_numbers_are_of_a_sensible_size():
     assert 0.9 < float(kernel.std()) * MOE.emb_dim**0.5 < 1.1  # experts count as a batch, not as inputs
 
 
-@pytest.mark.parametrize("config", [DENSE, MIXED], ids=["dense", "mixed"])
+@pytest.mark.parametrize("config", [DENSE, pytest.param(MIXED, marks=pytest.mark.slow)], ids=["dense", "mixed"])
 def test_a_batch_in_parts_gives_what_it_gives_whole(config):
     params, inputs = params_of(config), batch(config, (6, 7))
     whole, _ = run(config, params, *inputs)

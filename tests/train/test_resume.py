@@ -78,9 +78,9 @@ def test_interrupted_twice(name, tmp_path, monkeypatch):
     """Once by a signal after step 5, once by a crash after step 7, when the last checkpoint is of step 6."""
     step, acts = Trainer.step, {4: lambda: signal.raise_signal(signal.SIGTERM), 7: crash}
 
-    def interrupted(self):
+    def interrupted(self, *args):
         acts.pop(self.now, lambda: None)()
-        return step(self)
+        return step(self, *args)
 
     def run(run_name):
         changes = {"base_output_directory": str(tmp_path), "steps": 12, "checkpoint_period": 3, "eval_interval": 4}

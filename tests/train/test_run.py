@@ -180,10 +180,10 @@ def test_other_threads_leave_signals_alone():
 def test_the_command_says_that_it_was_stopped(tmp_path, monkeypatch, capsys, number, status, text):
     step = Trainer.step
 
-    def signalled(self):
+    def signalled(self, *args):
         if self.now == 2:
             signal.raise_signal(number)
-        return step(self)
+        return step(self, *args)
 
     monkeypatch.setattr(Trainer, "step", signalled)
     assert command(words(**at(tmp_path))) == status
@@ -210,11 +210,11 @@ def test_a_value_that_is_not_finite_stops_the_run(tmp_path, capsys):
 def test_a_bad_step_is_found_one_late_and_nothing_of_it_is_saved(tmp_path, monkeypatch):
     step = Trainer.step
 
-    def poisoned(self):
+    def poisoned(self, *args):
         if self.now == 3:
             params = self.state.params
             params["token_embedder"]["embedding"] = params["token_embedder"]["embedding"] * float("inf")
-        return step(self)
+        return step(self, *args)
 
     monkeypatch.setattr(Trainer, "step", poisoned)
     with pytest.raises(HaltedError, match=r"^step 3 has loss nan; .*checkpoints/2\. "):

