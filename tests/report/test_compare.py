@@ -122,3 +122,18 @@ def test_errors(tmp_path):
         ValueError, match="the comparison has no 'runs' and no 'table': it needs 'steps', 'runs', 'table'"
     ):
         compare_report({"steps": 3}, tmp_path / "c.html")
+
+
+def test_what_each_recipe_quantized_and_how_well_it_fits(tmp_path):
+    found = comparison(seeds=(0,))
+    row = {"path": "mlp/wo", "weight": "mlp/wo/kernel", "times": 1, "shapes": "(2,3)", "flops": 12, "reason": None}
+    kinds = {"op": "dot_general", "fwd": "int8 x int8", "dlhs": "", "drhs": "", "lowering": "int8"}
+    plan = {"rows": [row | kinds | {"bytes_before": 8, "bytes_after": 2}], "share": 1.0, "notes": []}
+    sites = {"decoder/layers/mlp/wo/dot_general0": {"rhs": {"sqnr_db": [41.5, 38.25]}}}
+    found["runs"][1] |= {"plan": plan, "telemetry": [{"step": 29, "sites": sites}]}
+    page = read(compare_report(found, tmp_path / "c.html"))
+    assert "Error by layer, int8" in page.text
+    assert "0 41.5 1 38.2" in page.text
+    assert "Plan, int8" in page.text
+    assert "1 of 1 products are quantized, 100.0 % of forward FLOPs" in page.text
+    assert "fp8_full" not in page.text.split("Error by layer, int8")[1].split("Configuration")[0]

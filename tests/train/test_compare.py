@@ -72,7 +72,9 @@ def test_a_comparison_is_run_kept_and_reported(tmp_path, capsys):
     assert len(saved["runs"][1]["loss"]) == 3
     assert saved["runs"][0]["share"] == 0
     assert saved["runs"][1]["share"] > 0.5 > saved["runs"][2]["share"] > 0
-    assert "<svg" in (tmp_path / "test" / "report.html").read_text()
+    page = (tmp_path / "test" / "report.html").read_text()
+    assert "<svg" in page
+    assert all(f"{what}, {name}" in page for what in ("Plan", "Error by layer") for name in ("int8", "qat_int8"))
     # A second time nothing is run, and all is as it was.
     assert main(argv) == 0
     assert "seed 0" not in capsys.readouterr().out
@@ -96,13 +98,26 @@ def test_a_run_that_diverges_ends_alone(monkeypatch):
         def evaluate(self):
             return 1.0
 
+        def plan(self):
+            return type("P", (), {"to_json": lambda self: '{"rows": []}'})()
+
+    class Measured:
+        def __init__(self, trainer):
+            assert not trainer.bad, "what has diverged is not measured"
+
+        def measure(self, step):
+            return {"sites": {}}
+
     monkeypatch.setattr(compare, "Trainer", Fake)
+    monkeypatch.setattr(compare, "Telemetry", Measured)
     lines: list[str] = []
     found = Comparison(small(steps=4), ["int4", "int8"], eval_points=2, say=lines.append)
     _, int4, int8 = found.run()
     assert [len(r.loss) for r in (int4, int8)] == [2, 4]
     assert math.isnan(int4.final_loss)
     assert int8.final_loss == 1
+    assert (int8.plan, int8.telemetry) == ({"rows": []}, [{"step": 3, "sites": {}}])
+    assert (int4.plan, int4.telemetry) == (None, [])
     assert "int4: the loss of step 1 is not finite; this run ends here" in lines
     assert "nan" in str(found)
 

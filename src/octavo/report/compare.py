@@ -10,7 +10,8 @@ from typing import Any
 from octavo.report.markup import Cell, figure, missing, page, section, table, write
 from octavo.report.scale import Point, smooth
 from octavo.report.svg import Line, Panel, chart, whiskers
-from octavo.report.tables import config_section, pairs_section, versions
+from octavo.report.tables import config_section, pairs_section, plan_section, versions
+from octavo.report.telemetry import heat_section
 from octavo.report.words import DASH, Number, known, percent, ratio, seconds, signed, size
 
 FLOAT = "float"
@@ -27,8 +28,9 @@ def compare_report(comparison: Mapping[str, Any], path: str | os.PathLike[str]) 
     """Write the page about a comparison, the dictionary that `octavo.train.compare` gives, and return where it is.
 
     `runs` have a `name` ("float" or a recipe), a `seed`, `loss` and `eval_loss` as pairs of step and loss, and
-    `step_seconds`. Rows of `table` have a `name`, a `loss`, the `gap` to float as a share of float's loss with the
-    interval `gap_low` to `gap_high`, `step_ratio`, `memory_ratio` and `share`. What is not known is NaN or None.
+    `step_seconds`; they may have a `plan` and lines of `telemetry`. Rows of `table` have a `name`, a `loss`, the `gap`
+    to float as a share of float's loss with the interval `gap_low` to `gap_high`, `step_ratio`, `memory_ratio` and
+    `share`. What is not known is NaN or None.
     """
     lacking = [name for name in _NEEDED if name not in comparison]
     if lacking:
@@ -37,6 +39,7 @@ def compare_report(comparison: Mapping[str, Any], path: str | os.PathLike[str]) 
         )
     parts = [
         *comparison_parts(comparison),
+        *_fits(_groups(comparison["runs"])),
         config_section(comparison.get("config") or {}),
         pairs_section("Versions", "Installed where the runs were made", comparison.get("versions") or {}),
     ]
@@ -57,6 +60,19 @@ def comparison_parts(comparison: Mapping[str, Any]) -> list[str]:
         _curves("Held-out loss by step", "loss on held-out text", groups, "eval_loss", base, every=1),
         _speed(groups, base),
     ]
+
+
+def _fits(groups: Groups) -> list[str]:
+    """What each recipe quantizes, and how well its formats fit, as far as its runs tell."""
+    parts = []
+    for name, runs in groups.items():
+        telemetry = next((run["telemetry"] for run in runs if run.get("telemetry")), None)
+        plan = next((run["plan"] for run in runs if run.get("plan")), None)
+        if telemetry is not None:
+            parts.append(heat_section(telemetry, f"Error by layer, {name}"))
+        if plan is not None:
+            parts.append(plan_section(plan, f"Plan, {name}"))
+    return parts
 
 
 def _lead(comparison: Mapping[str, Any], groups: Groups) -> str:

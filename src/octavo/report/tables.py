@@ -16,10 +16,10 @@ _PLAN = (
 _PACKAGES = ("octavo", "jax", "jaxlib", "numpy", "ml_dtypes", "flax", "optax", "orbax-checkpoint")
 
 
-def plan_section(plan: Mapping[str, Any] | None) -> str:
+def plan_section(plan: Mapping[str, Any] | None, heading: str = "Plan") -> str:
     """Every product with what became of it, the largest first."""
     if plan is None:
-        return section("Plan", missing("There is no plan.json: the run was in float, or ended before it was planned."))
+        return section(heading, missing("There is no plan.json: the run was in float, or ended before it was planned."))
     rows = sorted(plan["rows"], key=lambda row: -row["flops"])
     total = sum(row["flops"] for row in rows) or 1
     done = sum(row["reason"] is None for row in rows)
@@ -30,7 +30,7 @@ def plan_section(plan: Mapping[str, Any] | None) -> str:
     cells = [_plan_cells(row, total) for row in shown]
     dim = [row["reason"] is not None for row in shown]
     parts = table(caption, _PLAN, cells, sortable=True, dim=dim) if cells else missing("The plan has no products.")
-    return section("Plan", parts, *(note(text) for text in plan["notes"]))
+    return section(heading, parts, *(note(text) for text in plan["notes"]))
 
 
 def _plan_cells(row: Mapping[str, Any], total: int) -> list[Cell]:

@@ -38,7 +38,7 @@ def telemetry_section(lines: Sequence[Mapping[str, Any]]) -> str:
     return section(heading, *charts, _worst(lines[-1]))
 
 
-def heat_section(lines: Sequence[Mapping[str, Any]]) -> str:
+def heat_section(lines: Sequence[Mapping[str, Any]], heading: str = "Error by layer") -> str:
     """The signal to noise of each layer's products at the last measurement, one map for each operand."""
     sites = (lines[-1].get("sites") if lines else None) or {}
     maps: dict[str, dict[tuple[str, str], Number]] = {}
@@ -51,7 +51,7 @@ def heat_section(lines: Sequence[Mapping[str, Any]]) -> str:
     span = extent_of(maps.values())
     drawn = [heat_map(words, maps[name], span=span) for name, words in _OPERANDS.items() if name in maps]
     words = f"Signal to quantization noise of what each product multiplies, in dB, at step {lines[-1]['step']}."
-    return section("Error by layer", note(words), legend(span), f'<div class="pairs">{"".join(drawn)}</div>')
+    return section(heading, note(words), legend(span), f'<div class="pairs">{"".join(drawn)}</div>')
 
 
 def _chart(lines: Sequence[Mapping[str, Any]], measure: str, label: str, factor: Number, words: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from octavo.train.config import Config
+from octavo.train.telemetry import Telemetry
 from octavo.train.trainer import Trainer
 
 FLOAT = "float"
@@ -26,7 +27,8 @@ class Result:
     """What one run gave: losses as [step, loss], seconds of each step, and what a step needs and quantizes.
 
     `float_seconds` are those of the float run that took its steps in turn with this one: times of one process only
-    compare with each other.
+    compare with each other. Of the first seed of a recipe there is also the plan, and what telemetry measures at the
+    end.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Result:
     forward_share: float
     backward_share: float
     share: float
+    plan: dict[str, Any] | None = None
+    telemetry: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
     def final_loss(self) -> float:
@@ -120,6 +124,10 @@ class Comparison:
                     results[name].eval_loss.append([step + 1, trainer.evaluate()])
             if (step + 1) % every == 0:
                 self.say(f"step {step + 1} of {steps}: {self._standing(results)}")
+        for name, trainer in trainers.items():
+            if name != FLOAT and seed == self.seeds[0]:
+                results[name].plan = json.loads(trainer.plan().to_json())
+                results[name].telemetry = [{"step": steps - 1, **Telemetry(trainer).measure(steps - 1)}]
         for result in results.values():
             result.float_seconds = results[FLOAT].step_seconds
             self._keep(result)
