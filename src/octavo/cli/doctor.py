@@ -1,5 +1,6 @@
 """`octavo doctor`: what is here, what multiplies fast, what is missing and how to get it."""
 
+import argparse
 import dataclasses
 import json
 import platform
@@ -30,10 +31,10 @@ class Requirement:
         return self.installed is not None and at_least(self.installed, self.bound)
 
 
-def run(*, as_json: bool) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print the report; 1 when something that Octavo cannot run without is missing."""
     report = examine()
-    print(json.dumps(report, indent=2) if as_json else show(report))
+    print(json.dumps(report, indent=2) if args.json else show(report))
     return int(any(item["essential"] for item in report["missing"]))
 
 
