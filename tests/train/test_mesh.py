@@ -314,8 +314,9 @@ def logits(trainer: Trainer) -> np.ndarray:
 def test_logits_of_integer_products_are_the_same_to_the_last_bit(mesh):
     """With four rows for each device the float parts between the products are computed alike, too."""
     one, many = Trainer(single(4, **RECIPES["int8"])), Trainer(meshed(4, **MESHES[mesh], **RECIPES["int8"]))
-    for a, b in zip(jax.tree.leaves(one.state.params), jax.tree.leaves(many.state.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    # Drawn by programs of other shapes, the parameters may differ in their last bit.
+    same = jax.device_put(jax.device_get(one.state.params), many.setup.shardings.params)
+    many.resume(type(many.state)(**{**vars(many.state), "params": same}))
     np.testing.assert_array_equal(logits(many), logits(one))
 
 
