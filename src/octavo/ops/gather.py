@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,12 +61,18 @@ def _constrained(x: Any, where: NamedSharding) -> Any:
     # In a shard_map over some other axes, the mesh is known by what is left to XLA.
     mesh = jax.sharding.get_abstract_mesh()
     sharding = NamedSharding(mesh if mesh.manual_axes else where.mesh, PartitionSpec(*fitting))
+    return sent_as_it_is(x, lambda y: jax.lax.with_sharding_constraint(y, sharding))
+
+
+def sent_as_it_is(x: Any, send: Callable[[Any], Any]) -> Any:
+    """What arrives of an array; float8 goes as bytes, which XLA must not see through.
+
+    Where it has no float8, it would send the wider floats that it computes with.
+    """
     if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1):
-        return jax.lax.with_sharding_constraint(x, sharding)
-    # As bytes, which XLA must not see through: where it has no float8, it would send wider floats.
+        return send(x)
     codes = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(x, jnp.uint8))
-    codes = jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(codes, sharding))
-    return jax.lax.bitcast_convert_type(codes, x.dtype)
+    return jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(send(codes)), x.dtype)
 
 
 def _ways(mesh: Any, part: Any) -> int:

@@ -7,6 +7,7 @@ feedback it is added to what is sent the next time, so that it is late and not g
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from octavo._typing import Array
 from octavo.numerics import FormatLike
+from octavo.ops.gather import sent_as_it_is
 from octavo.qarray import QArray, Quantizer
 
 BLOCK = 256
@@ -85,13 +87,6 @@ def _unfolded(blocks: Array, like: Array) -> Array:
     return blocks.reshape(-1)[: like.size].reshape(like.shape)
 
 
-def _sent(codes: QArray, send: Any) -> QArray:
-    """Codes and scales as they arrive; float8 as bytes, which every backend sends as they are."""
-
-    def one(x: Array) -> Array:
-        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1:
-            bits = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(x, jnp.uint8))
-            return jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(send(bits)), x.dtype)
-        return send(x)
-
-    return codes._map(one)
+def _sent(codes: QArray, send: Callable[[Array], Array]) -> QArray:
+    """Codes and scales as they arrive."""
+    return codes._map(lambda x: sent_as_it_is(x, send))
