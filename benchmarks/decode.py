@@ -1,6 +1,7 @@
 """Tokens per second of a real model, one text at a time: float32, int8 and int4 weights, beside llama.cpp.
 
-    python benchmarks/decode.py [--model FILE] [--tokens 64] [--rounds 5] [--threads 2] [--llama PYTHON] [--quick]
+    python benchmarks/decode.py [--quick] [--json FILE] [--model FILE] [--tokens 64] [--rounds 5] [--threads 2]
+        [--llama PYTHON]
 
 The model is SmolLM2-135M (`make data ARGS=smollm2`), whose matrices lie on a 4-bit grid; as float32 they are what is
 multiplied here, so speed is that of any float32 model. All engines are in memory at once and take turns; the best round
@@ -8,17 +9,16 @@ counts. PYTHON is an interpreter that has llama-cpp-python; its F32, Q8_0 and Q4
 weights, and its rounds are between ours, on as many threads.
 """
 
-import argparse
 import json
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from timing import header
+from peers import MissingError, Peer
+from timing import Results, arguments, side_by_side
 
 from octavo import QArray, kernels
 from octavo.pretrained import open_model
@@ -30,16 +30,17 @@ from octavo.serve import Engine, SamplingParams
 
 MODEL = Path(__file__).parents[1] / ".cache/data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = "The lighthouse at the end of the harbour was built in 1874, after a winter in which"
-WEIGHTS = {"float32": None, "int8": "int8", "int4 g32": "int4"}
+WEIGHTS = {"octavo float32": None, "octavo int8": "int8", "octavo int4 g32": "int4"}
 FILES = {"llama.cpp F32": "float32", "llama.cpp Q8_0": "int8", "llama.cpp Q4_0": "int4"}
+RIVALS = dict(zip(WEIGHTS, FILES, strict=True))
 
 # Runs in the other interpreter: a line with a file's number for each round, answered by seconds for a token.
 LLAMA = """
-import json, sys, time
+import json, sys, time, llama_cpp
 from llama_cpp import Llama
 files, tokens, threads, prompt = json.loads(sys.argv[1])
 models = [Llama(f, n_ctx=512, n_threads=threads, n_threads_batch=threads, verbose=False) for f in files]
-print("ready", flush=True)
+print(f"llama-cpp-python {llama_cpp.__version__}", flush=True)
 for line in sys.stdin:
     model = models[int(line)]
     model.reset()
@@ -72,58 +73,71 @@ def decode(engine: Engine, ids: list[int], tokens: int) -> float:
     return (time.perf_counter() - begin) / count
 
 
+class LlamaCpp:
+    """llama.cpp in another interpreter, with files of the same weights: `calls` are those of its rounds."""
+
+    def __init__(self, python: str, source: Source, folder: Path, tokens: int, threads: int) -> None:
+        files = {name: folder / f"{asked}.gguf" for name, asked in FILES.items()}
+        for name, file in files.items():
+            write_as_gguf(source, FILES[name], file)
+        self.sizes = {name: file.stat().st_size for name, file in files.items()}
+        words = json.dumps([[str(file) for file in files.values()], tokens, threads, PROMPT])
+        self.peer = Peer(python, ["-c", LLAMA, words], lacks="llama-cpp-python, or it cannot load the files")
+
+    def calls(self) -> dict[str, Callable[[], float]]:
+        """A round of each file, which returns seconds for a token."""
+        return {name: lambda i=i: float(self.peer.ask(str(i))) for i, name in enumerate(FILES)}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, quick="fewer tokens (16) and rounds (2)", peers=("llama",))
     parser.add_argument("--model", default=str(MODEL))
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--llama", metavar="PYTHON", help="an interpreter with llama-cpp-python")
-    parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
-    if args.quick:
-        args.tokens, args.rounds = 16, 2
+    tokens, rounds = args.tokens or (16 if args.quick else 64), args.rounds or (2 if args.quick else 5)
+    how = f"{kernels.status()}; {tokens} tokens, best of {rounds} interleaved rounds"
+    results = Results(how=how, file=args.json)
     if not Path(args.model).exists():
-        print(f"there is no {args.model}: make data ARGS=smollm2")
+        results.leave_out("all of it", f"there is no {Path(args.model).name}: make data ARGS=smollm2")
         return
-    print(f"{header()}\n{kernels.status()}\n")
     source = open_model(args.model)
     ids = source.tokenizer.encode(PROMPT)
     engines = {name: Engine(low(source, asked), slots=1, max_length=512, eos_ids=()) for name, asked in WEIGHTS.items()}
     sizes = {name: engine.params_nbytes for name, engine in engines.items()}
     for engine in engines.values():
         decode(engine, ids, 4)
-    found: dict[str, list[float]] = {name: [] for name in engines}
+    calls = {name: lambda engine=engine: decode(engine, ids, tokens) for name, engine in engines.items()}
+    llama = None
     with tempfile.TemporaryDirectory() as folder:
-        llama = None
-        if args.llama:
-            files = [str(Path(folder, f"{asked}.gguf")) for asked in FILES.values()]
-            for asked, file in zip(FILES.values(), files, strict=True):
-                write_as_gguf(source, asked, Path(file))
-            sizes |= {name: Path(file).stat().st_size for name, file in zip(FILES, files, strict=True)}
-            found |= {name: [] for name in FILES}
-            words = json.dumps([files, args.tokens, args.threads, PROMPT])
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            llama = subprocess.Popen([args.llama, "-c", LLAMA, words], text=True, **pipes)
-            if llama.stdout.readline().strip() != "ready":
-                sys.exit(f"{args.llama} cannot load the models: has it llama-cpp-python?")
-        for _ in range(args.rounds):
-            for name, engine in engines.items():
-                found[name].append(decode(engine, ids, args.tokens))
-            for number, name in enumerate(FILES if llama else ()):
-                print(number, file=llama.stdin, flush=True)
-                found[name].append(float(llama.stdout.readline()))
-        if llama:
-            llama.stdin.close()
-            llama.wait()
-    base = min(found["float32"])
-    print(f"{'':<16}{'tokens/s':>10}{'x float32':>11}{'spread':>9}{'MiB':>8}{'GB/s':>8}")
-    for name, times in found.items():
-        best, spread = min(times), statistics.median(times) / min(times) - 1
-        rate = sizes[name] / best / 1e9
-        print(f"{name:<16}{1 / best:>10.1f}{base / best:>11.2f}{spread:>9.0%}{sizes[name] / 2**20:>8.0f}{rate:>8.1f}")
-    print(f"peak memory of this process, all three models in it: {peak_memory() / 2**20:.0f} MiB")
+        try:
+            if args.llama is None:
+                raise MissingError("no interpreter that has it was given: --llama PYTHON")
+            llama = LlamaCpp(args.llama, source, Path(folder), tokens, args.threads)
+            results.with_versions(llama.peer.ready)
+            calls, sizes = calls | llama.calls(), sizes | llama.sizes
+        except MissingError as error:
+            results.leave_out("llama.cpp", str(error))
+        times = side_by_side(calls, repeats=rounds)
+        if llama is not None:
+            llama.peer.close()
+    base = times["octavo float32"].seconds
+    rows = []
+    for name, timing in times.items():
+        rival = times.get(RIVALS.get(name, ""))
+        cells = [f"{1 / timing.seconds:.1f}", f"{base / timing.seconds:.2f}"]
+        cells += [f"{rival.seconds / timing.seconds:.2f}" if rival else "", f"{sizes[name] / 2**20:.0f}"]
+        rows.append([name, *cells, f"{sizes[name] / timing.seconds / 1e9:.1f}", f"{timing.spread:.0%}"])
+    results.add(
+        "Tokens of SmolLM2-135M, one text at a time",
+        ["", "tokens/s", "float32 / it", "llama.cpp / it", "MiB", "GB/s", "spread"],
+        rows,
+        "Ratios of times: float32 is octavo's, llama.cpp's is that of as many bits. MiB are those of weights; peak "
+        f"memory of this process, all three models in it: {peak_memory() >> 20} MiB.",
+        ratios=["float32 / it", "llama.cpp / it"],
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import qwix
 from aqt.jax.v2 import aqt_quantizer
-from timing import Results, Table, Timing, arguments, side_by_side
+from timing import Results, Table, Timing, arguments, progress, side_by_side
 
 import octavo
 
@@ -139,11 +139,6 @@ def rows(names: list[str], tile: int) -> list[Row]:
     return found
 
 
-def progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{text:40}\r", end="", file=sys.stderr, flush=True)
-
-
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__, quick="a smaller array (512,2048) and fewer rounds (7)")
     parser.add_argument("--formats", help="which formats, with commas between (default: all that are registered)")
@@ -192,22 +187,29 @@ def main() -> None:
 
 
 def slower(kept: list[tuple[Row, float, Timing, dict[str, Result]]]) -> str:
-    """Where a peer is faster by more than a twentieth, in a sentence."""
-    found = [
-        f"{row.name} ({peer}, {part}, {mine / theirs:.1f}x)"
+    """How often a peer is faster by more than a twentieth, and where the most, in a sentence."""
+    ratios = [
+        (getattr(results["octavo"], part).seconds / getattr(results[peer], part).seconds, peer, part, row)
         for row, _, _, results in kept
         for peer in ("qwix", "aqt")
         for part in PARTS
         if peer in results
-        and (mine := getattr(results["octavo"], part).seconds) > 1.05 * (theirs := getattr(results[peer], part).seconds)
     ]
-    return f"Slower here: {', '.join(found)}." if found else "Nowhere is octavo slower by more than a twentieth."
+    found = sorted((entry for entry in ratios if entry[0] > 1.05), key=lambda entry: -entry[0])
+    if not found:
+        return "Nowhere is octavo slower by more than a twentieth."
+    most = ", ".join(f"{part} of {label(row)} ({ratio:.1f}x as long as {peer})" for ratio, peer, part, row in found[:6])
+    half = statistics.median(ratio for ratio, *_ in found)
+    return f"Slower in {len(found)} of {len(ratios)} comparisons, half of them by {half:.1f}x or more; most: {most}."
+
+
+def label(row: Row) -> str:
+    return f"`{row.name}`" + (f", tiles of {row.tile}" if row.tile else "")
 
 
 def tables(kept: list[tuple[Row, float, Timing, dict[str, Result]]]) -> list[Table]:
     """The same as two tables for a page: errors, and speeds."""
     names = ("octavo", "qwix", "aqt")
-    label = lambda row: f"`{row.name}`" + (f", tiles of {row.tile}" if row.tile else "")  # noqa: E731
     errors, speeds = [], []
     for row, bits, copy, results in kept:
         ours = [f"{value + 0.0:.1f}" for value in results["octavo"].sqnr.values()]

@@ -6,7 +6,6 @@ Everything is dynamic: quantizing the operands and the gradient is part of what 
 the first is faster. PYTHON is an interpreter with torch and torchao, which then run between our rounds.
 """
 
-import contextlib
 import functools
 import sys
 import warnings
@@ -14,8 +13,8 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-from peers import Torch
-from timing import Results, arguments, side_by_side, spreads
+from peers import Torch, attempt, torch_beside
+from timing import Results, arguments, progress, side_by_side, spreads
 
 import octavo
 
@@ -62,7 +61,8 @@ def training(results: Results, repeats: int, shapes: list[tuple[int, int, int]],
         for part in ("forward", "dlhs", "drhs", "all"):
             calls = {name: (jax.jit(parts(f)[part]), (x, w, g)) for name, f in fns.items()}
             if torch and part == "forward":
-                calls |= {f"torch {kind}": torch.linear(kind, m, k, n) for kind in ("float32", "int8")}
+                for kind in ("float32", "int8"):
+                    calls |= attempt(results, f"torch {kind}", functools.partial(torch.linear, kind, m, k, n))
             t = side_by_side(calls, repeats=repeats)
             ours = t["octavo"].seconds
             ratios = [f"{t[name].seconds / ours:.2f}" if name in t else "" for name in RIVALS]
@@ -102,11 +102,11 @@ def decoding(results: Results, repeats: int, torch: Torch | None) -> None:
             "out": (jax.jit(functools.partial(chain, contract=1)), (x, by_in)),
         }
         if torch:
-            calls["torch"] = torch.linear("int8 weights", 1, k, n)
+            calls |= attempt(results, "torchao", functools.partial(torch.linear, "int8 weights", 1, k, n))
         t = side_by_side(calls, repeats=3 * repeats)
         f32 = t["f32"].seconds
         row = [f"{1e6 * f32 / layers:.0f}", f"{f32 / t['in'].seconds:.2f}", f"{f32 / t['out'].seconds:.2f}"]
-        row.append(f"{1e6 * t['torch'].seconds:.0f}" if torch else "")
+        row.append(f"{1e6 * t['torchao'].seconds:.0f}" if "torchao" in t else "")
         rows.append([f"{k} x {n}", *row, spreads(t)])
         progress(rows[-1][0])
     results.add(
@@ -118,20 +118,12 @@ def decoding(results: Results, repeats: int, torch: Torch | None) -> None:
     )
 
 
-def progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{text:60}\r", end="", file=sys.stderr, flush=True)
-
-
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--torch", metavar="PYTHON", help="an interpreter with torch and torchao")
-    options = parser.parse_args()
+    options = arguments(__doc__, peers=("torch",)).parse_args()
     repeats, shapes = (5, SHAPES[:2]) if options.quick else (21, SHAPES)
     warnings.simplefilter("ignore", DeprecationWarning)  # aqtp 0.9 converts arrays to dtypes implicitly
-    with Torch(options.torch) if options.torch else contextlib.nullcontext() as torch:
-        how = f"best of {repeats} interleaved rounds" + (f"; {torch.versions}" if torch else "")
-        results = Results("qwix", "aqtp", how=how, file=options.json)
+    results = Results("qwix", "aqtp", how=f"best of {repeats} interleaved rounds", file=options.json)
+    with torch_beside(results, options.torch) as torch:
         training(results, repeats, shapes, torch)
         decoding(results, repeats, torch)
 

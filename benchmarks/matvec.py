@@ -1,16 +1,18 @@
 """Decoding's matrix products: a token through all the weights of a small language model, in float32 and low-bit.
 
+    python benchmarks/matvec.py [--quick] [--json FILE] [--batch 1 8] [--repeats 30] [--layers 30] [--vocab 49152]
+
 The layers have the shapes of SmolLM2-135M. Every product reads another matrix, 134 million weights in all, so that
-none is in a cache when its turn comes again. Attention and norms are left out: this is about reading weights.
+none is in a cache when its turn comes again. Attention and norms are left out: this is about reading weights. The rows
+"XLA" are what that makes of the same products without Octavo's own kernels for this CPU.
 """
 
-import argparse
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import header, side_by_side
+from timing import Results, arguments, side_by_side
 
 import octavo
 from octavo import kernels
@@ -22,9 +24,9 @@ SHAPES = {
 }  # fmt: skip
 FORMATS = {
     "float32": None,
-    "int8": ("int8", 0, None),
-    "int4 g32": ("int4", 32, None),
-    "int4 g32, bf16 scales": ("int4", 32, "bfloat16"),
+    "octavo int8": ("int8", 0, None),
+    "octavo int4 g32": ("int4", 32, None),
+    "octavo int4 g32, bf16 scales": ("int4", 32, "bfloat16"),
 }
 CONTRACT = {False: (((1,), (0,)), ((), ())), True: (((1,), (1,)), ((), ()))}
 
@@ -64,32 +66,43 @@ def decode(weights: dict[str, Any], x: jax.Array) -> jax.Array:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, quick="fewer repeats (9), a third of the weights (--layers 10 --vocab 16384)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--vocab", type=int, default=VOCAB)
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--vocab", type=int)
     options = parser.parse_args()
-    print(header(), kernels.status(), sep="\n", end="\n\n")
-    weights = {name: model(how, layers=options.layers, vocab=options.vocab) for name, how in FORMATS.items()}
-    size = {name: sum(x.nbytes for x in jax.tree.leaves(w)) for name, w in weights.items()}
+    usual = (9, 10, 16_384) if options.quick else (30, LAYERS, VOCAB)
+    asked = (options.repeats, options.layers, options.vocab)
+    repeats, layers, vocab = (a or b for a, b in zip(asked, usual, strict=True))
+    how = f"{kernels.status()}; {layers} layers, {vocab} words; best of {repeats} interleaved rounds"
+    results = Results(how=how, file=options.json)
+    weights = {name: model(how, layers=layers, vocab=vocab) for name, how in FORMATS.items()}
     for batch in options.batch:
-        x = jnp.asarray(np.random.default_rng(1).standard_normal((batch, EMB)), jnp.float32)
-        calls = {name: (decode, (w, x)) for name, w in weights.items()}
-        times = side_by_side(calls, repeats=options.repeats)
-        with kernels.disabled():
-            slow = {f"{name}, no kernel": (decode, (w, x)) for name, w in weights.items() if "int" in name}
-            # XLA's own code takes seconds where it unpacks; a few rounds are enough to tell.
-            times |= side_by_side(slow, repeats=max(1, options.repeats // 10))
-        print(f"batch {batch:<24}  MiB   ms/token  spread   GB/s  against float32")
-        for name, timing in times.items():
-            held = size[name.removesuffix(", no kernel")]
-            ratio = times["float32"].seconds / timing.seconds
-            print(
-                f"{name:30}{held / 2**20:6.0f}{timing.seconds * 1e3:10.2f}{timing.spread:8.0%}"
-                f"{held / timing.seconds / 1e9:8.1f}{ratio:12.2f}x"
-            )
-        print()
+        measure(results, weights, batch, repeats)
+
+
+def measure(results: Results, weights: dict[str, Any], batch: int, repeats: int) -> None:
+    """One table: all formats on as many tokens at once."""
+    size = {name: sum(x.nbytes for x in jax.tree.leaves(w)) for name, w in weights.items()}
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((batch, EMB)), jnp.float32)
+    times = side_by_side({name: (decode, (w, x)) for name, w in weights.items()}, repeats=repeats)
+    with kernels.disabled():
+        slow = {name.replace("octavo", "XLA"): (decode, (w, x)) for name, w in weights.items() if "int" in name}
+        # XLA's own code takes seconds where it unpacks; a few rounds are enough to tell.
+        times |= side_by_side(slow, repeats=max(2, repeats // 10))
+    rows = []
+    for name, timing in times.items():
+        held = size[name.replace("XLA", "octavo")]
+        ratio = times["float32"].seconds / timing.seconds
+        cells = [f"{1e3 * timing.seconds:.2f}", f"{ratio:.2f}", f"{held / 2**20:.0f}"]
+        rows.append([name, *cells, f"{held / timing.seconds / 1e9:.1f}", f"{timing.spread:.0%}"])
+    results.add(
+        f"All matrices of a model, {batch} {'tokens' if batch > 1 else 'token'} at once",
+        ["", "ms", "float32 / it", "MiB", "GB/s", "spread"],
+        rows,
+        ratios=["float32 / it"],
+    )
 
 
 if __name__ == "__main__":

@@ -1,26 +1,73 @@
-"""Another interpreter as a contender: torch with torchao in a process of its own, which times itself when asked."""
+"""Other interpreters as contenders, each in a process of its own that times itself when asked: torch with torchao."""
 
+import contextlib
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 SCRIPT = Path(__file__).with_name("torch_peer.py")
 
 
+class MissingError(RuntimeError):
+    """An interpreter is not there, or lacks the packages; the text says which."""
+
+
+class Peer:
+    """A process that answers each line of its input with a line; `ready` is what it says first."""
+
+    def __init__(self, python: str, words: list[str], *, lacks: str) -> None:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        try:
+            self.process = subprocess.Popen([python, *words], text=True, **pipes)
+        except OSError as error:
+            raise MissingError(f"{python} does not start: {error.strerror}") from error
+        self.ready = self._line()
+        if not self.ready:
+            self.close()
+            raise MissingError(f"{python} has no {lacks}")
+
+    def ask(self, line: str) -> str:
+        """The answer to a line."""
+        assert self.process.stdin is not None
+        print(line, file=self.process.stdin, flush=True)
+        answer = self._line()
+        if not answer:
+            raise RuntimeError("the process of a peer ended")
+        return answer
+
+    def close(self) -> None:
+        """Let it end."""
+        self.process.communicate()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
 class Torch:
-    """The process; `linear` makes a call for `side_by_side`. Use it as a context manager."""
+    """torch and torchao: `linear` and `step` make calls for `side_by_side`."""
 
     def __init__(self, python: str) -> None:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen([python, str(SCRIPT)], text=True, **pipes)
-        self.versions = self._answer(f"{python} did not start: has it torch?")
+        self.peer = Peer(python, [str(SCRIPT)], lacks="torch")
+        self.versions = json.loads(self.peer.ready)
+        if "torchao" not in self.versions:
+            self.peer.close()
+            raise MissingError(f"{python} has no torchao")
 
     def linear(self, kind: str, m: int, k: int, n: int) -> Callable[[], float]:
         """A call of a linear layer that returns its seconds; ValueError where torch cannot make it."""
-        key = f"{kind} {m} {k} {n}"
-        self._ask({"make": key, "kind": kind, "shape": [m, k, n]})
+        return self._call({"what": "linear", "kind": kind, "sizes": [m, k, n]})
+
+    def step(self, kind: str, **sizes: int) -> Callable[[], float]:
+        """A training step that returns its seconds; ValueError where torch cannot take it."""
+        return self._call({"what": "step", "kind": kind, "sizes": sizes})
+
+    def _call(self, request: dict) -> Callable[[], float]:
+        key = json.dumps(request)
+        self._ask({"make": key, **request})
 
         def call() -> float:
             seconds = self._ask({"run": key})
@@ -31,22 +78,34 @@ class Torch:
         return call
 
     def _ask(self, request: dict) -> float:
-        assert self.process.stdin is not None
-        print(json.dumps(request), file=self.process.stdin, flush=True)
-        answer = self._answer("torch's process ended")
+        answer = json.loads(self.peer.ask(json.dumps(request)))
         if isinstance(answer, str):
             raise ValueError(answer)
         return answer
 
-    def _answer(self, otherwise: str):
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(otherwise)
-        return json.loads(line)
 
-    def __enter__(self) -> "Torch":
-        return self
+def attempt(results: Any, name: str, make: Callable[[], Callable[[], float]]) -> dict[str, Callable[[], float]]:
+    """A peer's call under its name, or none after the results say why the peer cannot make it."""
+    try:
+        return {name: make()}
+    except ValueError as error:
+        results.leave_out(name, str(error))
+        return {}
 
-    def __exit__(self, *_: object) -> None:
-        self.process.communicate()
+
+@contextlib.contextmanager
+def torch_beside(results: Any, python: str | None) -> Iterator[Torch | None]:
+    """torch in the interpreter that was given, or None after the results say why it is left out."""
+    torch = None
+    try:
+        if python is None:
+            raise MissingError("no interpreter that has them was given: --torch PYTHON")
+        torch = Torch(python)
+        results.with_versions(torch.versions)
+    except MissingError as error:
+        results.leave_out("torch and torchao", str(error))
+    try:
+        yield torch
+    finally:
+        if torch is not None:
+            torch.peer.close()

@@ -7,7 +7,6 @@ is that of the process in all its threads, and hardly depends on what else the m
 """
 
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -43,10 +42,7 @@ def main() -> None:
     for _ in range(rounds):
         for name, program in PROGRAMS.items():
             runs[name].append(start(program))
-    kinds = {
-        name: [Timing(min(t), statistics.median(t) / min(t) - 1) for t in zip(*found, strict=True)]
-        for name, found in runs.items()
-    }
+    kinds = {name: [Timing.of(t) for t in zip(*found, strict=True)] for name, found in runs.items()}
     nothing = [t.seconds for t in kinds.pop("nothing")]
     rows = []
     for name, times in kinds.items():

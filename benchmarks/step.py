@@ -1,11 +1,15 @@
-"""A training step of a small transformer: float32, octavo int8, Qwix int8 and AQT int8, interleaved.
+"""A training step of a small transformer: float32, octavo, Qwix and AQT in int8, torch and torchao, interleaved.
 
-    python benchmarks/step.py [--quick] [--json FILE]
+    python benchmarks/step.py [--quick] [--json FILE] [--torch PYTHON]
 
 Four layers, width 512, MLP 2048, 8 heads, 2048 tokens as 16 x 128 and as 4 x 512; forward, backward and AdamW. The
 linear layers are quantized, the rest stays in float32; in the row "+ attention" the two products of attention are int8
 too. The row "no linears" replaces every linear layer by next to nothing: what a step costs besides them, and so the
-limit of what quantizing them can give. Prints time, peak temporary memory and compile time.
+limit of what quantizing them can give. "octavo fp8" is float8 with a scale for each tensor. Prints time, peak temporary
+memory and compile time.
+
+PYTHON is an interpreter with torch and torchao, whose steps are between ours: the same model and optimizer, compiled by
+inductor, in float32 and as torchao trains it in int8 and in float8. Each is held against torch's own float32 too.
 """
 
 import functools
@@ -16,8 +20,9 @@ import warnings
 import jax
 import jax.numpy as jnp
 import optax
-from matmul import contenders
-from timing import Results, arguments, side_by_side
+from matmul import PLAIN, contenders
+from peers import Torch, attempt, torch_beside
+from timing import Results, Timing, arguments, side_by_side
 
 import octavo
 
@@ -62,27 +67,34 @@ def loss(params: dict, tokens: jax.Array, dot, einsum) -> jax.Array:
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
+    options = arguments(__doc__, peers=("torch",)).parse_args()
     repeats = 3 if options.quick else 9
     warnings.simplefilter("ignore", DeprecationWarning)  # aqtp 0.9 converts arrays to dtypes implicitly
-    how = f"best of {repeats} interleaved rounds"
-    results = Results("qwix", "aqtp", "optax", how=how, file=options.json)
-    for batch, length in ((16, 128), (4, 512))[: 1 if options.quick else 2]:
-        compare(results, batch, length, repeats)
+    results = Results("qwix", "aqtp", "optax", how=f"best of {repeats} interleaved rounds", file=options.json)
+    with torch_beside(results, options.torch) as torch:
+        for batch, length in ((16, 128), (4, 512))[: 1 if options.quick else 2]:
+            compare(results, batch, length, repeats, torch)
 
 
-def compare(results: Results, batch: int, length: int, repeats: int) -> None:
+def ways() -> dict:
+    """What multiplies the linear layers of each contender, and what the rest of attention."""
+    found = {name: (dot, jnp.einsum) for name, dot in contenders().items()}
+    int8 = functools.partial(octavo.einsum, config=octavo.DotConfig.qt("int8"))
+    found["octavo + attention"] = (found["octavo"][0], int8)
+    fp8 = octavo.DotConfig.qt("float8_e4m3fn", "float8_e5m2", per_tensor=True)
+    found["octavo fp8"] = (lambda x, w: octavo.dot_general(x, w, PLAIN, config=fp8), jnp.einsum)
+    found["no linears"] = (lambda x, w: x[:, :1] * w[:1], jnp.einsum)
+    return found
+
+
+def compare(results: Results, batch: int, length: int, repeats: int, torch: Torch | None) -> None:
     """One table: every contender on the same tokens."""
     params = init(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, VOCAB)
     adam = optax.adamw(1e-3)
     state = adam.init(params)
-    int8 = functools.partial(octavo.einsum, config=octavo.DotConfig.qt("int8"))
-    ways = {name: (dot, jnp.einsum) for name, dot in contenders().items()}
-    ways["octavo + attention"] = (ways["octavo"][0], int8)
-    ways["no linears"] = (lambda x, w: x[:, :1] * w[:1], jnp.einsum)
-    calls, memory, compiling = {}, {}, {}
-    for name, (dot, einsum) in ways.items():
+    calls, costs = {}, {}
+    for name, (dot, einsum) in ways().items():
 
         def step(params, state, tokens, dot=dot, einsum=einsum):
             value, grads = jax.value_and_grad(loss)(params, tokens, dot, einsum)
@@ -91,31 +103,43 @@ def compare(results: Results, batch: int, length: int, repeats: int) -> None:
 
         start = time.perf_counter()
         compiled = jax.jit(step).lower(params, state, tokens).compile()
-        compiling[name] = time.perf_counter() - start
-        memory[name] = compiled.memory_analysis().temp_size_in_bytes
+        costs[name] = (compiled.memory_analysis().temp_size_in_bytes / 1e6, time.perf_counter() - start)
         calls[name] = (compiled, (params, state, tokens))
+    if torch is not None:
+        calls |= steps_of(torch, results, batch, length)
     t = side_by_side(calls, repeats=repeats)
-    rows = [
-        [
-            name,
-            f"{1e3 * timing.seconds:.0f}",
-            f"{t['f32'].seconds / timing.seconds:.2f}",
-            f"{memory[name] / 1e6:.0f}",
-            f"{memory[name] / memory['f32']:.3f}",
-            f"{compiling[name]:.1f}",
-            f"{compiling[name] / compiling['f32']:.2f}",
-            f"{timing.spread:.0%}",
-        ]
-        for name, timing in t.items()
-    ]
-    ours = t["octavo"].seconds
+    rivals = {"qwix": "Qwix", "aqt": "AQT", "torch int8": "torchao's int8"}
+    ahead = [f"{t[name].seconds / t['octavo'].seconds:.2f}x as {words}" for name, words in rivals.items() if name in t]
     results.add(
         f"A training step on {batch} x {length} tokens",
-        ["", "ms", "f32 / it", "temporary MB", "of f32", "trace and compile s", "of f32", "spread"],
-        rows,
-        f"octavo is {t['qwix'].seconds / ours:.2f}x as fast as Qwix, {t['aqt'].seconds / ours:.2f}x as AQT.",
+        ["", "ms", "f32 / it", "torch f32 / it", "temporary MB", "of f32", "trace and compile s", "of f32", "spread"],
+        [row(name, t, costs) for name in t],
+        f"octavo is {', '.join(ahead).replace('x as', 'x as fast as', 1)}. Memory and compile time are those that XLA "
+        "tells of; torch's are not measured.",
         ratios=["f32 / it"],
     )
+
+
+def steps_of(torch: Torch, results: Results, batch: int, length: int) -> dict:
+    """torch's steps, as calls."""
+    sizes = {"batch": batch, "length": length}
+    sizes |= {"layers": LAYERS, "width": WIDTH, "hidden": HIDDEN, "heads": HEADS, "vocab": VOCAB}
+    found = {}
+    for name, kind in (("torch f32", "float32"), ("torch int8", "int8"), ("torch float8", "float8")):
+        found |= attempt(results, name, functools.partial(torch.step, kind, **sizes))
+    return found
+
+
+def row(name: str, t: dict[str, Timing], costs: dict[str, tuple[float, float]]) -> list[str]:
+    """Cells of a contender: times, and memory and compile time where they are known."""
+    cells = [name, f"{1e3 * t[name].seconds:.0f}", f"{t['f32'].seconds / t[name].seconds:.2f}"]
+    cells.append(f"{t['torch f32'].seconds / t[name].seconds:.2f}" if "torch f32" in t else "")
+    if name in costs:
+        (memory, compiling), base = costs[name], costs["f32"]
+        cells += [f"{memory:.0f}", f"{memory / base[0]:.3f}", f"{compiling:.1f}", f"{compiling / base[1]:.2f}"]
+    else:
+        cells += [""] * 4
+    return [*cells, f"{t[name].spread:.0%}"]
 
 
 if __name__ == "__main__":

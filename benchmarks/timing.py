@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +24,11 @@ class Timing:
 
     seconds: float
     spread: float
+
+    @classmethod
+    def of(cls, runs: Sequence[float]) -> "Timing":
+        """The timing of runs, given the seconds of each."""
+        return cls(min(runs), statistics.median(runs) / min(runs) - 1)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ def side_by_side(calls: Mapping[str, Any], *, repeats: int) -> dict[str, Timing]
     for _ in range(repeats):
         for name, call in calls.items():
             runs[name].append(_seconds(call))
-    return {name: Timing(min(t), statistics.median(t) / min(t) - 1) for name, t in runs.items()}
+    return {name: Timing.of(t) for name, t in runs.items()}
 
 
 def _seconds(call: tuple[Callable, tuple[Any, ...]] | Callable[[], float]) -> float:
@@ -93,6 +99,12 @@ def spreads(timings: Mapping[str, Timing]) -> str:
     return f"{max(t.spread for t in timings.values()):.0%}"
 
 
+def progress(text: str) -> None:
+    """Show where a script is on one line of the terminal, if there is one."""
+    if sys.stderr.isatty():
+        print(f"\r{text:60}\r", end="", file=sys.stderr, flush=True)
+
+
 def header(*packages: str) -> str:
     """Versions, processor and devices, as two lines."""
     cpu = machine.cpu()
@@ -105,12 +117,18 @@ def header(*packages: str) -> str:
     )
 
 
-def arguments(doc: str, *, quick: str = "fewer repeats") -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes: --quick and --json."""
+PEERS = {"torch": "torch and torchao", "llama": "llama-cpp-python"}
+"""What runs in an interpreter of its own, by the option that names it."""
+
+
+def arguments(doc: str, *, quick: str = "fewer repeats", peers: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes, --quick and --json, and an option for the interpreter of each peer."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc.strip(), formatter_class=form)
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", metavar="FILE", help="write the tables there too")
+    for name in peers:
+        parser.add_argument(f"--{name}", metavar="PYTHON", help=f"an interpreter with {PEERS[name]}")
     return parser
 
 
@@ -120,7 +138,9 @@ class Results:
     def __init__(self, *packages: str, how: str, file: str | None) -> None:
         self.about, self.how, self.file = header(*packages), how, file
         self.tables: list[Table] = []
+        self.left_out: list[str] = []
         print(self.about, how, sep="\n", flush=True)
+        self._write()
 
     def add(
         self,
@@ -138,6 +158,24 @@ class Results:
     def keep(self, table: Table) -> None:
         """Add a table that was printed in another form."""
         self.tables.append(table)
+        self._write()
+
+    def with_versions(self, text: str) -> None:
+        """Name versions that a peer's process told of."""
+        if text not in self.how:
+            self.how += f"; {text}"
+            print(text, flush=True)
+            self._write()
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Say what is not measured here, and why; once, however often it is asked for."""
+        text = f"{what} ({why})"
+        if text not in self.left_out:
+            self.left_out.append(text)
+            print(f"left out: {text}", flush=True)
+            self._write()
+
+    def _write(self) -> None:
         if self.file:
-            found = {"header": self.about, "how": self.how, "tables": [asdict(table) for table in self.tables]}
-            Path(self.file).write_text(json.dumps(found, indent=1))
+            found = {"header": self.about, "how": self.how, "left_out": self.left_out}
+            Path(self.file).write_text(json.dumps(found | {"tables": [asdict(t) for t in self.tables]}, indent=1))

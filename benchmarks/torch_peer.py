@@ -2,8 +2,8 @@
 
     PYTHON benchmarks/torch_peer.py    (reads a line of JSON for each request, answers with one)
 
-A request `{"make": key, "kind": ..., "shape": [m, k, n]}` prepares a linear layer, `{"run": key}` answers with the
-seconds of one call. It imports nothing of Octavo or JAX. Compiled by inductor, as torchao's own pages ask for.
+A request `{"make": key, "what": "linear" or "step", "kind": ..., "sizes": ...}` prepares a call, `{"run": key}` answers
+with the seconds of one. It imports nothing of Octavo or JAX. Compiled by inductor, as torchao's own pages ask for.
 """
 
 import json
@@ -16,12 +16,16 @@ import warnings
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 warnings.simplefilter("ignore")
+# In this process: compilers that it leaves behind would count as what others do to the machine.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import torch  # noqa: E402
+import torch_step  # noqa: E402
 
 
-def linear(kind, m, k, n):
+def linear(kind, sizes):
     """A call of one linear layer on m rows, k inputs and n outputs."""
+    m, k, n = sizes
     torch.manual_seed(0)
     layer = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False)).eval()
     x = torch.randn(m, k)
@@ -39,13 +43,16 @@ def linear(kind, m, k, n):
     return call
 
 
+MAKERS = {"linear": linear, "step": torch_step.step}
+
+
 def versions():
     try:
         import torchao
 
         return f"torch {torch.__version__}, torchao {torchao.__version__}"
     except ImportError:
-        return f"torch {torch.__version__}, no torchao"
+        return f"torch {torch.__version__}"
 
 
 def main():
@@ -55,7 +62,7 @@ def main():
         request = json.loads(line)
         try:
             if "make" in request:
-                calls[request["make"]] = linear(request["kind"], *request["shape"])
+                calls[request["make"]] = MAKERS[request["what"]](request["kind"], request["sizes"])
                 calls[request["make"]]()
                 answer = 0.0
             else:

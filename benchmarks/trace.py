@@ -15,7 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import qwix
-from timing import Results, arguments
+from timing import Results, Timing, arguments
 
 import octavo
 
@@ -75,7 +75,7 @@ def main() -> None:
     tokens = jnp.zeros((4, 128), jnp.int32)
     models = contenders(layers)
     params = models["float"].init(jax.random.key(0), tokens)["params"]
-    best: dict[str, list[float]] = {name: [1e9, 1e9, 1e9] for name in models}
+    runs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in models}
     sizes = {}
     for _ in range(rounds):
         for name, model in models.items():
@@ -91,21 +91,23 @@ def main() -> None:
             lowered_at = time.perf_counter()
             lowered.compile()
             end = time.perf_counter()
-            now = traced_at - start, lowered_at - traced_at, end - lowered_at
-            best[name] = [min(pair) for pair in zip(best[name], now, strict=True)]
+            runs[name].append((traced_at - start, lowered_at - traced_at, end - lowered_at))
             sizes[name] = size(traced.jaxpr), len(str(traced.jaxpr).splitlines())
-    whole = sum(best["float"])
+    # Parts and their sum are each the fastest of all rounds.
+    best = {name: [Timing.of(part) for part in zip(*found, strict=True)] for name, found in runs.items()}
+    whole = {name: Timing.of([sum(parts) for parts in found]) for name, found in runs.items()}
     rows = [
         [
             name,
-            *(f"{part:.2f}" for part in parts),
-            f"{sum(parts):.2f}",
-            f"{sum(parts) / whole:.2f}",
+            *(f"{part.seconds:.2f}" for part in parts),
+            f"{whole[name].seconds:.2f}",
+            f"{whole[name].seconds / whole['float'].seconds:.2f}",
             *map(str, sizes[name]),
+            f"{whole[name].spread:.0%}",
         ]
         for name, parts in best.items()
     ]
-    columns = ["", "trace s", "lower s", "compile s", "sum s", "of float", "equations", "lines"]
+    columns = ["", "trace s", "lower s", "compile s", "sum s", "of float", "equations", "lines", "spread"]
     results.add("Tracing and compiling the gradient of a transformer", columns, rows)
 
 

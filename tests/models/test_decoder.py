@@ -135,11 +135,16 @@ def test_bfloat16_is_close_and_really_used(config):
     assert 1e-4 < error < 0.05
     sites = octavo.quantized(functools.partial(apply, low), "int8", on_unmatched="ignore").sites(params, *inputs)
     kinds = {site.path.split("/")[-1]: site.lhs[1] for site in sites}
-    assert kinds["query"] == kinds["wo"] == "bfloat16"
     assert kinds.get("router", "float32") == "float32"
+    assert kinds["query"] == kinds["wo"] == "bfloat16"
     assert kinds["token_embedder" if config.tied_logits else "logits_dense"] == "float32"
-    cheap = octavo.quantized(functools.partial(apply, low.replace(float32_logits=False)), "int8")
-    assert {site.lhs[1] for site in cheap.sites(params, *inputs) if "router" not in site.path} == {"bfloat16"}
+    cheap = low.replace(float32_logits=False)
+    sites = octavo.quantized(functools.partial(apply, cheap), "int8", on_unmatched="ignore").sites(params, *inputs)
+    assert {site.lhs[1] for site in sites if "router" not in site.path} == {"bfloat16"}
+    # Logits are summed in float32 all the same.
+    narrow, _ = run(cheap, params, *inputs)
+    assert not np.array_equal(narrow, narrow.astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_allclose(narrow, logits, rtol=2**-6, atol=2**-6)
 
 
 def test_weights_are_kept_in_their_own_dtype():

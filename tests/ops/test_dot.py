@@ -94,12 +94,32 @@ def data(shapes, dtype=jnp.float32, seed=0):
     return [jnp.asarray(rng.normal(size=s), dtype) for s in shapes]
 
 
+# The parts of the reference are compiled whole: one primitive after the other, a block format is two hundred programs.
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def quantize(how, x):
+    q = how.quantize(x)
+    return q, q.dequantize(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def fold(grad_in, q, dims):
+    """The gradient with the scale of the residual moved into it, and what is left of that; None if it cannot be."""
+    from octavo.ops.dot import _fold
+
+    folded = _fold(grad_in, q, dims)
+    if folded is None:
+        return None
+    grad_in = folded[0].product() if hasattr(folded[0], "product") else folded[0]
+    return grad_in, folded[1].dequantize(jnp.float32)
+
+
 def fake(operand, x, contract, batch=()):
     """An operand as the matmul sees it: quantized, dequantized, in float64."""
     if operand is None:
         return np.asarray(x, np.float64)
-    how = operand.quantizer(x.ndim, contracting=contract, batch=batch)
-    return np.asarray(how.quantize(x).dequantize(jnp.float32), np.float64)
+    return np.asarray(quantize(operand.quantizer(x.ndim, contracting=contract, batch=batch), x)[1], np.float64)
 
 
 def exact(lhs, rhs, dims):
@@ -127,7 +147,7 @@ def reference(config, lhs, rhs, g, numbers):
         hat[name] = fake(operand, x, contract, batch)
     if config.fwd.lhs is not None and config.fwd.lhs.dequant == "other":
         how = config.fwd.lhs.quantizer(lhs.ndim, contracting=dims.lhs_contract, batch=dims.lhs_batch)
-        q = how.quantize(lhs)
+        q, _ = quantize(how, lhs)
         scale = np.asarray(q.scale, np.float32).T
         hat["lhs"] = np.asarray(q.qvalue, np.float64)
         hat["rhs"] = fake(config.fwd.rhs, rhs * scale, dims.rhs_contract)
@@ -144,15 +164,12 @@ def reference(config, lhs, rhs, g, numbers):
             grad_in = rotate(grad_in, matmul.rotate, axis=d.lhs_contract[-1])
             residual = rotate(residual, matmul.rotate, axis=d.rhs_contract[-1])
         if matmul.residual == "reuse" and operand is not None and matmul.lhs is not None:
-            q = operand.quantizer(x.ndim, contracting=sides[name][2], batch=sides[name][3]).quantize(x)
-            from octavo.ops.dot import _fold
-
-            folded = _fold(grad_in, q, d)
+            q, _ = quantize(operand.quantizer(x.ndim, contracting=sides[name][2], batch=sides[name][3]), x)
+            folded = fold(grad_in, q, d)
             if folded is None:
                 residual = jnp.asarray(fake(matmul.rhs or operand, residual, d.rhs_contract, d.rhs_batch), jnp.float32)
             else:
-                grad_in, residual = folded[0], folded[1].dequantize(jnp.float32)
-                grad_in = grad_in.product() if hasattr(grad_in, "product") else grad_in
+                grad_in, residual = folded
         elif matmul.residual != "reuse":
             residual = jnp.asarray(fake(matmul.rhs, residual, d.rhs_contract, d.rhs_batch), jnp.float32)
         hat_g = fake(matmul.lhs, grad_in, d.lhs_contract, d.lhs_batch)

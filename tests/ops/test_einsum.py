@@ -39,18 +39,21 @@ def data(shapes):
     return [jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes]
 
 
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize(("equation", "shapes"), [(e, s) for e, *s in CASES], ids=[c[0] for c in CASES])
 @pytest.mark.sampled(18)
+@pytest.mark.parametrize(("equation", "shapes"), [(e, s) for e, *s in CASES], ids=[c[0] for c in CASES])
 def test_every_equation(equation, shapes):
     xs = data(shapes)
     want = np.einsum(equation.replace(" ", ""), *(np.asarray(x, np.float64) for x in xs))
     np.testing.assert_allclose(octavo.einsum(equation, *xs), want, atol=1e-5)
-    low = jax.jit(lambda *xs: octavo.einsum(equation, *xs, config=DotConfig.qt("int8")))(*xs)
+
+    def square(xs):
+        out = octavo.einsum(equation, *xs, config=DotConfig.qt("int8"))
+        return jnp.sum(out**2), out
+
+    grads, low = jax.jit(jax.grad(square, has_aux=True))(xs)
     assert low.shape == want.shape
     assert np.linalg.norm(low - want) <= 0.02 * np.linalg.norm(want)
-    grads = jax.grad(lambda xs: jnp.sum(octavo.einsum(equation, *xs, config=DotConfig.qt("int8")) ** 2))(xs)
-    exact = jax.grad(lambda xs: jnp.sum(jnp.einsum(equation.replace(" ", ""), *xs) ** 2))(xs)
+    exact = jax.jit(jax.grad(lambda xs: jnp.sum(jnp.einsum(equation.replace(" ", ""), *xs) ** 2)))(xs)
     for a, b in zip(grads, exact, strict=True):
         assert np.linalg.norm(a - b) <= 0.06 * np.linalg.norm(b)
 

@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import octavo
 from octavo import kernels
 from octavo.ops import Dims
 from octavo.ops.multiply import describe, multiply
+from octavo.transform.traffic import read_traffic
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.status())
 
@@ -238,3 +241,53 @@ def test_ragged_products_have_no_kernel():
     config = octavo.DotConfig.qat("int8").replace(lowering="kernel")
     with pytest.raises(ValueError, match="ragged products have no kernel"):
         octavo.ragged_dot(jnp.ones((4, 8)), jnp.ones((2, 8, 4)), jnp.asarray([2, 2]), config=config)
+
+
+# Several devices: XLA cannot cut a custom call, and would bring all of the matrix to every device for it.
+
+MESH = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+
+
+def spread(q, axis):
+    """A QArray whose arrays are cut along an axis where it is long enough."""
+    spec = lambda x: P(*("fsdp" if a == axis and x.shape[a] % 8 == 0 else None for a in range(x.ndim)))  # noqa: E731
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(MESH, spec(x))), q)
+
+
+@pytest.mark.parametrize("axis", [0, 1], ids=["depth", "columns"])
+@pytest.mark.parametrize("kind", ["float rows, int8", "float rows, int4", "int8 rows, int8"])
+def test_on_a_mesh_no_matrix_is_gathered(kind, axis):
+    x = rows(4)
+    q = quantized("int4", group=32) if "int4" in kind else quantized("int8")
+    if kind.startswith("int8"):
+        x = octavo.quantize(x, "int8", channelwise_axes=(0,))
+    dims = dims_of(x, q)
+    assert "octavo_" in text(x, q, dims)
+    wanted = run(x, q, dims, "auto")
+    everywhere = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(MESH, P())), x)
+    with jax.set_mesh(MESH):
+        compiled = run.lower(everywhere, spread(q, axis), dims, "auto").compile()
+        found = run(everywhere, spread(q, axis), dims, "auto")
+    assert "octavo_" not in compiled.as_text()
+    assert not [c for c in read_traffic(compiled.as_text()).collectives if c.kind == "all-gather"]
+    if kind.startswith("int8"):
+        np.testing.assert_array_equal(found, wanted)
+    else:
+        assert (np.abs(np.asarray(found) - np.asarray(wanted)) <= bound(x, q, dims)).all()
+
+
+def test_inside_of_shard_map_each_device_runs_the_kernel():
+    x, q = rows(4), quantized("int8")
+    dims = dims_of(x, q)
+    body = lambda x, q: multiply(x, q, dims, dtype=jnp.float32)  # noqa: E731
+    specs = jax.tree.map(lambda leaf: P(None, "fsdp"), q)
+    fn = jax.jit(jax.shard_map(body, mesh=MESH, in_specs=(P(), specs), out_specs=P(None, "fsdp"), check_vma=False))
+    wide = octavo.quantize(weight((DEPTH, 8 * COLUMNS)), "int8", channelwise_axes=(1,))
+    assert "octavo_float_matvec" in fn.lower(x, wide).as_text()
+    np.testing.assert_array_equal(fn(x, wide), run(x, wide, dims, "auto"))
+
+
+def test_a_forced_kernel_is_refused_on_a_mesh():
+    x, q = rows(4), quantized("int8")
+    with jax.set_mesh(MESH), pytest.raises(ValueError, match=r"over the devices of the mesh: use jax\.shard_map"):
+        run(x, q, dims_of(x, q), "kernel")

@@ -3,11 +3,14 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+import octavo
 from octavo.models import ModelConfig, init_params
 from octavo.pretrained import Leaf, Source, convert_model, weight_rules
 from octavo.pretrained.source import paths_of
+from octavo.qarray.histogram import histogram
 from octavo.report import record_conversion
 from octavo.report.record import CONVERSION, EVALUATION, write_record
 from octavo.train.metrics import MetricWriter
@@ -60,6 +63,15 @@ def _operands(number, layers):
     }
 
 
+FORMATS = {"int8": "int8", "fp8": "float8_e4m3fn", "nvfp4": "nvfp4"}
+
+
+def _histograms(fmt):
+    drawn = np.random.default_rng(0).standard_t(4, size=(64, 64)).astype(np.float32)
+    codes = octavo.quantize(jnp.asarray(drawn), fmt, channelwise_axes=(0,))
+    return [histogram(f"decoder/layers_{i}/mlp/wo/kernel", drawn, codes, sqnr_db=20.0 + i) for i in range(2)]
+
+
 def evaluate(directory, *, against="float", perplexity=12.5):
     """The record of an evaluation."""
     measured = lambda mean, error: {"mean": mean, "error": error}  # noqa: E731
@@ -97,6 +109,10 @@ def comparison(recipes=("int8", "fp8"), seeds=2, steps=30):
             floats = [0.1 + 0.001 * (step % 5) for step in range(steps)]
             runs.append({"name": name, "seed": seed, "loss": loss, "eval_loss": loss[9::10], "step_seconds": times})
             runs[-1] |= {"float_seconds": floats, "memory_bytes": 1000 - 100 * number}
+        if number:
+            sites = {f"decoder/layers/{product}/dot_general0": _operands(k, 3) for k, product in enumerate(PRODUCTS)}
+            first = runs[-seeds]
+            first |= {"telemetry": [{"step": steps - 1, "sites": sites}], "histograms": _histograms(FORMATS[name])}
         row = {"name": name, "loss": 2 + 0.01 * number, "gap": 0.005 * number, "gap_low": 0.004 * number}
         row |= {"gap_high": 0.006 * number, "step_ratio": 1 - 0.1 * number, "memory_ratio": 1 - 0.1 * number}
         table.append(row | {"share": 0.9 if number else 0.0})

@@ -200,6 +200,22 @@ def test_table_sorts_by_keyboard(visit):
     assert column(table, 1) == sorted(ascending, reverse=True)
 
 
+@pytest.mark.parametrize("name", ["comparison", "conversion"])
+def test_worst_tensors_are_drawn_over_the_values_of_their_format(visit, name):
+    page = visit(name)
+    part = page.get_by_role("region", name="Worst tensors").first
+    drawings = part.get_by_role("img")
+    assert drawings.count() >= 2
+    for i in range(drawings.count()):
+        bars, marks = (drawings.nth(i).locator(f"path.{kind}").bounding_box() for kind in ("bars", "marks"))
+        box = drawings.nth(i).bounding_box()
+        assert bars["height"] > 0.3 * box["height"]
+        assert marks["y"] >= bars["y"] + bars["height"], "the grid is below the bars"
+        assert marks["width"] > 0.6 * box["width"]
+    part.get_by_text("The same as a table").click()
+    assert part.get_by_role("table").is_visible()
+
+
 def test_links_lead_to_their_sections(visit):
     page = visit("training")
     links = page.get_by_role("navigation").get_by_role("link")

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from octavo.report import compare_report
+from tests.report import samples
 from tests.report.page import Page, check
 
 NAMES = ("float", "int8", "fp8_full")
@@ -137,3 +138,24 @@ def test_what_each_recipe_quantized_and_how_well_it_fits(tmp_path):
     assert "Plan, int8" in page.text
     assert "1 of 1 products are quantized, 100.0 % of forward FLOPs" in page.text
     assert "fp8_full" not in page.text.split("Error by layer, int8")[1].split("Configuration")[0]
+
+
+def test_the_worst_weights_of_each_recipe_are_drawn_over_their_grid(tmp_path):
+    found = samples.comparison()
+    page = read(compare_report(found, tmp_path / "c.html"))
+    for name, fmt, values in (("int8", "int8", 256), ("fp8", "float8_e4m3fn", 253)):
+        part = page.source.split(f'aria-labelledby="worst-tensors-{name}"')[1].split("</section>")[0]
+        assert part.count("<svg") == part.count("<figure") == 2
+        assert f"decoder/layers_1/mlp/wo/kernel</code><br>{fmt}, per channel of axis 0: 21.0 dB" in part
+        marks = re.findall(r'class="marks many" d="([^"]*)"', part)
+        assert [drawn.count("M") for drawn in marks] == [values, values]
+    assert "Worst tensors, float" not in page.text
+    assert page.text.count("Weights with the lowest signal to noise at the end of the run.") == 2
+
+
+def test_a_page_of_many_recipes_stays_small(tmp_path):
+    found = samples.comparison(("int8", "fp8", "nvfp4"), seeds=1)
+    worst = {run["name"]: 2 * run["histograms"] for run in found["runs"] if "histograms" in run}
+    one = found["runs"][1]
+    found["runs"] += [one | {"name": f"r{i}", "histograms": worst["int8"]} for i in range(20)]
+    read(compare_report(found, tmp_path / "c.html"))  # which asserts that it is below 2 MB

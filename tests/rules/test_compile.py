@@ -83,6 +83,15 @@ def test_the_weight_gradient_has_its_tile_on_either_side():
     assert (left(rule).dlhs.lhs.tile, left(rule).drhs.lhs.tile) == (64, None)
 
 
+def test_the_weight_gradient_has_its_accumulator_on_either_side():
+    rule = QtRule(**QT, bwd_weight_grad_accumulator="bfloat16")
+    assert (right(rule).dlhs.accumulator, right(rule).drhs.accumulator) == (None, "bfloat16")
+    assert (left(rule).dlhs.accumulator, left(rule).drhs.accumulator) == ("bfloat16", None)
+    assert neither(rule).drhs.accumulator is None
+    with pytest.raises(ValueError, match="bwd_weight_grad_accumulator"):
+        QtRule(**QT, bwd_weight_grad_accumulator="int32")
+
+
 def test_per_matmul_settings_follow_the_weight():
     fwd = Matmul(Operand("int8"), Operand("int4"))
     rule = QtRule(fwd=fwd, dlhs=Matmul(Operand("int8")), drhs=Matmul(Operand("float8_e5m2")))

@@ -166,7 +166,8 @@ def test_what_stablehlo_multiplies():
     lines = (
         "%1 = stablehlo.dot_general %a, %b, contracting_dims = [1] x [0] : "
         "(tensor<8x4xf8E4M3FN>, tensor<4x2xf8E5M2>) -> tensor<8x2xf32>",
-        '%0 = "chlo.ragged_dot"(%a, %b, %c) <{x = #chlo.ragged_dot<lhs = [1]>}> : '
+        '%0 = "chlo.ragged_dot"(%a, %b, %c) <{ragged_dot_dimension_numbers = #chlo.ragged_dot<'
+        "lhs_contracting_dimensions = [1], rhs_contracting_dimensions = [1], rhs_group_dimensions = [0]>}> : "
         "(tensor<8x4xi8>, tensor<2x4x3xi8>, tensor<2xi32>) -> tensor<8x3xi32>",
     )
     assert multiplied("\n".join((*lines, lines[1]))) == [
@@ -186,6 +187,7 @@ STEPS = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"quantization": "int8"},
+    "int8 of bfloat16": {"quantization": "int8", "dtype": "bfloat16"},
     "fp8_full": {"quantization": "fp8_full", "use_qwix_quantization": True},
     "deepseek_fp8": {"quantization": "deepseek_fp8", "use_qwix_quantization": True},
     "published": {
@@ -198,14 +200,28 @@ STEPS = {
 
 
 @functools.cache
-def _weights(name, platform):
-    """The bytes of weights that a device sends in a step: between CPUs, as the compiled program has it."""
+def _traffic(name, platform):
+    """What a device sends in a step: between CPUs, as the compiled program has it."""
     config = Config(**TINY | {"base_emb_dim": 128, "base_mlp_dim": 512} | STEPS[name])
     setup = Setup(config)
     traced = setup.program("train", 0).trace(setup.state, setup.batch)
     lowered = traced.lower(lowering_platforms=(platform,))
     text = lowered.compile().as_text() if platform == "cpu" else partitioned_hlo(lowered)
-    return read_traffic(text).weights()
+    return read_traffic(text)
+
+
+def _weights(name, platform):
+    return _traffic(name, platform).weights()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bfloat16", "int8 of bfloat16"])
+def test_nothing_is_sent_wider_than_it_is_multiplied(name):
+    """Logits are summed in float32, of a table in bfloat16."""
+    sent = [c for c in _traffic(name, "tpu").collectives if c.is_weight]
+    assert [c for c in sent if c.dtype == "bf16" and c.shape == (64, 128)]
+    assert not [c for c in sent if c.dtype == "f32" and len(c.shape) > 1 and min(c.shape) > 1]
+    assert _weights("int8 of bfloat16", "tpu") <= 0.55 * _weights("bfloat16", "tpu")
 
 
 @pytest.mark.slow
@@ -231,3 +247,30 @@ def test_both_sides_in_processes_of_their_own():
 def test_what_does_not_fit_the_devices_is_refused_as_in_training():
     with pytest.raises(ConfigError, match="ici_fsdp_parallelism=3, but there are 16 devices"):
         list(look_ahead(Config(**TINY | {"ici_fsdp_parallelism": 3}), topology("cpu:16")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["", "int8", "deepseek_fp8"])
+def test_experts_are_shared_out_evenly(quantization):
+    """No device multiplies what another one does, and tokens are sent to the devices of their experts alone."""
+    more = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "base_emb_dim": 128,
+        "base_mlp_dim": 128,
+        "base_moe_mlp_dim": 128,
+        "ici_expert_parallelism": 4,
+        "sharding_tolerance": 0.5,
+        "max_target_length": 32,
+        "quantization": quantization,
+        "use_qwix_quantization": True,
+    }
+    found = look("step", Config(**{**TINY, **more}), topology("tpu:v5e-8"))
+    assert sum(found.flops.values()) == pytest.approx(found.even, rel=0.02)
+    kernels = {(row["op"], row["lhs"]) for row in found.lowered if row["op"].startswith("octavo_")}
+    kind = {"": "f32", "int8": "i8", "deepseek_fp8": "f8E4M3FN"}[quantization]
+    assert kernels == {("octavo_gmm", kind), ("octavo_tgmm", kind)}
+    # A token, its gradient and what the experts make of both, each sent to the three other devices of the four.
+    tokens = 8 * 32 * 128 * 4
+    most = max(c["total"] for c in found.largest if c["group_size"] == 4)
+    assert most < 8 * tokens

@@ -49,11 +49,63 @@ def test_a_third_of_float32_and_half_of_bfloat16(quantization):
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "fp8_full", "deepseek_fp8"])
 def test_experts_are_gathered_as_codes(quantization):
-    """In float, XLA leaves them where they are and sends activations; the products of codes want them whole."""
     shapes = {(4, 64, 32), (4, 32, 64)}
     gathered = [c for c in traffic(quantization=quantization, **EXPERTS).collectives if c.shape in shapes]
     assert len(gathered) >= 6
     assert {(c.kind, c.dtype) for c in gathered} == {("all-gather", "s8" if quantization == "int8" else "u8")}
+
+
+EXPERT = {**EXPERTS, "ici_expert_parallelism": 4, "quantization": "int8", "dtype": "bfloat16"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "sent"), [("int8", "s8"), ("float8_e4m3fn", "u8")])
+def test_tokens_go_to_experts_in_low_precision(dtype, sent):
+    """Forward and where a layer is computed once more; what comes back, and gradients, are in the model's own dtype."""
+
+    def dispatched(kind: str, **changes) -> int:
+        # 32 tokens of each of the four devices that share experts, 64 wide.
+        found = traffic(**EXPERT, **changes).collectives
+        return sum(c.total for c in found if c.kind == "all-gather" and c.shape == (128, 64) and c.dtype == kind)
+
+    wide, rest = dispatched("bf16"), dispatched("bf16", expert_dispatch_dtype=dtype)
+    low = dispatched(sent, expert_dispatch_dtype=dtype)
+    assert low > 0
+    assert wide - rest == 2 * low
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_tokens_in_low_precision_train_as_in_float(dtype):
+    """A token is rounded once more, as finely as its products round it."""
+    more = {**EXPERT, "dtype": "float32", "steps": 6}
+    curves = [
+        [float(trainer.step()["learning/loss"]) for _ in range(6)]
+        for trainer in (Trainer(small(**{**FSDP, **more, **sent})) for sent in ({}, {"expert_dispatch_dtype": dtype}))
+    ]
+    assert curves[0] != curves[1]
+    np.testing.assert_allclose(*curves, rtol=5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "fp8_full", "deepseek_fp8"])
+def test_gradients_of_weights_are_scattered_in_bfloat16_where_one_says_so(quantization):
+    """As a step in bfloat16 does; all else that is sent stays."""
+    half = {"dtype": "bfloat16", "quantization": quantization}
+    wide, low = (traffic(**half, weight_gradient_accumulator=dtype) for dtype in ("", "bfloat16"))
+    sums = [sum(c.total for c in t.collectives if c.kind != "all-gather" and c.total > 1000) for t in (wide, low)]
+    assert sums[1] < 0.7 * sums[0]
+    assert low.weights() == wide.weights()
+
+
+@pytest.mark.slow
+def test_weight_gradients_summed_in_bfloat16_train_as_those_in_float32():
+    curves = [
+        steps(quantization="fp8_full", weight_gradient_accumulator=dtype, ici_data_parallelism=1)[0]
+        for dtype in ("", "bfloat16")
+    ]
+    assert curves[0] != curves[1]
+    np.testing.assert_allclose(*curves, rtol=5e-3)
 
 
 @pytest.mark.slow

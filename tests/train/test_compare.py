@@ -110,14 +110,19 @@ def test_a_run_that_diverges_ends_alone(monkeypatch):
 
     monkeypatch.setattr(compare, "Trainer", Fake)
     monkeypatch.setattr(compare, "Telemetry", Measured)
+    monkeypatch.setattr(compare, "worst_weights", lambda trainer: [{"path": "w"}])
     lines: list[str] = []
     found = Comparison(small(steps=4), ["int4", "int8"], eval_points=2, say=lines.append)
     _, int4, int8 = found.run()
     assert [len(r.loss) for r in (int4, int8)] == [2, 4]
     assert math.isnan(int4.final_loss)
     assert int8.final_loss == 1
-    assert (int8.plan, int8.telemetry) == ({"rows": []}, [{"step": 3, "sites": {}}])
-    assert (int4.plan, int4.telemetry) == (None, [])
+    assert (int8.plan, int8.telemetry, int8.histograms) == (
+        {"rows": []},
+        [{"step": 3, "sites": {}}],
+        [{"path": "w"}],
+    )
+    assert (int4.plan, int4.telemetry, int4.histograms) == (None, [], [])
     assert "int4: the loss of step 1 is not finite; this run ends here" in lines
     assert "nan" in str(found)
 

@@ -188,7 +188,22 @@ CONFLICTS = [
         {"dcn_data_parallelism": -1, "dcn_fsdp_parallelism": -1},
         "of the sizes across slices one may be -1: dcn_data_parallelism=-1, dcn_stage_parallelism=1, ",
     ),
-    ({"shard_mode": "explicit"}, "shard_mode=explicit: where the trainer's arrays lie between operations is left to"),
+    (
+        {"shard_mode": "explicit", "ici_context_parallelism": 2},
+        "shard_mode=explicit leaves the tokens of a row together, but ici_context_parallelism=2 and dcn_context_",
+    ),
+    (
+        {"shard_mode": "explicit", "gradient_reduce_dtype": "int8"},
+        "shard_mode=explicit adds up gradients in float, but gradient_reduce_dtype=int8",
+    ),
+    (
+        {"expert_dispatch_dtype": "int8", "quantization": "int8"},
+        "expert_dispatch_dtype=int8 is about tokens on their way to experts, but num_experts=1",
+    ),
+    (
+        {"expert_dispatch_dtype": "int8", **MOE},
+        'expert_dispatch_dtype=int8 is a field of rules, but quantization="" and quantization_rules_path="" give none',
+    ),
     ({"mesh_axes": ("fsdp", "data", "fsdp")}, "mesh_axes=fsdp,data,fsdp: an axis is there twice"),
     (
         {"num_processes": 2, "process_id": 2},

@@ -258,22 +258,32 @@ CASES = [
 ]
 
 
-@functools.cache
-def curve(recipe: str, mesh: str, kind: str) -> tuple[float, ...]:
-    """Twenty losses; the mesh "ulp" is one device whose weights are off by one in the last place, at random."""
+def trainer_of(recipe: str, mesh: str | None, kind: str) -> Trainer:
     changes = {**RECIPES[recipe], **(EXPERTS if kind == "experts" else {}), "steps": 20}
     changes |= TILES if recipe == "deepseek" else {}
-    changes |= {"sharding_tolerance": 2.0} if "stage" in mesh else {}
-    trainer = Trainer(meshed(2, **MESHES[mesh], **changes) if mesh in MESHES else single(2, **changes))
-    if mesh == "ulp":
-        rng = np.random.default_rng(0)
+    changes |= {"sharding_tolerance": 2.0} if mesh and "stage" in mesh else {}
+    return Trainer(meshed(2, **MESHES[mesh], **changes) if mesh else single(2, **changes))
 
-        def off(x):
-            return jax.device_put(np.nextafter(x, np.where(rng.random(x.shape) < 0.5, np.float32(9), np.float32(-9))))
 
-        params = jax.tree.map(off, trainer.state.params)
-        trainer.resume(type(trainer.state)(**{**vars(trainer.state), "params": params}))
-    return tuple(float(trainer.step()["learning/loss"]) for _ in range(20))
+def twenty(trainer: Trainer) -> np.ndarray:
+    return np.asarray([float(trainer.step()["learning/loss"]) for _ in range(20)])
+
+
+@functools.cache
+def one_device(recipe: str, kind: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """Twenty losses, and those with weights that are off by one in the last place, at random (not in float)."""
+    trainer = trainer_of(recipe, None, kind)
+    # A step gives its arrays away.
+    start, rng = jax.tree.map(jnp.copy, trainer.state), np.random.default_rng(0)
+    losses = twenty(trainer)
+    if recipe == "float":
+        return losses, None
+
+    def off(x):
+        return jax.device_put(np.nextafter(x, np.where(rng.random(x.shape) < 0.5, np.float32(9), np.float32(-9))))
+
+    trainer.resume(type(start)(**{**vars(start), "params": jax.tree.map(off, start.params)}))
+    return losses, twenty(trainer)
 
 
 @pytest.mark.slow
@@ -285,15 +295,69 @@ def test_twenty_steps_are_those_of_one_device(recipe, mesh, kind):
     its token's product is off by a part in 127, or in 16. What one device does when its weights are off in their last
     place is the measure of that: a mesh may be as far off, and a little more because twenty steps are a small sample.
     """
-    one, many = np.asarray(curve(recipe, "one", kind)), np.asarray(curve(recipe, mesh, kind))
+    (one, near), many = one_device(recipe, kind), twenty(trainer_of(recipe, mesh, kind))
     assert one[-1] < one[0] - 0.2
     if recipe == "float":
         np.testing.assert_allclose(many, one, rtol=1e-5)
         return
     assert abs(many[0] - one[0]) < 2e-3
     np.testing.assert_allclose(many, one, rtol=5e-3)
-    drift = np.abs(np.asarray(curve(recipe, "ulp", kind)) - one).mean()
+    drift = np.abs(near - one).mean()
     assert np.abs(many - one).mean() < 4 * drift + 1e-4
+
+
+EXPLICIT = {
+    "data2-fsdp2-tensor2": {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
+    "fsdp8": MESHES["fsdp8"],
+    "fsdp2-tensor2-expert2": MESHES["fsdp2-tensor2-expert2"],
+    "stage2-fsdp4": {"ici_stage_parallelism": 2, "sharding_tolerance": 2.0},
+}
+
+
+def explicit_losses(mode: str, steps: int, **changes) -> list[float]:
+    trainer = Trainer(meshed(2, shard_mode=mode, **changes))
+    kind = jax.sharding.AxisType.Explicit if mode == "explicit" else jax.sharding.AxisType.Auto
+    assert {kind} == set(trainer.setup.mesh.axis_types)
+    return [float(trainer.step()["learning/loss"]) for _ in range(steps)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "mesh", "changes"),
+    [
+        ("float", "data2-fsdp2-tensor2", {}),
+        ("float", "stage2-fsdp4", {"logits_via_embedding": False}),
+        ("int8", "data2-fsdp2-tensor2", {}),
+        ("int8", "fsdp8", {"gradient_accumulation_steps": 2}),
+        ("int8", "data2-fsdp2-tensor2", {"use_batch_split_schedule": True, "remat_policy": "full"}),
+        ("fp8_full", "data2-fsdp2-tensor2", {"scan_layers": False}),
+        ("delayed", "data2-fsdp2-tensor2", {}),
+        ("int8", "fsdp2-tensor2-expert2", EXPERTS),
+    ],
+)
+def test_explicit_shardings_train_as_automatic_ones(recipe, mesh, changes):
+    """The first loss of an integer recipe is the same to the last bit: its products are, and so is what is between."""
+    changes = {**RECIPES[recipe], **EXPLICIT[mesh], **changes}
+    auto, explicit = (explicit_losses(mode, 3, **changes) for mode in ("auto", "explicit"))
+    if recipe == "int8":
+        assert explicit[0] == auto[0]
+    np.testing.assert_allclose(explicit, auto, rtol=1e-6 if recipe == "float" else 1e-3)
+
+
+def test_an_explicit_step_has_a_type():
+    """Without running it: the state comes out of a step as it went in, and every product of it is planned."""
+    setup = Setup(
+        meshed(2, shard_mode="explicit", **EXPLICIT["data2-fsdp2-tensor2"], **RECIPES["int8"]), vocab_size=256
+    )
+    state = abstract_train_state(setup.config, setup.mesh, vocab_size=256)
+    batch = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=setup.batch_sharding) for name, x in setup.batch.items()
+    }
+    out, _ = jax.eval_shape(functools.partial(setup.stepper.train, step=0), state, batch)
+    specs = jax.tree.map(lambda x: x.sharding.spec, (state.params, out.params))
+    assert specs[0] == specs[1]
+    auto = Setup(setup.config.replace(shard_mode="auto"), vocab_size=256)
+    assert [row.rule for row in setup.plan().rows] == [row.rule for row in auto.plan().rows]
 
 
 def logits(trainer: Trainer) -> np.ndarray:

@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import export
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -245,6 +246,34 @@ def test_ragged_matmuls_by_hand():
     codes = [jax.ShapeDtypeStruct(x.shape, jnp.int8) for x in (X, experts)]
     ragged = functools.partial(jax.lax.ragged_dot, preferred_element_type=jnp.int32)
     assert rows(verify(ragged, *codes, sizes)) == [("native", False, 1, ONE)]
+
+
+def ragged_texts(fn, *shapes):
+    """The program for tpu as it is exported, and as it is lowered: ragged matmuls are written in two forms."""
+    exported = export.export(jax.jit(fn), platforms=["tpu"])(*shapes).mlir_module()
+    return exported, jax.jit(fn).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+
+
+@pytest.mark.parametrize("kind", ["float", "int8", "gradients"])
+def test_ragged_matmuls_in_both_forms(kind):
+    sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
+    experts = jax.ShapeDtypeStruct((3, 64, 32), jnp.float32)
+    low = functools.partial(octavo.ragged_dot, config=DotConfig.qat("int8"))
+    fn = {"float": jax.lax.ragged_dot, "int8": low, "gradients": training(jax.lax.ragged_dot)}[kind]
+    exported, lowered = ragged_texts(fn, X, experts, sizes)
+    assert '"chlo.ragged_dot"(' in lowered
+    assert '"chlo.ragged_dot" %' in exported
+    wanted = {
+        "float": [("16x64xf32", "3x64x32xf32", "16x32xf32")],
+        "int8": [("16x64xi8", "3x64x32xi8", "16x32xi32")],
+        "gradients": [
+            ("16x64xf32", "3x64x32xf32", "16x32xf32"),
+            ("16x64xf32", "16x32xf32", "3x64x32xf32"),
+            ("16x32xf32", "3x64x32xf32", "16x64xf32"),
+        ],
+    }[kind]
+    for text in (exported, lowered):
+        assert sorted(read_stablehlo(text)) == sorted(("ragged_dot", *types, 1, ONE) for types in wanted)
 
 
 def test_batched_matmuls_by_hand():

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
+from octavo import _sharding
 from octavo._config import Config
 from octavo._typing import Array, Bool, Float
 
@@ -200,7 +201,7 @@ class Percentile(Calibration):
             raise ValueError(f"a percentile is above 0 and at most 100, got {self.percent}")
 
     def measure(self, x, *, axes, mask=None, round_trip=None):
-        magnitude = jnp.abs(x)
+        magnitude = _sharding.joined(jnp.abs(x))
         if mask is None:
             return {"absmax": jnp.percentile(magnitude, self.percent, axis=axes, keepdims=True).astype(x.dtype)}
         magnitude = jnp.where(mask, magnitude, jnp.nan)

@@ -35,7 +35,7 @@ class _ClipSearch(Calibration):
             return (jnp.minimum(least, now), jnp.where(now < least, clip, chosen)), None
 
         first, *others = (np.float32(c) for c in self.clip_candidates)
-        start = (error(first.astype(x.dtype)), jnp.full(absmax.shape, first, x.dtype))
+        start = (error(first.astype(x.dtype)), jnp.full_like(absmax, first))
         (_, chosen), _ = jax.lax.scan(step, start, jnp.asarray(others, x.dtype))
         return {"absmax": absmax * chosen}
 

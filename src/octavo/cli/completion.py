@@ -10,11 +10,15 @@ __all__ = ["SHELLS", "run"]
 
 @dataclasses.dataclass(frozen=True)
 class _Words:
-    """What can be typed: commands with a sentence each, the options of each, and keys with the values they take."""
+    """What can be typed: commands with a sentence each, the options of each, and keys with the values they take.
+
+    `keyed` commands take keys, `closed` ones no file.
+    """
 
     commands: dict[str, str]
     options: dict[str, dict[str, str]]
     keyed: tuple[str, ...]
+    closed: tuple[str, ...]
     keys: dict[str, tuple[str, ...]]
 
 
@@ -35,7 +39,15 @@ def _words(parser: argparse.ArgumentParser) -> _Words:
     }
     # Those that print their own help take key=value words.
     keyed = tuple(name for name, sub in commands.choices.items() if not sub.add_help)
-    return _Words(sentences, options, keyed, _keys())
+    closed = tuple(
+        name for name, sub in commands.choices.items() if name not in keyed and not any(map(_open, sub._actions))
+    )
+    return _Words(sentences, options, keyed, closed, _keys())
+
+
+def _open(action: argparse.Action) -> bool:
+    """Whether any word can follow, so that it may be a file."""
+    return action.nargs != 0 and action.choices is None
 
 
 def _keys() -> dict[str, tuple[str, ...]]:
@@ -88,7 +100,7 @@ def _quoted(text: str) -> str:
 def _zsh(words: _Words) -> str:
     commands = " ".join(_quoted(name)[:-1] + ":" + _quoted(text)[1:] for name, text in words.commands.items())
     plain = [
-        f"    {name}) compadd -- {' '.join(options)}; _files ;;"
+        f"    {name}) compadd -- {' '.join(options)}{'; _files' * (name not in words.closed)} ;;"
         for name, options in words.options.items()
         if name not in words.keyed
     ]
@@ -129,10 +141,16 @@ def _fish(words: _Words) -> str:
         for option, help_ in words.options[name].items():
             kind = f"-l {option[2:]}" if option.startswith("--") else f"-a {option}"
             lines.append(f"complete -c octavo -n '__fish_seen_subcommand_from {name}' {kind} -d {_quoted(help_)}")
-    seen = f"__fish_seen_subcommand_from {' '.join(words.keyed)}"
+    # Fish offers files besides, unless it is told not to.
+    lines.append(f"complete -c octavo -n '__fish_seen_subcommand_from {' '.join(words.closed)}' -f")
+    seen = f"__fish_seen_subcommand_from {' '.join(words.keyed)}; and "
+    keys = " ".join(f"{key}=" for key in words.keys)
+    lines.append(f"complete -c octavo -n '{seen}not string match -q \"*=*\" -- (commandline -ct)' -a '{keys}'")
     for key, values in words.keys.items():
-        typed = " ".join(f"{key}={value}" for value in values) or f"{key}="
-        lines.append(f"complete -c octavo -n '{seen}' -a '{typed}'")
+        if values:
+            typed = " ".join(f"{key}={value}" for value in values)
+            here = f'{seen}string match -q "{key}=*" -- (commandline -ct)'
+            lines.append(f"complete -c octavo -n '{here}' -f -a '{typed}'")
     return "\n".join(lines) + "\n"
 
 

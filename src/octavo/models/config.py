@@ -67,7 +67,7 @@ class ModelConfig(Config):
     weight_dtype: str = "float32"
     """In which parameters are kept."""
     float32_logits: bool = True
-    """Whether the logits are multiplied in float32, too."""
+    """Whether logits are multiplied in float32, too; they are always summed in it."""
     placement: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Along which axes of JAX's mesh each axis of activations is cut, by its logical name; nothing: no constraints."""
 

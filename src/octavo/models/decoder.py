@@ -18,6 +18,7 @@ from octavo.models.layers import Dense, Embed, Mlp, RMSNorm
 from octavo.models.moe import MoeBlock
 from octavo.models.placing import ROWS, place
 from octavo.models.remat import remat
+from octavo.models.typed import by_the_compiler
 
 
 class Aux(NamedTuple):
@@ -85,7 +86,7 @@ class DecoderLayer(nnx.Module):
         x = x + y
         y = self.post_self_attention_layer_norm(x)
         if self.is_moe:
-            y, load_balance = self.moe_block(y)
+            y, load_balance = by_the_compiler(self.moe_block, y)
         else:
             y, load_balance = self.mlp(y), jnp.zeros((), jnp.float32)
         return place(self.config, x + y, *ROWS, "activation_embed"), load_balance, cache
@@ -211,5 +212,6 @@ class Decoder(nnx.Module):
         """Of what comes out of the last layer."""
         if self.config.float32_logits:
             x = x.astype(jnp.float32)
-        logits = self.token_embedder.attend(x) if self.config.tied_logits else self.decoder.logits_dense(x)
-        return place(self.config, logits.astype(jnp.float32), *ROWS, "activation_vocab")
+        # The table is as wide as what it multiplies: where it lies in parts, that is what is sent.
+        head = self.token_embedder.attend if self.config.tied_logits else self.decoder.logits_dense
+        return place(self.config, head(x, jnp.float32), *ROWS, "activation_vocab")

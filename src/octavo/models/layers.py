@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from octavo._sharding import joined
 from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray, Shaped
 from octavo.models.remat import light, named
+from octavo.models.typed import look_up, product_sharding
 
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "silu": jax.nn.silu,
@@ -38,12 +40,15 @@ class Dense(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(outputs, jnp.dtype(dtype)))
         self.use_bias = use_bias
 
-    def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
+    def __call__(
+        self, x: Float[Array, "*batch inputs"], dtype: DTypeLike | None = None
+    ) -> Float[Array, "*batch outputs"]:
+        """The product, summed in `dtype` if that is given."""
         # As one matrix of rows: for the gradient of a batch of them, XLA's CPU backend takes half as long again.
-        rows = x.reshape(-1, x.shape[-1])
-        out = rows @ self.kernel[...].astype(x.dtype)
+        rows, kernel = x.reshape(-1, x.shape[-1]), self.kernel[...].astype(x.dtype)
+        out = jnp.matmul(rows, kernel, preferred_element_type=dtype, out_sharding=product_sharding(rows, kernel))
         if self.use_bias:
-            out = out + jnp.broadcast_to(self.bias[...].astype(x.dtype), out.shape)
+            out = out + jnp.broadcast_to(self.bias[...].astype(out.dtype), out.shape)
         return out.reshape(*x.shape[:-1], -1)
 
 
@@ -58,7 +63,7 @@ class RMSNorm(nnx.Module):
         def norm(x: Array, scale: Array) -> Array:
             wide = x.astype(jnp.float32)
             normal = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-            return (normal * jnp.broadcast_to(scale.astype(jnp.float32), x.shape)).astype(x.dtype)
+            return (normal * jnp.broadcast_to(joined(scale.astype(jnp.float32)), x.shape)).astype(x.dtype)
 
         return light(norm)(x, self.scale[...])
 
@@ -71,11 +76,13 @@ class Embed(nnx.Module):
         self.embedding = nnx.Param(init(rngs.params(), (count, size), jnp.dtype(dtype)))
 
     def __call__(self, tokens: Shaped[Array, "*batch"], dtype: str) -> Float[Array, "*batch size"]:
-        # A token beyond the table gives NaN, which is noticed; the nearest row would not be.
-        return jnp.take(self.embedding[...].astype(jnp.dtype(dtype)), tokens, axis=0, mode="fill")
+        return look_up(self.embedding[...].astype(jnp.dtype(dtype)), tokens)
 
-    def attend(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch count"]:
-        return jax.lax.dot_general(x, self.embedding[...].astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
+    def attend(self, x: Float[Array, "*batch size"], dtype: DTypeLike | None = None) -> Float[Array, "*batch count"]:
+        """The logits, summed in `dtype` if that is given."""
+        table, numbers = self.embedding[...].astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ()))
+        where = product_sharding(x, table, columns=0)
+        return jax.lax.dot_general(x, table, numbers, preferred_element_type=dtype, out_sharding=where)
 
 
 def gated(activation: str, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -4,6 +4,8 @@ Shazeer et al., arXiv:1701.06538; load balancing as in Fedus et al., Switch Tran
 experts * sum over experts of (share of tokens) * (mean probability), which is 1 where both are even.
 """
 
+import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -13,7 +15,11 @@ from flax import nnx
 from octavo._typing import Array, Float, Shaped
 from octavo.models.config import ModelConfig
 from octavo.models.layers import Dense, Mlp, gated, matrix
+from octavo.models.placing import ROWS, cut_axes
 from octavo.models.remat import named
+from octavo.ops import ragged_dot
+from octavo.ops.dispatch import Dispatch, collect, one_hot, route, spread
+from octavo.ops.parts import Parts
 
 
 class Experts(nnx.Module):
@@ -23,10 +29,13 @@ class Experts(nnx.Module):
         self.kernel = nnx.Param(matrix(rngs.params(), (count, inputs, outputs), dtype, gain=gain))
 
     def __call__(
-        self, rows: Float[Array, "rows inputs"], sizes: Shaped[Array, "experts"]
+        self, rows: Float[Array, "rows inputs"], sizes: Shaped[Array, "..."], parts: Parts | None = None
     ) -> Float[Array, "rows outputs"]:
-        """Rows sorted by expert, of which each has as many as `sizes` says."""
-        return jax.lax.ragged_dot(rows, self.kernel[...].astype(rows.dtype), sizes)
+        """Rows sorted by expert, of which each has as many as `sizes` says; in `parts` on a mesh, if so."""
+        kernel = self.kernel[...].astype(rows.dtype)
+        if parts is None:
+            return jax.lax.ragged_dot(rows, kernel, sizes)
+        return ragged_dot(rows, kernel, sizes, parts=parts)
 
     def every(self, formula: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """All of the experts for all tokens."""
@@ -36,24 +45,25 @@ class Experts(nnx.Module):
 class Choice(NamedTuple):
     """Which experts each token goes to, and how much each of them counts."""
 
-    experts: Shaped[Array, "tokens k"]
-    weights: Float[Array, "tokens k"]
+    experts: Shaped[Array, "*tokens k"]
+    weights: Float[Array, "*tokens k"]
     load_balance: Float[Array, ""]
 
 
-def choose(logits: Float[Array, "tokens experts"], k: int) -> Choice:
+def choose(logits: Float[Array, "*tokens experts"], k: int, how: Dispatch | None = None) -> Choice:
     """The k likeliest experts of each token.
 
     Their weights sum to one. A single expert counts by its probability instead: with a constant weight of one the
-    router would never learn.
+    router would never learn. On a mesh each device looks at its own tokens.
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
-    weights, experts = jax.lax.top_k(probabilities, k)
+    weights, experts = jax.lax.top_k(probabilities, k) if how is None else how.top(probabilities)
     if k > 1:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    count = logits.shape[-1]
-    share = jnp.bincount(experts.reshape(-1), length=count) / experts.size
-    load_balance = count * jnp.sum(share * jnp.mean(probabilities, axis=0))
+    count, tokens = logits.shape[-1], tuple(range(logits.ndim - 1))
+    # Compared rather than counted: on a mesh a sum is cut as its terms are.
+    share = jnp.sum(one_hot(experts, count), axis=(*tokens, -2), dtype=jnp.int32) / experts.size
+    load_balance = count * jnp.sum(share * jnp.mean(probabilities, axis=tokens))
     return Choice(experts, weights, load_balance)
 
 
@@ -73,10 +83,15 @@ class MoeBlock(nnx.Module):
         self.config = config
 
     def __call__(self, x: Float[Array, "batch length size"]) -> tuple[Float[Array, "batch length size"], Array]:
-        tokens = x.reshape(-1, x.shape[-1])
-        choice = choose(self.router(tokens.astype(jnp.float32)), self.config.experts_per_token)
-        out = self.sparse(tokens, choice) if self.config.sparse_matmul else self.dense(tokens, choice)
-        out = out.reshape(x.shape)
+        how = dispatch_of(self.config, x.shape) if self.config.sparse_matmul else None
+        choice = choose(self.router(x.astype(jnp.float32)), self.config.experts_per_token, how)
+        if how is not None:
+            out = self.cut(x, choice, how)
+        else:
+            run = self.sparse if self.config.sparse_matmul else self.dense
+            tokens, k = x.reshape(-1, x.shape[-1]), self.config.experts_per_token
+            flat = choice._replace(experts=choice.experts.reshape(-1, k), weights=choice.weights.reshape(-1, k))
+            out = run(tokens, flat).reshape(x.shape)
         if self.config.shared_experts:
             out = out + self.shared_experts(x)
         return out, choice.load_balance
@@ -89,10 +104,33 @@ class MoeBlock(nnx.Module):
         back = jnp.argsort(order)
         sizes = jnp.bincount(flat, length=self.config.num_experts)
         rows = permute(jnp.repeat(tokens, k, axis=0), order, back)
-        gate, up = named(self.wi_0(rows, sizes), "mlpwi_0"), named(self.wi_1(rows, sizes), "mlpwi_1")
-        out = named(self.wo(gated(self.config.activation, gate, up), sizes), "mlpwo")
-        out = permute(out, back, order)
+        out = permute(self.multiplied(rows, sizes), back, order)
         return weighted(out.reshape(-1, k, tokens.shape[1]), choice.weights)
+
+    def cut(
+        self, x: Float[Array, "batch length size"], choice: Choice, how: Dispatch
+    ) -> Float[Array, "batch length size"]:
+        """The same on a mesh: each token goes to the devices of its experts."""
+        order, sizes = route(choice.experts, how)
+        rows = spread(x, order, how, anchor=self.wi_0.kernel[...])
+        _, wide = cut_axes(self.config, "exp", "mlp_moe")
+        _, stored = cut_axes(self.config, "exp", "embed_moe")
+        wide = tuple(axis for axis in wide if axis not in how.parts.rows)
+        stored = tuple(axis for axis in stored if axis in how.parts.rows)
+        into = dataclasses.replace(how.parts, outputs=wide, scattered=(1, stored))
+        out_of = dataclasses.replace(how.parts, inputs=wide, scattered=(2, stored))
+        return collect(how, self.multiplied(rows, sizes, into, out_of), choice.weights, order)
+
+    def multiplied(
+        self,
+        rows: Float[Array, "rows size"],
+        sizes: Shaped[Array, "..."],
+        into: Parts | None = None,
+        out_of: Parts | None = None,
+    ) -> Float[Array, "rows size"]:
+        """What the experts make of rows that are sorted by them."""
+        gate, up = named(self.wi_0(rows, sizes, into), "mlpwi_0"), named(self.wi_1(rows, sizes, into), "mlpwi_1")
+        return named(self.wo(gated(self.config.activation, gate, up), sizes, out_of), "mlpwo")
 
     def dense(self, tokens: Float[Array, "tokens size"], choice: Choice) -> Float[Array, "tokens size"]:
         """Each token goes to all experts, and most of them count nothing: the same result for more work."""
@@ -101,6 +139,20 @@ class MoeBlock(nnx.Module):
         out = named(self.wo.every("tef,efd->ted", gated(self.config.activation, gate, up)), "mlpwo")
         picked = jax.nn.one_hot(choice.experts, self.config.num_experts, dtype=jnp.float32)
         return weighted(out, jnp.sum(picked * choice.weights[..., None], axis=1))
+
+
+def dispatch_of(config: ModelConfig, shape: tuple[int, ...]) -> Dispatch | None:
+    """How tokens of this shape go to their experts on JAX's current mesh; None on one device, and for numbers of rows
+    that do not divide among devices, which XLA lays out as it can."""
+    if not config.placement:
+        return None
+    (batch, length), (experts,) = cut_axes(config, *ROWS), cut_axes(config, "exp")
+    mesh = jax.sharding.get_abstract_mesh()
+    ways = [math.prod(mesh.shape[axis] for axis in axes) for axes in (batch, length, experts)]
+    sizes = (*shape[:2], config.num_experts)
+    if not (batch or length or experts) or any(size % count for size, count in zip(sizes, ways, strict=True)):
+        return None
+    return Dispatch(mesh, batch, length, experts, config.num_experts, config.experts_per_token)
 
 
 def weighted(parts: Float[Array, "tokens k size"], weights: Float[Array, "tokens k"]) -> Float[Array, "tokens size"]:

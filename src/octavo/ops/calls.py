@@ -28,7 +28,8 @@ class KnownCall:
     primitive: str
     params: dict[str, Any]
     """The JAX primitive that it stands for, and the parameters that tell its axes."""
-    config: DotConfig
+    config: DotConfig | None
+    """None for one that is written in float, and left to rules."""
     tree: Any
     """The structure of its arguments: lhs, rhs and whatever follows."""
     shapes: tuple[tuple[int, ...], ...]
@@ -52,7 +53,7 @@ def call_known(
     op: str,
     primitive: str,
     params: dict[str, Any],
-    config: DotConfig,
+    config: DotConfig | None,
     run: Callable[..., Array],
 ) -> Array:
     """`fn(call, *args)` in a scope by which `known_call` finds it again."""

@@ -113,7 +113,8 @@ class Matmul(Config):
     impossible; "requantize" quantizes the forward's low-bit value again, by `rhs`, along this matmul's contraction;
     "original" keeps the float value, quantized by `rhs` if that is given. `rotate` multiplies both operands with a
     Hadamard matrix of blocks of that size along the last contracted axis, which spreads outliers and cancels out.
-    `accumulator` is the dtype in which floats are summed (float32 unless given); integers always sum in int32.
+    `accumulator` is the dtype in which floats are summed, and the products of tiles (float32 unless given); the
+    integers of a tile always sum in int32.
     """
 
     lhs: Operand | None = None

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from octavo import _sharding
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.api import result_dtype
 from octavo.ops.calls import call_known
@@ -25,6 +26,7 @@ from octavo.ops.training import (
     once_differentiable,
     quantize_operand,
     save,
+    settled,
     six_keys,
     trace_of,
     trackers_of,
@@ -81,7 +83,7 @@ def conv_general_dilated(
     _refuse(config)
     check_scaling(config, scaling or {})
     lhs, rhs = vary_alike(lhs, rhs)
-    call = _Call(dims, config, dtype, precision, out_sharding, *explicit_shardings(lhs, rhs))
+    call = _Call(dims, config, dtype, precision, out_sharding, explicit_shardings(lhs, rhs))
     return call_known(
         _conv,
         call,
@@ -129,8 +131,7 @@ class _Call(NamedTuple):
     dtype: np.dtype
     precision: Any
     out_sharding: Any
-    lhs_sharding: Any
-    rhs_sharding: Any
+    operand_shardings: tuple[Any, Any]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -140,6 +141,7 @@ def _conv(call: _Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling
 
 def _forward(call: _Call, lhs: Factor, rhs: Factor, key: PRNGKeyArray | None, scaling: Scaling):
     keys, fwd, dims = six_keys(key), call.config.fwd, call.dims
+    lhs, rhs = settled(lhs, rhs)
     left, seen_lhs = _operand(fwd.lhs, lhs, dims.lhs[0], keys[0], scaling, "lhs")
     right, seen_rhs = _operand(fwd.rhs, rhs, dims.rhs[0], keys[1], scaling, "rhs")
     out = convolve(
@@ -158,6 +160,7 @@ def _conv_fwd(call: _Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, sca
     out, (left, right, seen, keys) = _forward(call, lhs, rhs, key, scaling)
     config, dims = call.config, call.dims
     # Only what the gradients read is saved, in low precision wherever a gradient takes it so.
+    lhs, rhs = settled(lhs, rhs)
     lhs_saved = lhs if config.drhs.residual == "original" else left
     rhs_saved = rhs if config.dlhs.residual == "original" else right
     masks = [
@@ -172,10 +175,10 @@ def _conv_fwd(call: _Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, sca
 
 def _conv_bwd(call: _Call, residuals: Any, g: Array):
     (lhs, rhs, masks), seen, keys, scaling, like = residuals
-    g = once_differentiable(g, *like)
+    g = once_differentiable(_sharding.settled(g), *like)
     dlhs, seen_dlhs = _dlhs(call, g, rhs, keys[2:4], scaling)
     drhs, seen_drhs = _drhs(call, g, lhs, keys[4:6], scaling)
-    grads = [finish(grad, x, mask) for grad, x, mask in zip((dlhs, drhs), like, masks, strict=True)]
+    grads = [finish(*parts) for parts in zip((dlhs, drhs), like, masks, call.operand_shardings, strict=True)]
     return *grads, None, updated_scaling(call.config, scaling, seen | seen_dlhs | seen_drhs)
 
 
@@ -193,7 +196,7 @@ def _dlhs(call: _Call, g: Array, rhs: Factor, keys, scaling: Scaling):
     left, seen = _operand(matmul.lhs, g, grad.lhs[0], keys[0], scaling, "dlhs")
     right, _ = _operand(how, turned, grad.rhs[0], keys[1], {}, None)
     # Groups of examples come out as groups of features, with the shape and so the sharding of something else.
-    sharding = call.lhs_sharding if dims.batch_groups == 1 else None
+    sharding = _sharding.plain(call.operand_shardings[0]) if dims.batch_groups == 1 else None
     return dims.arrange(_product(call, matmul, (matmul.lhs, left), (how, right), grad, sharding)), seen
 
 
@@ -206,7 +209,9 @@ def _drhs(call: _Call, g: Array, lhs: Factor, keys, scaling: Scaling):
     grad = dims.drhs()
     right, seen = _operand(matmul.lhs, g, grad.rhs[0], keys[0], scaling, "drhs")
     left, _ = _operand(how, lhs, grad.lhs[0], keys[1], {}, None)
-    return _product(call, matmul, (how, left), (matmul.lhs, right), grad, call.rhs_sharding), seen
+    return _product(
+        call, matmul, (how, left), (matmul.lhs, right), grad, _sharding.plain(call.operand_shardings[1])
+    ), seen
 
 
 def _product(call: _Call, matmul: Matmul, left, right, grad: ConvDims, out_sharding: Any) -> Array:

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from octavo import _sharding
+
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
@@ -83,5 +85,6 @@ class Gradient:
         """The sharding of the product before it is arranged, so that the gradient has the one that is wanted."""
         if wanted is None:
             return None
-        spec = [*wanted.spec, *(None for _ in self.order)][: len(self.order)]
-        return NamedSharding(wanted.mesh, PartitionSpec(*(spec[self.order.index(a)] for a in range(len(self.order)))))
+        parts, spec = _sharding.partitions(wanted, len(self.order)), wanted.spec
+        turned = (parts[self.order.index(a)] for a in range(len(self.order)))
+        return NamedSharding(wanted.mesh, PartitionSpec(*turned, unreduced=spec.unreduced, reduced=spec.reduced))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from octavo import _sharding
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import Bounds
 from octavo.ops import dense
@@ -30,6 +31,7 @@ from octavo.ops.training import (
     once_differentiable,
     quantize_operand,
     save,
+    settled,
     six_keys,
     trace_of,
     traced_once,
@@ -58,8 +60,8 @@ def quantized_dot(lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Sca
     lhs, rhs = vary_alike(lhs, rhs)
     if call.config.sparsity is not None:
         n, m = call.config.sparsity
-        mask = nm_mask(rhs, n, m, axis=call.dims.rhs_contract[-1])
-        rhs = masked(rhs, mask)
+        mask = nm_mask(_sharding.settled(rhs), n, m, axis=call.dims.rhs_contract[-1])
+        rhs = masked(rhs, _sharding.restored(mask, _sharding.explicit(rhs)))
     call = call._replace(operand_shardings=explicit_shardings(lhs, rhs))
     return call_known(
         _dot,
@@ -80,7 +82,7 @@ def _dot(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: 
 
 @traced_once
 def _primal(call: Call, lhs: Factor, rhs: Factor, key: PRNGKeyArray | None, scaling: Scaling) -> Array:
-    fwd = call.config.fwd
+    fwd, (lhs, rhs) = call.config.fwd, settled(lhs, rhs)
     if fwd.lhs is not None and dense.is_fused(call.config, lhs, call.dims, call.out_sharding):
         assert not isinstance(lhs, QArray)
         alone, names = fwd.replace(lhs=None), ("lhs", "rhs")
@@ -113,6 +115,7 @@ def _forward(call: Call, lhs: Factor, rhs: Factor, key: PRNGKeyArray | None, sca
 
 @traced_once
 def _dot_fwd(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: Scaling):
+    lhs, rhs = settled(lhs, rhs)
     out, (left, right, seen, keys, smoothed) = _forward(call, lhs, rhs, key, scaling)
     config = call.config
     # Only what the gradients read is saved, in low precision wherever a gradient takes it so.
@@ -127,17 +130,19 @@ def _dot_fwd(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scali
 @traced_once
 def _dot_bwd(call: Call, residuals: Any, g: Array):
     (lhs, rhs, masks), seen, keys, scaling, like = residuals
-    g = once_differentiable(g, *like)
-    dlhs, seen_dlhs = _gradient(call, call.config.dlhs, g, rhs, True, keys[2:4], scaling)
-    drhs, seen_drhs = _gradient(call, call.config.drhs, g, lhs, False, keys[4:6], scaling)
-    grads = [finish(grad, x, mask) for grad, x, mask in zip((dlhs, drhs), like, masks, strict=True)]
+    g, wheres = once_differentiable(_sharding.settled(g), *like), call.operand_shardings
+    # What is masked is summed first: a sum that is not taken has no values to be zero.
+    places = [_sharding.of_gradient(x if m is None else _sharding.plain(x)) for x, m in zip(wheres, masks, strict=True)]
+    dlhs, seen_dlhs = _gradient(call, call.config.dlhs, g, rhs, True, keys[2:4], scaling, places[0])
+    drhs, seen_drhs = _gradient(call, call.config.drhs, g, lhs, False, keys[4:6], scaling, places[1])
+    grads = [finish(*parts) for parts in zip((dlhs, drhs), like, masks, wheres, strict=True)]
     return *grads, None, updated_scaling(call.config, scaling, seen | seen_dlhs | seen_drhs)
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
 
 
-def _gradient(call: Call, matmul: Matmul, g: Any, residual: Factor, of_lhs: bool, keys, scaling: Scaling):
+def _gradient(call: Call, matmul: Matmul, g: Any, residual: Factor, of_lhs: bool, keys, scaling: Scaling, where: Any):
     """One of the two gradients, and what was measured on the way."""
     gradient = call.dims.gradient(of_lhs)
     operand = call.config.fwd.rhs if of_lhs else call.config.fwd.lhs
@@ -167,7 +172,7 @@ def _gradient(call: Call, matmul: Matmul, g: Any, residual: Factor, of_lhs: bool
         dims,
         dtype=jnp.float32,
         precision=call.precision,
-        out_sharding=gradient.sharding(call.operand_shardings[0 if of_lhs else 1]),
+        out_sharding=gradient.sharding(where),
         lowering=call.config.lowering,
         accumulator=matmul.accumulator,
     )
@@ -260,13 +265,13 @@ def _smoothed(lhs: Factor, rhs: Factor, dims: Dims, alpha: float) -> tuple[Array
     mine, theirs = (*dims.lhs_batch, *dims.lhs_contract), (*dims.rhs_batch, *dims.rhs_contract)
     left = jnp.max(jnp.abs(lhs), axis=dims.lhs_remaining, keepdims=True, initial=0)
     right = jnp.max(jnp.abs(rhs), axis=dims.rhs_remaining, keepdims=True, initial=0)
-    right = _across(right, theirs, mine, lhs.ndim)
+    right = _sharding.beside(_across(right, theirs, mine, lhs.ndim), left)
     s = left**alpha / right ** (1 - alpha)
     # What is not finite stays so, for its own row alone.
     s = jnp.where((s > 0) & jnp.isfinite(s), s, 1)
     # An index whose one side is all zeros adds nothing: the other side must not widen a range with it.
     used = ((left != 0) & (right != 0)).astype(wide)
-    return lhs * (used / s), rhs * _across(used * s, mine, theirs, rhs.ndim)
+    return lhs * (used / s), rhs * _sharding.beside(_across(used * s, mine, theirs, rhs.ndim), rhs)
 
 
 def _sides(call: Call, lhs: Array, rhs: Array):

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from octavo import _sharding
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.api import dot_general, init_scaling
 from octavo.ops.config import DotConfig
@@ -214,10 +215,10 @@ def _in_order(sharding: Any, order: str | None, result: str) -> Any:
     """A sharding of the einsum's result, for a product whose axes come in another order."""
     if sharding is None or order is None:
         return None
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    axes = dict(zip(order, [*spec, *(None for _ in order)], strict=False))
-    own = PartitionSpec(*(axes[c] for c in result))
-    return NamedSharding(sharding.mesh, own) if isinstance(sharding, NamedSharding) else own
+    spec = _sharding.spec_of(sharding)
+    axes = dict(zip(order, _sharding.partitions(sharding, len(order)), strict=True))
+    own = PartitionSpec(*(axes[c] for c in result), unreduced=spec.unreduced, reduced=spec.reduced)
+    return _sharding.with_spec(sharding, own)
 
 
 def _sum_out(term: _Term, keep: set[str]) -> _Term:

@@ -23,6 +23,7 @@ from octavo.ops.gather import brought, kept
 from octavo.ops.grouped import Rows, group_absmax
 from octavo.ops.grouped_multiply import multiply_groups, multiply_rows
 from octavo.ops.lowering import materialize
+from octavo.ops.parts import Parts
 from octavo.ops.sparsity import nm_mask
 from octavo.ops.training import (
     Scaling,
@@ -56,6 +57,7 @@ class Call(NamedTuple):
     config: DotConfig
     dtype: np.dtype
     precision: Any
+    parts: Parts | None = None
 
     @property
     def how(self) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def quantized_ragged_dot(
         n, m = config.sparsity
         rhs = masked(rhs, nm_mask(rhs, n, m, axis=1))
     # Rows of no group are cut off here, on the way in and on the way out, and thereby in the gradients as well.
-    call = Call(config, jnp.dtype(dtype), precision)
+    call = Call(config, jnp.dtype(dtype), precision, rows.parts)
     out = call_known(
         _dot,
         call,
@@ -117,6 +119,55 @@ def init_ragged_scaling(config: DotConfig, lhs: Any, rhs: Any) -> Scaling:
     return state
 
 
+class FloatCall(NamedTuple):
+    """What is static about one ragged dot in float whose rows lie in parts."""
+
+    dtype: np.dtype
+    precision: Any
+    parts: Parts | None
+
+
+def float_ragged_dot(lhs: Array, rhs: Array, rows: Rows, *, dtype: Any, precision: Any = None) -> Array:
+    """[m, k] x [g, k, n] -> [m, n] in float, of rows that lie in parts; a rule may still quantize it."""
+    call = FloatCall(jnp.dtype(dtype), precision, rows.parts)
+    return call_known(
+        _float,
+        call,
+        (lhs, rhs, rows.sizes),
+        op="ragged_dot",
+        primitive="ragged_dot_general",
+        params={
+            "ragged_dot_dimension_numbers": _NUMBERS,
+            "precision": precision,
+            "preferred_element_type": call.dtype,
+            "parts": rows.parts,
+        },
+        config=None,
+        run=_float,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _float(call: FloatCall, lhs: Array, rhs: Array, sizes: Array) -> Array:
+    rows = Rows(lhs.shape[0], sizes, call.parts)
+    return multiply_groups(lhs, rhs, rows, dtype=call.dtype, precision=call.precision)
+
+
+def _float_fwd(call: FloatCall, lhs: Array, rhs: Array, sizes: Array):
+    return _float(call, lhs, rhs, sizes), (lhs, rhs, sizes)
+
+
+def _float_bwd(call: FloatCall, saved: Any, g: Array):
+    lhs, rhs, sizes = saved
+    rows, how = Rows(lhs.shape[0], sizes, call.parts), {"precision": call.precision}
+    g = rows.keep(g)
+    dlhs = multiply_groups(g, rhs, rows, contract=2, dtype=lhs.dtype, **how)
+    return dlhs, multiply_rows(rows.keep(lhs), g, rows, dtype=rhs.dtype, **how), None
+
+
+_float.defvjp(_float_fwd, _float_bwd)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(call: Call, lhs: Array, rhs: Array, sizes: Array, key: PRNGKeyArray | None, scaling: Scaling) -> Array:
     return _forward(call, lhs, rhs, sizes, key, scaling)[0]
@@ -126,7 +177,7 @@ def _forward(call: Call, lhs: Factor, rhs: Factor, sizes: Array, key: PRNGKeyArr
     keys, fwd = six_keys(key), call.config.fwd
     left, right, seen = quantize_operands(fwd, lhs, rhs, _FWD, keys[:2], scaling, ("lhs", "rhs"))
     left, right = kept(call.config.gather, left, right)
-    whole, rows = brought(call.config.gather, left, right), Rows(lhs.shape[0], sizes)
+    whole, rows = brought(call.config.gather, left, right), Rows(lhs.shape[0], sizes, call.parts)
     out = multiply_groups(as_input(fwd.lhs, whole[0]), as_input(fwd.rhs, whole[1]), rows, dtype=call.dtype, **call.how)
     return out, (left, right, seen, keys)
 
@@ -146,9 +197,9 @@ def _dot_fwd(call: Call, lhs: Array, rhs: Array, sizes: Array, key: PRNGKeyArray
 def _dot_bwd(call: Call, residuals: Any, g: Array):
     (lhs, rhs, masks), sizes, seen, keys, scaling, like = residuals
     g = once_differentiable(g, *like)
-    rows = Rows(g.shape[0], sizes)
-    dlhs, seen_dlhs = _dlhs(call, g, rhs, rows, keys[2:4], scaling)
-    drhs, seen_drhs = _drhs(call, g, lhs, rows, keys[4:6], scaling)
+    rows = Rows(g.shape[0], sizes, call.parts)
+    dlhs, seen_dlhs = _dlhs(call, g, rhs, rows, keys[2:4], scaling, _sent(call, like[0]))
+    drhs, seen_drhs = _drhs(call, g, lhs, rows, keys[4:6], scaling, _sent(call, like[1]))
     grads = [finish(grad, x, mask) for grad, x, mask in zip((dlhs, drhs), like, masks, strict=True)]
     return *grads, None, None, updated_scaling(call.config, scaling, seen | seen_dlhs | seen_drhs)
 
@@ -156,16 +207,21 @@ def _dot_bwd(call: Call, residuals: Any, g: Array):
 _dot.defvjp(_dot_fwd, _dot_bwd)
 
 
-def _dlhs(call: Call, g: Array, residual: Factor, rows: Rows, keys, scaling: Scaling):
+def _sent(call: Call, like: Array) -> Any:
+    """The dtype of a gradient as it is computed: on a mesh its own, in which devices add it up; else float32."""
+    return jnp.float32 if call.parts is None else like.dtype
+
+
+def _dlhs(call: Call, g: Array, residual: Factor, rows: Rows, keys, scaling: Scaling, dtype: Any):
     fold = functools.partial(_fold_experts, rows=rows)
     g, residual, matmul = _residual(call.config.dlhs, g, residual, call.config.fwd.rhs, fold)
     left, right, seen = quantize_operands(matmul, g, residual, _DLHS, keys, scaling, ("dlhs", None))
     left, right = brought(call.config.gather, left, right)
     left, right = as_input(matmul.lhs, left), as_input(matmul.rhs, right)
-    return multiply_groups(left, right, rows, contract=2, dtype=jnp.float32, **call.how), seen
+    return multiply_groups(left, right, rows, contract=2, dtype=dtype, **call.how), seen
 
 
-def _drhs(call: Call, g: Array, residual: Factor, rows: Rows, keys, scaling: Scaling):
+def _drhs(call: Call, g: Array, residual: Factor, rows: Rows, keys, scaling: Scaling, dtype: Any):
     g, residual, matmul = _residual(call.config.drhs, g, residual, call.config.fwd.lhs, _fold_rows)
     matmul = matmul.replace(lhs=_without_tiles(matmul.lhs), rhs=_without_tiles(matmul.rhs))
     scales: tuple[Array, ...] = ()
@@ -173,7 +229,7 @@ def _drhs(call: Call, g: Array, residual: Factor, rows: Rows, keys, scaling: Sca
     if matmul.lhs is not None and "drhs" not in scaling and _by_group(matmul.lhs):
         q, scale = _quantize_by_group(matmul.lhs, g, rows, keys[0])
         scales = (scale[:, None, :],)
-        watched = seen_by(scaling, "drhs", g, q._replace(scale=scale[rows.group]))
+        watched = seen_by(scaling, "drhs", g, q._replace(scale=rows.pick(scale)))
     else:
         q = g
     if matmul.rhs is not None and not isinstance(residual, QArray) and _by_group(matmul.rhs):
@@ -181,7 +237,7 @@ def _drhs(call: Call, g: Array, residual: Factor, rows: Rows, keys, scaling: Sca
         scales = (*scales, scale[:, :, None])
     left, right, seen = quantize_operands(matmul, q, residual, _DRHS, keys, scaling, ("drhs", None))
     left, right = as_input(matmul.lhs, left), as_input(matmul.rhs, right)
-    return multiply_rows(right, left, rows, dtype=jnp.float32, scales=scales, **call.how), seen | watched
+    return multiply_rows(right, left, rows, dtype=dtype, scales=scales, **call.how), seen | watched
 
 
 def _residual(
@@ -207,7 +263,7 @@ def _fold_experts(g: Array, residual: QArray, *, rows: Rows) -> tuple[Array, QAr
     if q.scale.shape[2] == 1:
         return g, q
     scale = _full_scale(q)[:, 0]
-    return _move(g, q, scale[rows.group] if len(scale) > 1 else scale)
+    return _move(g, q, rows.pick(scale) if len(scale) > 1 else scale)
 
 
 def _fold_rows(g: Array, residual: QArray) -> tuple[Array, QArray] | None:
@@ -243,6 +299,6 @@ def _quantize_by_group(operand: Operand, x: Array, rows: Rows, key: PRNGKeyArray
     how = operand.quantizer(2, contracting=(0,)).replace(channelwise_axes=(0, 1))
     bounds = operand.calibration.measure(group_absmax(x.astype(jnp.float32), rows), axes=())
     scale = how.quantize(jnp.zeros_like(bounds["absmax"], x.dtype), key=key, bounds=bounds).scale
-    q = how.quantize(x, key=key, bounds={k: v[rows.group] for k, v in bounds.items()})
+    q = how.quantize(x, key=key, bounds={k: rows.pick(v) for k, v in bounds.items()})
     ones = jnp.ones((1, 1), jnp.float32)
     return q._replace(qvalue=materialize(q.qvalue), scale=ones), scale.astype(jnp.float32)

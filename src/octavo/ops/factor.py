@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from octavo import _sharding
 from octavo._typing import Array
 from octavo.numerics import BlockFormat, FloatFormat, Format, IntFormat
 from octavo.qarray import QArray
@@ -13,10 +14,10 @@ type Factor = Array | QArray
 
 
 def whole(x: Factor) -> Factor:
-    """Unpacked and without padding that a product would trip over."""
+    """Unpacked, reduced over no axis of a mesh, and without padding that a product would trip over."""
     if not isinstance(x, QArray):
-        return x
-    x = x.unpack()
+        return _sharding.settled(x)
+    x = x._map(_sharding.settled).unpack()
     for axis, _ in x.padding:
         # Slicing to the array's own length spreads the scale of a padded axis to single values.
         index = [slice(None)] * x.ndim

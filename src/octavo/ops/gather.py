@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from octavo import _sharding
 from octavo.ops.factor import Factor
 from octavo.qarray import QArray
 
@@ -58,9 +59,12 @@ def _constrained(x: Any, where: NamedSharding) -> Any:
     """An array where a sharding says; of axes that are shorter than the weight's, as a scale's, those that divide."""
     parts = (*where.spec, *(None,) * x.ndim)[: x.ndim]
     fitting = [part if size % _ways(where.mesh, part) == 0 else None for part, size in zip(parts, x.shape, strict=True)]
-    # In a shard_map over some other axes, the mesh is known by what is left to XLA.
+    # The mesh is the current one in a shard_map over some other axes, and where explicit axes are left to XLA for once.
     mesh = jax.sharding.get_abstract_mesh()
-    sharding = NamedSharding(mesh if mesh.manual_axes else where.mesh, PartitionSpec(*fitting))
+    changed = not mesh.empty and (mesh.manual_axes or mesh.axis_types != where.mesh.axis_types)
+    sharding = NamedSharding(mesh if changed else where.mesh, PartitionSpec(*fitting))
+    if (typed := _sharding.explicit(x)) is not None:
+        return sent_as_it_is(x, lambda y: _sharding.placed(y, NamedSharding(typed.mesh, sharding.spec)))
     return sent_as_it_is(x, lambda y: jax.lax.with_sharding_constraint(y, sharding))
 
 
@@ -71,8 +75,10 @@ def sent_as_it_is(x: Any, send: Callable[[Any], Any]) -> Any:
     """
     if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1):
         return send(x)
-    codes = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(x, jnp.uint8))
-    return jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(send(codes)), x.dtype)
+    bits = jnp.uint4 if jnp.finfo(x.dtype).bits == 4 else jnp.uint8
+    codes = jax.lax.bitcast_convert_type(x, bits).astype(jnp.uint8)
+    sent = jax.lax.optimization_barrier(send(jax.lax.optimization_barrier(codes)))
+    return jax.lax.bitcast_convert_type(sent.astype(bits), x.dtype)
 
 
 def _ways(mesh: Any, part: Any) -> int:

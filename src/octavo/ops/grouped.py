@@ -28,20 +28,25 @@ from octavo.ops.accelerated import Ways
 from octavo.ops.dims import Dims
 from octavo.ops.factor import wider
 from octavo.ops.lowering import check_lowering, integer_dot
+from octavo.ops.parts import Parts
 
 TURNS = "octavo.turns."
 _ROWS_BY_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
 
 class Rows(NamedTuple):
-    """Which group each of `count` rows belongs to."""
+    """Which group each of `count` rows belongs to.
+
+    `sizes` are those of the groups, or with `parts` [parts, groups of a device]: each part is sorted for itself.
+    """
 
     count: int
     sizes: Array
+    parts: Parts | None = None
 
     @property
     def ends(self) -> Array:
-        return jnp.cumsum(self.sizes.astype(jnp.int32))
+        return jnp.cumsum(self.sizes.astype(jnp.int32), axis=-1)
 
     @property
     def group(self) -> Array:
@@ -51,7 +56,16 @@ class Rows(NamedTuple):
     @property
     def owned(self) -> Array:
         """Whether a row belongs to any group, as a column."""
-        return (jnp.arange(self.count, dtype=jnp.int32) < self.ends[-1])[:, None]
+        ends = self.ends.reshape(-1, self.sizes.shape[-1])[:, -1:]
+        place = jnp.arange(self.count // len(ends), dtype=jnp.int32)[None]
+        return (place < ends).reshape(self.count, 1)
+
+    def pick(self, part: Array) -> Array:
+        """For each row what belongs to its group: [groups, n] -> [rows, n]."""
+        if self.parts is None:
+            return part[self.group]
+        count = self.count // self.parts.count
+        return self.parts.pick(part, self.sizes, lambda sizes: Rows(count, sizes).group)
 
     def keep(self, x: Array) -> Array:
         """Rows of no group set to zero, whatever they hold."""
@@ -85,6 +99,8 @@ def _bucket(count: int, ends: Array) -> Array:
 
 def group_absmax(x: Array, rows: Rows) -> Array:
     """The largest magnitude in each column of each group: [m, n] -> [g, n]."""
+    if rows.parts is not None:
+        return rows.parts.largest(lambda x, sizes: group_absmax(x, Rows(x.shape[0], sizes)), x, rows.sizes)
     if not rows.count:
         return jnp.zeros((rows.sizes.shape[0], x.shape[1]), x.dtype)
     blocks = rows.blocks(64)

@@ -8,6 +8,7 @@ tiles along the contraction too; what is here is its specification.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array
@@ -29,27 +30,36 @@ def multiply_groups(
     dtype: Any,
     precision: Any = None,
     lowering: str = "auto",
+    over: tuple[str, ...] = (),
 ) -> Array:
-    """[m, k] x [g, k, n] -> [m, n], or with `contract` 2 of [g, n, k]; rows of no group are zero."""
+    """[m, k] x [g, k, n] -> [m, n], or with `contract` 2 of [g, n, k]; rows of no group are zero.
+
+    `over` are axes of a mesh along which the contraction is cut.
+    """
     how = {"contract": contract, "precision": precision, "lowering": lowering}
     lhs, rhs = factor.whole(lhs), factor.whole(rhs)
-    fused = accelerated.groups(lhs, rhs, rows.sizes, dtype=dtype, **how)
+    if rows.parts is not None:
+
+        def local(lhs: Factor, rhs: Factor, sizes: Array, over: tuple[str, ...]) -> Array:
+            return multiply_groups(lhs, rhs, Rows(lhs.shape[0], sizes), dtype=dtype, over=over, **how)
+
+        return rows.parts.by_groups(local, lhs, rhs, rows.sizes, contract=contract, late=_is_exact(dtype))
+    fused = None if over else accelerated.groups(lhs, rhs, rows.sizes, dtype=dtype, **how)
     if fused is None:
-        return _groups(lhs, rhs, rows, dtype, how)
+        return _groups(lhs, rhs, rows, dtype, how, over)
     return fused(lambda lhs, rhs, sizes: _groups(lhs, rhs, Rows(rows.count, sizes), dtype, how | _PLAIN))
 
 
-def _groups(lhs: Factor, rhs: Factor, rows: Rows, dtype: Any, how: dict[str, Any]) -> Array:
+def _groups(lhs: Factor, rhs: Factor, rows: Rows, dtype: Any, how: dict[str, Any], over: tuple[str, ...] = ()) -> Array:
     contract = how["contract"]
     kind = _kind(lhs, rhs, 1, contract)
     if kind is None:
         out = rows_by_groups(*factor.dequantized(lhs, rhs), rows, **how)
-        return rows.keep(out.astype(dtype))
-    group = rows.group
+        return rows.keep(_summed(out.astype(dtype), over))
 
     def by_row(part: Array) -> Array:
         part = jnp.squeeze(part, contract)
-        return part[group] if part.shape[0] > 1 else part
+        return rows.pick(part) if part.shape[0] > 1 else part
 
     if kind == "int":
         assert isinstance(lhs, QArray)
@@ -63,9 +73,9 @@ def _groups(lhs: Factor, rhs: Factor, rows: Rows, dtype: Any, how: dict[str, Any
             out = out - by_row(zr) * jnp.sum(left.astype(jnp.int32), axis=1, keepdims=True)
         if zl is not None and zr is not None:
             out = out + lhs.shape[1] * zl * by_row(zr)
-        out = out.astype(jnp.float32)
+        out = _summed(out, over).astype(jnp.float32)
     else:
-        out = rows_by_groups(factor.values(lhs, kind), factor.values(rhs, kind), rows, **how)
+        out = _summed(rows_by_groups(factor.values(lhs, kind), factor.values(rhs, kind), rows, **how), over)
     scale = _spread(factor.scale(lhs, codes=kind == "int"), lhs)
     out = out if scale is None else out * scale
     scale = _spread(factor.scale(rhs, codes=kind == "int"), rhs)
@@ -86,7 +96,13 @@ def multiply_rows(
     """[m, k] x [m, n] -> [g, k, n], times `scales` of that rank."""
     how = {"precision": precision, "lowering": lowering}
     lhs, rhs = factor.whole(lhs), factor.whole(rhs)
-    fused = accelerated.rows(lhs, rhs, rows.sizes, scales, dtype=dtype, **how)
+    if rows.parts is not None and not _is_exact(dtype):
+
+        def local(lhs: Factor, rhs: Factor, sizes: Array, scales: tuple[Array, ...]) -> Array:
+            return multiply_rows(lhs, rhs, Rows(lhs.shape[0], sizes), dtype=dtype, scales=scales, **how)
+
+        return rows.parts.by_rows(local, lhs, rhs, rows.sizes, scales)
+    fused = None if rows.parts else accelerated.rows(lhs, rhs, rows.sizes, scales, dtype=dtype, **how)
     if fused is None:
         return _rows(lhs, rhs, rows, scales, dtype, how)
     return fused(lambda lhs, rhs, sizes, scales: _rows(lhs, rhs, Rows(rows.count, sizes), scales, dtype, how | _PLAIN))
@@ -94,15 +110,22 @@ def multiply_rows(
 
 def _rows(lhs: Factor, rhs: Factor, rows: Rows, scales: tuple[Array, ...], dtype: Any, how: dict[str, Any]) -> Array:
     kind = None if _is_asymmetric(lhs) or _is_asymmetric(rhs) else _kind(lhs, rhs, 0, 0)
+
+    def product(lhs: Array, rhs: Array) -> Array:
+        if rows.parts is None:
+            return rows_by_rows(lhs, rhs, rows, **how)
+        raw = lambda lhs, rhs, sizes, _: rows_by_rows(lhs, rhs, Rows(lhs.shape[0], sizes), **how)  # noqa: E731
+        return rows.parts.by_rows(raw, lhs, rhs, rows.sizes, ())
+
     if kind is None:
-        out = rows_by_rows(*factor.dequantized(lhs, rhs), rows, **how)
+        out = product(*factor.dequantized(lhs, rhs))
     else:
         if kind == "int":
             assert isinstance(lhs, QArray)
             assert isinstance(rhs, QArray)
-            out = rows_by_rows(factor.integers(lhs), factor.integers(rhs), rows, **how).astype(jnp.float32)
+            out = product(factor.integers(lhs), factor.integers(rhs)).astype(jnp.float32)
         else:
-            out = rows_by_rows(factor.values(lhs, kind), factor.values(rhs, kind), rows, **how)
+            out = product(factor.values(lhs, kind), factor.values(rhs, kind))
         scale = _spread(factor.scale(rhs, codes=kind == "int"), rhs)
         out = out if scale is None else out * scale[None]
         scale = _spread(factor.scale(lhs, codes=kind == "int"), lhs)
@@ -110,6 +133,18 @@ def _rows(lhs: Factor, rhs: Factor, rows: Rows, scales: tuple[Array, ...], dtype
     for scale in scales:
         out = out * scale
     return out.astype(dtype)
+
+
+def _is_exact(dtype: Any) -> bool:
+    """Whether what devices have of a result is added up before scales come in: integers then are the same on any mesh.
+
+    A narrower result is sent as such, as XLA does with products of floats.
+    """
+    return jnp.dtype(dtype).itemsize >= 4
+
+
+def _summed(x: Array, over: tuple[str, ...]) -> Array:
+    return jax.lax.psum(x, over) if over else x
 
 
 def _kind(lhs: Factor, rhs: Factor, lhs_contract: int, rhs_contract: int) -> Any:

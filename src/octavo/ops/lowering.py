@@ -20,9 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from octavo import kernels
+from octavo import _sharding, kernels
 from octavo._typing import Array
 from octavo.numerics import nearest_names
 from octavo.ops.dims import Dims
@@ -53,6 +53,8 @@ def layout_refusal(shape: tuple[int, ...], dims: Dims, *, most: int = MOST_ROWS)
     """Why a native kernel cannot run a product with these axes and a left operand of this shape; None if it can."""
     if not kernels.available():
         return kernels.status()
+    if _is_cut():
+        return "XLA cannot cut the kernel over the devices of the mesh: use jax.shard_map"
     rows = math.prod(shape[a] for a in dims.lhs_remaining)
     if dims.lhs_batch:
         return "the kernel has no batch axes"
@@ -61,6 +63,14 @@ def layout_refusal(shape: tuple[int, ...], dims: Dims, *, most: int = MOST_ROWS)
     if is_transposed(dims) is None:
         return "the kernel contracts the first axes of a matrix or its last ones, in order"
     return None
+
+
+def _is_cut() -> bool:
+    """Whether what is traced here will be cut over the devices of the current mesh. Without a mesh nobody knows."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(
+        size > 1 and kind != AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )
 
 
 def is_transposed(dims: Dims) -> bool | None:
@@ -187,12 +197,11 @@ def float_dot(
 
 def is_explicit(x: Array) -> bool:
     """Whether the array's sharding is part of its type, in which case reshapes are not ours to choose."""
-    mesh = getattr(jax.typeof(x).sharding, "mesh", None)
-    return mesh is not None and any(t == jax.sharding.AxisType.Explicit for t in getattr(mesh, "axis_types", ()))
+    return _sharding.explicit(x) is not None
 
 
 def explicit_shardings(*operands: Array) -> tuple[Any, ...]:
-    """The shardings that are part of the operands' types: their gradients have the same, and must be told.
+    """The shardings that are part of the operands' types: their gradients have them too, and must be told.
 
     None for all of them outside of explicit meshes. An operand that is on no mesh is replicated on that of the others.
     """

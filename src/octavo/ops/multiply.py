@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from octavo import _sharding
 from octavo._typing import Array
 from octavo.ops import dense, digits, factor, native
 from octavo.ops.accelerated import refuse
@@ -96,9 +97,12 @@ def _by_xla(
     if tiles is None or kind is None:
         return _dequantized(lhs, rhs, dims, dtype, precision, out_sharding, accumulator)
     left, right, split = _sides(lhs, rhs, dims, tiles)
-    out_sharding = None if len(left.batch) > len(dims.lhs_batch) else out_sharding
+    wanted = out_sharding
+    if left.has_zero_point or right.has_zero_point:
+        out_sharding = _sharding.plain(out_sharding)  # of a sum that is not taken nothing can be subtracted
     if kind == "int":
-        out = integer_dot(left.integers(), right.integers(), split, lowering=lowering, out_sharding=out_sharding)
+        ql, qr, out_sharding = _split_shardings(left.integers(), right.integers(), split, dims, out_sharding)
+        out = integer_dot(ql, qr, split, lowering=lowering, out_sharding=out_sharding)
         out = _correct(out, left, right, split).astype(jnp.float32)
     elif (
         factor.is_weight_only(lhs, rhs) and digits.worthwhile(lhs.shape, dims) and lowering != "plain" and dims == split
@@ -107,15 +111,23 @@ def _by_xla(
         out = digits.digit_dot(lhs, right.integers(), dims)
         kind = "int"
     else:
-        values = left.values(kind), right.values(kind)
-        out = float_dot(*values, split, precision=precision, out_sharding=out_sharding, accumulator=accumulator)
+        ql, qr, out_sharding = _split_shardings(left.values(kind), right.values(kind), split, dims, out_sharding)
+        out = float_dot(ql, qr, split, precision=precision, out_sharding=out_sharding, accumulator=accumulator)
         out = out.astype(jnp.float32)
     for side in (left, right):
         scale = side.scale(codes=isinstance(kind, str))
         if scale is not None:
-            out = out * _beside(scale, split, after=side is right)
-    counts = range(len(dims.lhs_batch), len(split.lhs_batch))
-    return (jnp.sum(out, axis=tuple(counts)) if counts else out).astype(dtype)
+            out = out * _sharding.beside(_beside(scale, split, after=side is right), out)
+    counts = tuple(range(len(dims.lhs_batch), len(split.lhs_batch)))
+    return _sharding.placed((_total(out, counts, accumulator) if counts else out).astype(dtype), wanted)
+
+
+def _total(out: Array, axes: tuple[int, ...], accumulator: str | None) -> Array:
+    """The sum of the products of tiles."""
+    if accumulator is None:
+        return jnp.sum(out, axis=axes)
+    # jnp.sum would widen it: devices that have a tile each send what is added up here.
+    return jax.lax.reduce(out.astype(accumulator), jnp.zeros((), accumulator), jax.lax.add, axes)
 
 
 def describe(lhs: Factor, rhs: Factor, dims: Dims, lowering: str = "auto") -> str:
@@ -172,6 +184,28 @@ def _sides(lhs: Factor, rhs: Factor, dims: Dims, tiles: tuple[int, ...]) -> "tup
     return left, right, Dims(left.ndim, right.ndim, left.contract, right.contract, left.batch, right.batch)
 
 
+def _split_shardings(lhs: Array, rhs: Array, split: Dims, dims: Dims, wanted: Any) -> tuple[Array, Array, Any]:
+    """Operands in split form, which agree on where their tiles lie, and where their product is to lie.
+
+    Beside its tiles, that is where the result is wanted, as far as devices are not taken.
+    """
+    first, last = len(dims.lhs_batch), len(split.lhs_batch)
+    if first == last:
+        return lhs, rhs, wanted
+    if (left := _sharding.explicit(lhs)) is None or (right := _sharding.explicit(rhs)) is None:
+        return lhs, rhs, None
+    ours, theirs = list(_sharding.partitions(left, lhs.ndim)), list(_sharding.partitions(right, rhs.ndim))
+    for a, b in zip(split.lhs_batch[first:], split.rhs_batch[first:], strict=True):
+        ours[a] = theirs[b] = ours[a] or theirs[b]
+    lhs = _sharding.placed(lhs, _sharding.yielding(left, ours, split.lhs_batch[first:]))
+    rhs = _sharding.placed(rhs, _sharding.yielding(right, theirs, split.rhs_batch[first:]))
+    if wanted is not None:
+        parts = _sharding.partitions(wanted, dims.out_ndim)
+        tiles = [ours[a] for a in split.lhs_batch[first:]]
+        wanted = _sharding.yielding(wanted, [*parts[:first], *tiles, *parts[first:]], range(first, last))
+    return lhs, rhs, wanted
+
+
 class _Side:
     """One operand with its contracted axes cut into tiles; the tiles' counts are batch axes."""
 
@@ -189,14 +223,18 @@ class _Side:
         self.contract = tuple(place[a] + (a in cut) for a in contract)
 
     def _split(self, x: Array) -> Array:
-        shape = []
+        cuts: list[tuple[int, ...]] = []
         for axis, dim in enumerate(x.shape):
             if axis in self.cut:
                 tile, size = self.cut[axis], self.x.shape[axis]
-                shape += [size // tile, tile] if dim == size else [dim, 1]
+                cuts.append((size // tile, tile) if dim == size else (dim, 1))
             else:
-                shape.append(dim)
-        return x.reshape(shape)
+                cuts.append((dim,))
+        return _sharding.split(x, cuts)
+
+    @property
+    def has_zero_point(self) -> bool:
+        return isinstance(self.x, QArray) and self.x.zero_point is not None
 
     def integers(self) -> Array:
         """Codes as int8, their zero point not yet subtracted."""
@@ -222,7 +260,7 @@ class _Side:
         for axis, (count, size) in enumerate(zip(part.shape, self.x.shape, strict=True)):
             want = size // self.cut[axis] if axis in self.cut else (1 if axis in self.own_contract else size)
             if 1 < count < want:
-                part = jnp.repeat(part, want // count, axis=axis)
+                part = _sharding.repeat(part, want // count, axis)
         return part
 
 
@@ -240,13 +278,14 @@ def _beside(part: Array, dims: Dims, *, after: bool = False) -> Array:
 def _correct(out: Array, left: _Side, right: _Side, dims: Dims) -> Array:
     """An integer product of codes, with the terms that their zero points make."""
     zl, zr = left.zero_point(), right.zero_point()
+    at = lambda part: _sharding.beside(part, out)  # noqa: E731
     if zl is not None:
         sums = jnp.sum(right.integers().astype(jnp.int32), axis=dims.rhs_contract, keepdims=True)
-        out = out - _beside(zl, dims) * _beside(sums, dims, after=True)
+        out = out - at(_beside(zl, dims)) * at(_beside(sums, dims, after=True))
     if zr is not None:
         sums = jnp.sum(left.integers().astype(jnp.int32), axis=dims.lhs_contract, keepdims=True)
-        out = out - _beside(zr, dims, after=True) * _beside(sums, dims)
+        out = out - at(_beside(zr, dims, after=True)) * at(_beside(sums, dims))
     if zl is not None and zr is not None:
         depth = math.prod(left.integers().shape[a] for a in dims.lhs_contract)
-        out = out + depth * _beside(zl, dims) * _beside(zr, dims, after=True)
+        out = out + depth * at(_beside(zl, dims)) * at(_beside(zr, dims, after=True))
     return out

@@ -10,11 +10,12 @@ from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.api import result_dtype
 from octavo.ops.config import DotConfig
 from octavo.ops.dims import Dims
-from octavo.ops.experts import quantized_ragged_dot
+from octavo.ops.experts import float_ragged_dot, quantized_ragged_dot
 from octavo.ops.factor import Factor, dequantized
 from octavo.ops.grouped import Rows
 from octavo.ops.grouped_multiply import multiply_groups, multiply_rows
 from octavo.ops.multiply import multiply
+from octavo.ops.parts import Parts
 from octavo.ops.training import Scaling
 from octavo.qarray import QArray
 
@@ -34,13 +35,15 @@ def ragged_dot(
     config: DotConfig | None = None,
     key: PRNGKeyArray | None = None,
     scaling: Scaling | None = None,
+    parts: Parts | None = None,
 ) -> Array:
     """`jax.lax.ragged_dot` in low precision: every row of `lhs` [m, k] with its group's matrix in `rhs` [g, k, n].
 
     Rows are sorted by group; those beyond the last group give zero, have no gradient and influence nothing. Operands
     that are QArrays are multiplied as they are, with scales per row and per expert and column. With a `config`, float
     operands are quantized here, and so are the two gradients. With `group_offset`, `rhs` holds only the groups from
-    that one on, and the rows of all others count as rows of none.
+    that one on, and the rows of all others count as rows of none. With `parts`, rows lie in parts on the devices of a
+    mesh, each sorted for itself, and `group_sizes` is [parts, groups of a device].
 
     >>> import octavo
     >>> x, w = jnp.ones((3, 4)), jnp.stack([jnp.eye(4), 2 * jnp.eye(4)])
@@ -59,6 +62,7 @@ def ragged_dot(
         config=config,
         key=key,
         scaling=scaling,
+        parts=parts,
     )
 
 
@@ -134,6 +138,7 @@ def ragged_dot_general(
     config: DotConfig | None = None,
     key: PRNGKeyArray | None = None,
     scaling: Scaling | None = None,
+    parts: Parts | None = None,
 ) -> Array:
     """`jax.lax.ragged_dot_general` in low precision, in its three modes: a ragged row, contracted or batch axis.
 
@@ -144,7 +149,7 @@ def ragged_dot_general(
     (lc, rc), (lb, _) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
     dtype = result_dtype(lhs, rhs, preferred_element_type)
-    simple = not lb and len(lc) == 1 and group_sizes.ndim == 1 and out_sharding is None
+    simple = not lb and len(lc) == 1 and group_sizes.ndim == (1 if parts is None else 2) and out_sharding is None
     if simple and ragged not in lc and (lhs.ndim, rhs.ndim) == (2, 3):
         (group,) = numbers.rhs_group_dimensions
         lhs = _transpose(lhs, (ragged, lc[0]))
@@ -159,6 +164,7 @@ def ragged_dot_general(
             config=config,
             key=key,
             scaling=scaling,
+            parts=parts,
         )
     if config is not None:
         raise NotImplementedError(
@@ -194,8 +200,9 @@ def _ragged_dot(
     config,
     key,
     scaling,
+    parts=None,
 ) -> Array:
-    _check_shapes(lhs, rhs, group_sizes, contract, group_offset)
+    _check_shapes(lhs, rhs, group_sizes, contract, group_offset, parts)
     dtype = result_dtype(lhs, rhs, preferred_element_type)
     quantized = isinstance(lhs, QArray) or isinstance(rhs, QArray)
     if config is not None and quantized:
@@ -209,11 +216,13 @@ def _ragged_dot(
         first = jnp.sum(jnp.where(before, group_sizes, jnp.zeros_like(group_sizes))).astype(jnp.int32)
         group_sizes = lax.dynamic_slice_in_dim(group_sizes, offset, rhs.shape[0])
         lhs = _roll(lhs, -first)
-    rows = Rows(lhs.shape[0], group_sizes)
+    rows = Rows(lhs.shape[0], group_sizes, parts)
     if config is not None:
         out = quantized_ragged_dot(lhs, rhs, rows, key, scaling or {}, config, dtype=dtype, precision=precision)
     elif quantized:
         out = multiply_groups(lhs, rhs, rows, contract=contract, dtype=dtype, precision=precision)
+    elif parts is not None:
+        out = float_ragged_dot(lhs, rhs, rows, dtype=dtype, precision=precision)
     else:
         numbers = lax.RaggedDotDimensionNumbers((((1,), (contract,)), ((), ())), (0,), (0,))
         out = lax.ragged_dot_general(
@@ -223,7 +232,17 @@ def _ragged_dot(
     return out if first is None else jnp.roll(out, first, axis=0)
 
 
-def _check_shapes(lhs: Factor, rhs: Factor, sizes: Array, contract: int, offset: Any) -> None:
+def _check_shapes(
+    lhs: Factor, rhs: Factor, sizes: Array, contract: int, offset: Any, parts: Parts | None = None
+) -> None:
+    if parts is not None:
+        wanted = (parts.count, rhs.shape[0] // parts.ways(parts.experts))
+        if sizes.shape != wanted or lhs.shape[0] % parts.count or offset is not None:
+            raise ValueError(
+                f"rows in {parts.count} parts take group_sizes {wanted}, a number of rows that divides by the parts "
+                f"and no group_offset; got {sizes.shape}, {lhs.shape[0]} rows and group_offset={offset}"
+            )
+        sizes = sizes.reshape(-1)[: rhs.shape[0]]
     fits = lhs.ndim == 2 and rhs.ndim == 3 and sizes.ndim == 1 and lhs.shape[1] == rhs.shape[contract]
     if not fits or (rhs.shape[0] > sizes.shape[0] if offset is not None else rhs.shape[0] != sizes.shape[0]):
         matrices = "[g, k, n]" if contract == 1 else "[g, n, k]"

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from octavo import _sharding
 from octavo._typing import Array, Bool, Float
 
 
@@ -16,6 +17,6 @@ def nm_mask(x: Float[Array, "..."], n: int, m: int, *, axis: int) -> Bool[Array,
     if size % m:
         raise ValueError(f"{n}:{m} sparsity does not divide an axis of size {size}")
     magnitude = jnp.abs(jnp.moveaxis(jax.lax.stop_gradient(x), axis, -1))
-    groups = magnitude.reshape(*magnitude.shape[:-1], size // m, m)
+    groups = _sharding.split(magnitude, [*((d,) for d in magnitude.shape[:-1]), (size // m, m)])
     rank = jnp.argsort(jnp.argsort(-groups, axis=-1, stable=True), axis=-1)
-    return jnp.moveaxis((rank < n).reshape(magnitude.shape), -1, axis)
+    return jnp.moveaxis(_sharding.merge(rank < n, [*(1 for _ in magnitude.shape[:-1]), 2]), -1, axis)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from octavo import _sharding
 from octavo._typing import Array, Float, PRNGKeyArray
 from octavo.numerics import FormatLike, IntFormat
 from octavo.qarray import QArray, Quantizer, inside
@@ -101,5 +102,5 @@ def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
     """A scale of one entry per tile, as one entry per value where it has several."""
     for axis, size in enumerate(shape):
         if 1 < scale.shape[axis] < size:
-            scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
+            scale = _sharding.repeat(scale, size // scale.shape[axis], axis)
     return scale

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from octavo import _sharding
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import AbsMax, Bounds
 from octavo.ops.config import DotConfig, Operand
@@ -42,14 +43,22 @@ def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
 def vary_alike(*arrays: Array) -> tuple[Array, ...]:
     """Operands that vary over the same axes of a shard_map, as its types want of a custom gradient.
 
-    Where one operand is replicated and the other is not, the gradient of making it vary is the sum over devices.
+    Where one operand is replicated and the other is not, the gradient of making it vary is the sum over devices; where
+    it is reduced, it is that sum, not taken.
     """
-    varying = [getattr(getattr(jax.typeof(x), "mat", None), "varying", frozenset()) for x in arrays]
-    every = frozenset().union(*varying)
+    for x in arrays:
+        _sharding.refuse_unreduced(x)
+    varying = [_sharding.manual_axes(x, "varying") for x in arrays]
+    every = frozenset().union(*varying, *(_sharding.manual_axes(x, "reduced") for x in arrays))
     return tuple(
         jax.lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x
         for x, own in zip(arrays, varying, strict=True)
     )
+
+
+def settled[L: Factor, R: Factor](lhs: L, rhs: R) -> tuple[L, R]:
+    """Operands that are reduced nowhere; their gradients are told where they were."""
+    return jax.tree.map(_sharding.settled, lhs), jax.tree.map(_sharding.settled, rhs)
 
 
 @jax.custom_vjp
@@ -58,7 +67,13 @@ def masked(x: Array, mask: Array) -> Array:
     return jnp.where(mask, x, jnp.zeros_like(x))
 
 
-masked.defvjp(lambda x, mask: (masked(x, mask), mask), lambda mask, g: (jnp.where(mask, g, jnp.zeros_like(g)), None))
+def _masked_bwd(mask: Array, g: Array) -> tuple[Array, None]:
+    if _sharding.is_unreduced(_sharding.explicit(g)):
+        return g * mask.astype(g.dtype), None  # a sum that is not taken can be scaled, and no more
+    return jnp.where(mask, g, jnp.zeros_like(g)), None
+
+
+masked.defvjp(lambda x, mask: (masked(x, mask), mask), _masked_bwd)
 
 
 class Scaled(NamedTuple):
@@ -67,8 +82,8 @@ class Scaled(NamedTuple):
     value: Array
     scale: Array
 
-    def product(self) -> Array:
-        return self.value.astype(jnp.float32) * self.scale
+    def product(self, sign: int = 1) -> Array:
+        return self.value.astype(jnp.float32) * (sign * _sharding.beside(self.scale, self.value))
 
 
 def quantize_operand(operand: Operand, x: Array | Scaled, contract, batch, key, given: dict[str, Array] | None):
@@ -77,7 +92,7 @@ def quantize_operand(operand: Operand, x: Array | Scaled, contract, batch, key, 
     if isinstance(x, Scaled) and isinstance(operand.calibration, AbsMax) and given is None:
         # -(g s) has the range of g s. Written so, the range is found in the pass that multiplies; were it the same
         # expression as the one that is rounded, CPUs would write the product to memory in float32 for both uses.
-        bounds, measured = how.measure(x.value.astype(jnp.float32) * -x.scale, witness=x.value), None
+        bounds, measured = how.measure(x.product(-1), witness=x.value), None
         q = how.quantize(array, key=key, bounds=bounds, own=True)
     else:
         bounds, measured = _bounds(operand, how, array, given)
@@ -140,9 +155,15 @@ def updated_scaling(config: DotConfig, scaling: Scaling, seen: dict[str, Bounds]
     trackers = trackers_of(config)
     fixed = {name: jax.tree.map(jnp.zeros_like, state) for name, state in scaling.items()}
     return {
-        name: trackers[name].update(state, seen[name]) if name in trackers else seen.get(name, fixed[name])
+        name: _tracked(trackers[name], state, seen[name]) if name in trackers else seen.get(name, fixed[name])
         for name, state in scaling.items()
     }
+
+
+def _tracked(tracker: Any, state: dict[str, Array], bounds: Bounds) -> dict[str, Array]:
+    """A tracker's new state; it lies as the old one."""
+    new = tracker.update(state, {name: _sharding.joined(x) for name, x in bounds.items()})
+    return {name: _sharding.placed(x, _sharding.explicit(state[name])) for name, x in new.items()}
 
 
 def save(tree: Any) -> Any:
@@ -155,10 +176,11 @@ def trace_of(x: Array) -> Array:
     return jax.lax.slice(x, (0,) * x.ndim, (0,) * x.ndim)
 
 
-def finish(grad: Array, like: Array, mask: Array | None) -> Array:
-    """A gradient in its operand's dtype, zero where the operand was clipped."""
+def finish(grad: Array, like: Array, mask: Array | None, sharding: Any = None) -> Array:
+    """A gradient in its operand's dtype, zero where the operand was clipped, lying as an operand of this sharding."""
     grad = grad.astype(like.dtype)
-    return grad if mask is None else jnp.where(mask, grad, jnp.zeros_like(grad))
+    grad = grad if mask is None else jnp.where(mask, grad, jnp.zeros_like(grad))
+    return _sharding.placed(grad, _sharding.of_gradient(sharding))
 
 
 @jax.custom_jvp

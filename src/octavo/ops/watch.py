@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from octavo import _sharding
 from octavo._typing import Array
 from octavo.ops.config import DotConfig, Operand
 from octavo.qarray import QArray
@@ -94,7 +95,7 @@ def _spread(part: Array, q: QArray, dtype: Any) -> Array:
     """A scale with an entry for each value of a tiled axis, without padding; what all share stays one entry."""
     for axis, (stored, size) in enumerate(zip(q.qvalue.shape, q.shape, strict=True)):
         if 1 < part.shape[axis] < stored:
-            part = jnp.repeat(part, stored // part.shape[axis], axis=axis)
+            part = _sharding.repeat(part, stored // part.shape[axis], axis)
         if part.shape[axis] > size:
             part = part[(slice(None),) * axis + (slice(0, size),)]
     return jnp.asarray(part, dtype)

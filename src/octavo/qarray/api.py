@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from octavo import _sharding
 from octavo._config import Config
 from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray
 from octavo.calibration import Bounds, CalibrationLike
@@ -60,7 +61,7 @@ def dequantize(array: QArray, *, arithmetic: str = "float32") -> Float[Array, ".
     """
     if arithmetic == "float32":
         return array.dequantize()
-    q = array.unpack()
+    q = array._map(_sharding.settled).unpack()
     tiles = Tiles(q._stored_shape, q.tile_shape, q.scale.shape)
     zero_point = None if q.zero_point is None else tiles.split_scale(q.zero_point)
     scale = tiles.split_scale(q.scale).astype(q.dtype)
@@ -86,7 +87,7 @@ def fake_quant(
     """
     how = how if isinstance(how, Quantizer) else Quantizer(how)
     masked = clip_gradient and how.calibration.may_clip
-    return _fake_quant(how, masked, key, array)
+    return _fake_quant(how, masked, key, array if _sharding.explicit(array) is not None else _sharding.settled(array))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -98,13 +99,14 @@ def _fake_quant(how: Quantizer, masked: bool, key: PRNGKeyArray | None, x: Array
 def _fake_quant_jvp(how: Quantizer, masked: bool, primals: tuple[Any, Array], tangents: tuple[Any, Array]):
     (key, x), (_, dx) = primals, tangents
     out = _fake_quant(how, masked, key, x)
-    dx = jnp.where(inside(how, x), dx, jnp.zeros_like(dx)) if masked else dx
+    if masked:
+        dx = jax.lax.select(_sharding.restored(inside(how, x), _sharding.explicit(x)), dx, jnp.zeros_like(dx))
     return out, dx.astype(out.dtype)
 
 
 def inside(how: Quantizer, x: Float[Array, "..."], bounds: Bounds | None = None) -> Array:
     """Where values lie within the calibrated range, or within given bounds: the mask of a clipped gradient."""
-    tiles = how.tiles(x.shape)
+    tiles, x = how.tiles(x.shape), _sharding.settled(x)
     bounds = how.measure(x) if bounds is None else bounds
     split = tiles.split(x).astype(jnp.float32)
     high = tiles.split_scale(bounds["absmax" if "absmax" in bounds else "max"])
@@ -133,8 +135,7 @@ def shardings(q: QArray, like: NamedSharding | PartitionSpec) -> QArray:
     mesh is known, where its tiles do not divide among the devices. Works on abstract QArrays too, and the result serves
     `jax.device_put`, `jax.jit`'s shardings and checkpoints.
     """
-    spec = like.spec if isinstance(like, NamedSharding) else like
-    axes = tuple(spec) + (None,) * (q.ndim - len(spec))
+    axes = _sharding.partitions(like, q.ndim)
 
     def divides(count: int, names: Any) -> bool:
         if count == 1 or not isinstance(like, NamedSharding) or names is None:

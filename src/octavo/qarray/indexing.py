@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
+from octavo import _sharding
 from octavo._typing import Array, Shaped
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def _spread(q: "QArray", axis: int) -> "QArray":
 
     def per_value(x: Array) -> Array:
         count = x.shape[axis]
-        return unpad(jnp.repeat(x, stored[axis] // count, axis=axis), own) if count > 1 else x
+        return unpad(_sharding.repeat(x, stored[axis] // count, axis), own) if count > 1 else x
 
     q = q._map(lambda x: unpad(x, own) if x is q.qvalue else per_value(x))
     return q._replace(padding=tuple(p for p in q.padding if p not in own))

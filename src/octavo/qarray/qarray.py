@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from octavo import _sharding
 from octavo._typing import DTypeLike
 from octavo.numerics import Format, FormatLike, get_format, pack_bits, unpack_bits
 from octavo.qarray import display, indexing
@@ -128,7 +129,8 @@ class QArray:
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """The values, computed in float32 and given in `dtype`, by default this array's own."""
-        q = self.unpack()
+        where = _sharding.explicit(self.qvalue)
+        q = self._map(_sharding.settled).unpack()
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
         compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
         tiles = Tiles(q._stored_shape, q.tile_shape, q.scale.shape)
@@ -141,7 +143,7 @@ class QArray:
         # A value at the end of the dtype's range may round to beyond it; only a scale that is not finite may say inf.
         limit = jnp.where(jnp.isfinite(scale), float(jnp.finfo(dtype).max), jnp.inf).astype(compute)
         x = jnp.clip(x * scale, -limit, limit)
-        return indexing.unpad(tiles.merge(x).astype(dtype), q.padding)
+        return _sharding.restored(indexing.unpad(tiles.merge(x).astype(dtype), q.padding), where)
 
     def astype(self, dtype: DTypeLike) -> "QArray":
         """The same codes and scales, with dequantized values of another dtype."""

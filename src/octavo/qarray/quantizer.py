@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from octavo import _sharding
 from octavo._config import Config
 from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray
 from octavo.calibration import Bounds, Calibration, CalibrationLike, get_calibration
@@ -121,9 +122,9 @@ class Quantizer(Config):
 
         With a `witness`, an array of the same shape, it is the values of that which are looked at for NaN.
         """
-        tiles = self.tiles(x.shape)
+        tiles, x = self.tiles(x.shape), _sharding.settled(x)
         split = tiles.split(x).astype(self._arithmetic.compute_dtype(_float_dtype(x)))
-        seen = split if witness is None else tiles.split(witness).astype(split.dtype)
+        seen = split if witness is None else tiles.split(_sharding.settled(witness)).astype(split.dtype)
         return {k: tiles.merge(v) for k, v in self._measure(split, tiles, x.dtype, seen).items()}
 
     def _measure(self, split: Array, tiles: Tiles, dtype: np.dtype, witness: Array) -> Bounds:
@@ -161,7 +162,7 @@ class Quantizer(Config):
         `own` says that given bounds are what `measure` finds for this very array, so that a value that is not finite
         shows in them already.
         """
-        dtype = _float_dtype(x)
+        dtype, where, x = _float_dtype(x), _sharding.explicit(x), _sharding.settled(x)
         how, tiles = self._arithmetic, self.tiles(x.shape)
         fmt = how.format(self.qtype)
         split = tiles.split(x).astype(how.compute_dtype(dtype))
@@ -181,7 +182,7 @@ class Quantizer(Config):
         noise = None if noise is None else tiles.split(noise)
         codes = how.encode(split, fmt, scale if outer is None else scale * outer, zero_point, noise)
         return QArray(
-            tiles.merge(codes),
+            _sharding.restored(tiles.merge(codes), where),
             tiles.merge(scale.astype(stored)),
             None if zero_point is None else tiles.merge(zero_point),
             fmt,

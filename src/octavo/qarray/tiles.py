@@ -1,11 +1,11 @@
 """Which values share a scale: granularity, resolved for a shape."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 
+from octavo import _sharding
 from octavo._typing import Array, Bool, Shaped
 
 
@@ -68,13 +68,13 @@ class Tiles:
         ]
         if any(high for _, high in pads):
             x = jnp.pad(x, pads)
-        return x.reshape([d for axis, dim in enumerate(x.shape) for d in self._split_dim(axis, dim)])
+        return _sharding.split(x, [self._split_dim(axis, dim) for axis, dim in enumerate(x.shape)])
 
     def split_scale(self, scale: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """An array with one value per tile (or one for all, along an axis), made to broadcast with the split form."""
         if scale.ndim != len(self.shape) or any(s not in (1, c) for s, c in zip(scale.shape, self.counts, strict=True)):
             raise ValueError(f"shape {scale.shape} does not fit the tiles {self.counts} of an array {self.shape}")
-        return scale.reshape([d for dim, n in zip(scale.shape, self._widths, strict=True) for d in (dim, 1)[:n]])
+        return _sharding.split(scale, [(dim, 1)[:n] for dim, n in zip(scale.shape, self._widths, strict=True)])
 
     @property
     def _widths(self) -> tuple[int, ...]:
@@ -82,11 +82,7 @@ class Tiles:
 
     def merge(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """The inverse of `split` and `split_scale`, the padding kept."""
-        dims, place = [], 0
-        for width in self._widths:
-            dims.append(math.prod(x.shape[place : place + width]))
-            place += width
-        return x.reshape(dims)
+        return _sharding.merge(x, self._widths)
 
     def mask(self) -> Bool[Array, "..."] | None:
         """False where the split form is padding; None when nothing is."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.report.histograms import histograms_section
 from octavo.report.markup import Cell, figure, missing, page, section, table, write
 from octavo.report.scale import Point, smooth
 from octavo.report.svg import Line, Panel, chart, whiskers
@@ -28,9 +29,9 @@ def compare_report(comparison: Mapping[str, Any], path: str | os.PathLike[str]) 
     """Write the page about a comparison, the dictionary that `octavo.train.compare` gives, and return where it is.
 
     `runs` have a `name` ("float" or a recipe), a `seed`, `loss` and `eval_loss` as pairs of step and loss, and
-    `step_seconds`; they may have a `plan` and lines of `telemetry`. Rows of `table` have a `name`, a `loss`, the `gap`
-    to float as a share of float's loss with the interval `gap_low` to `gap_high`, `step_ratio`, `memory_ratio` and
-    `share`. What is not known is NaN or None.
+    `step_seconds`; they may have a `plan`, lines of `telemetry`, and `histograms` of weights. Rows of `table` have a
+    `name`, a `loss`, the `gap` to float as a share of float's loss with the interval `gap_low` to `gap_high`,
+    `step_ratio`, `memory_ratio` and `share`. What is not known is NaN or None.
     """
     lacking = [name for name in _NEEDED if name not in comparison]
     if lacking:
@@ -66,10 +67,14 @@ def _fits(groups: Groups) -> list[str]:
     """What each recipe quantizes, and how well its formats fit, as far as its runs tell."""
     parts = []
     for name, runs in groups.items():
-        telemetry = next((run["telemetry"] for run in runs if run.get("telemetry")), None)
-        plan = next((run["plan"] for run in runs if run.get("plan")), None)
+        telemetry, histograms, plan = (
+            next((run[part] for run in runs if run.get(part)), None) for part in ("telemetry", "histograms", "plan")
+        )
         if telemetry is not None:
             parts.append(heat_section(telemetry, f"Error by layer, {name}"))
+        if histograms is not None:
+            about = "Weights with the lowest signal to noise at the end of the run."
+            parts.append(histograms_section(histograms, about=about, heading=f"Worst tensors, {name}"))
         if plan is not None:
             parts.append(plan_section(plan, f"Plan, {name}"))
     return parts

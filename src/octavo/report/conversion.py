@@ -10,12 +10,12 @@ import numpy as np
 from octavo.pretrained.convert import Summary, stored_as
 from octavo.pretrained.source import Source
 from octavo.qarray import QArray
+from octavo.qarray.histogram import WORST, histogram, sqnr_db
 from octavo.report.heat import extent_of, heat_map, legend, place
 from octavo.report.histograms import histograms_section
 from octavo.report.markup import Cell, Tile, missing, note, page, section, table, tiles, write
 from octavo.report.record import CONVERSION, read_record, write_record
 from octavo.report.tables import pairs_section, versions
-from octavo.report.tensors import WORST, histogram
 from octavo.report.words import DASH, TIMES, known, percent, ratio, seconds, size
 
 _NEEDED = ("name", "before", "after", "values", "tensors")
@@ -67,7 +67,7 @@ def record_conversion(
 def _tensor(source: Source, path: str, value: Any, db: float | None) -> dict[str, Any]:
     leaf = source.leaves[path]
     if db is None and isinstance(value, QArray):
-        db = _measured(_float(leaf.load()), _float(value))
+        db = sqnr_db(_float(leaf.load()), _float(value))
     return {
         "path": path,
         "shape": list(leaf.shape),
@@ -82,12 +82,6 @@ def _tensor(source: Source, path: str, value: Any, db: float | None) -> dict[str
 
 def _float(value: Any) -> np.ndarray:
     return np.asarray(value.dequantize("float32") if isinstance(value, QArray) else value, np.float32)
-
-
-def _measured(before: np.ndarray, after: np.ndarray) -> float | None:
-    noise = float(np.sum(np.square(after - before), dtype=np.float64))
-    signal = float(np.sum(np.square(before), dtype=np.float64))
-    return None if noise == 0 or signal == 0 else float(10 * np.log10(signal / noise))
 
 
 def read_conversion(path: Path) -> dict[str, Any]:

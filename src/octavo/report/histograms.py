@@ -15,7 +15,7 @@ _MANY = 40
 """More values than this are drawn under the axis only."""
 
 
-def histograms_section(found: Sequence[Mapping[str, Any]], *, about: str) -> str:
+def histograms_section(found: Sequence[Mapping[str, Any]], *, about: str, heading: str = "Worst tensors") -> str:
     """The tensors with the lowest signal to noise, side by side where there is room."""
     if not found:
         return ""
@@ -24,7 +24,7 @@ def histograms_section(found: Sequence[Mapping[str, Any]], *, about: str) -> str
         "How often values occur, each divided by the scale that it shares with its neighbours, so that one number "
         "format fits them all. The marks below the axis are the values that the format has."
     )
-    return section("Worst tensors", note(f"{about} {words}"), f'<div class="pairs">{drawn}</div>', _table(found))
+    return section(heading, note(f"{about} {words}"), f'<div class="pairs">{drawn}</div>', _table(found, heading))
 
 
 def _figure(one: Mapping[str, Any]) -> str:
@@ -77,7 +77,7 @@ def _share(power: int) -> str:
     return f"{10**power} %" if power >= 0 else f"{10.0**power:.{-power}f} %" if power >= -2 else f"1e{power} %"
 
 
-def _table(found: Sequence[Mapping[str, Any]]) -> str:
+def _table(found: Sequence[Mapping[str, Any]], caption: str) -> str:
     rows = []
     for one in found:
         db = known(one.get("sqnr_db"))
@@ -92,4 +92,4 @@ def _table(found: Sequence[Mapping[str, Any]]) -> str:
             ]
         )
     columns = ("tensor", "format", "shape", "SQNR", "beyond the ends", "became zero")
-    return details("The same as a table", table("Worst tensors", columns, rows))
+    return details("The same as a table", table(caption, columns, rows))

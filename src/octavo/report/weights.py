@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from octavo.qarray.histogram import WORST, histogram
 from octavo.report.heat import place
 from octavo.report.run import Run
-from octavo.report.tensors import WORST, histogram
 
 _MOST = 1 << 25
 """Without telemetry every weight is quantized to find the worst, unless they are more values than this."""

@@ -37,7 +37,7 @@ def dot_config(rule: QuantizationRule, *, lhs_weight: bool, rhs_weight: bool) ->
         return None
     tile = rule.bwd_weight_grad_tile_size if isinstance(rule, QtRule) and weights else None
     dlhs = replaced[1] or _gradient(rule, "dlhs", fwd, fwd.rhs, None, raw)
-    drhs = replaced[2] or _gradient(rule, "drhs", fwd, fwd.lhs, tile, raw)
+    drhs = replaced[2] or _summed(_gradient(rule, "drhs", fwd, fwd.lhs, tile, raw), rule, weights)
     sparsity = raw.get("sparsity_rule") or rule.sparsity if weights else None
     if left:
         if sparsity is not None:
@@ -116,6 +116,12 @@ def _gradient(
     if residual is None:
         return Matmul(gradient, residual="original")
     return Matmul(gradient, None if how == "reuse" else residual, residual=how, rotate=rule.bwd_rotate)
+
+
+def _summed(drhs: Matmul, rule: QuantizationRule, weights: bool) -> Matmul:
+    """The gradient of a weight, summed as the rule says."""
+    accumulator = rule.bwd_weight_grad_accumulator if isinstance(rule, QtRule) and weights else None
+    return drhs if accumulator is None else drhs.replace(accumulator=accumulator)
 
 
 def _residual(rule: QtRule, name: str, fwd: Matmul, saved: Operand | None, raw: dict[str, Any]) -> str:

@@ -12,7 +12,8 @@ _READ_BY_FORWARD = (
 )  # fmt: skip
 _READ_BY_ALL = ("per_tensor", "disable_channelwise_axes", "arithmetic", "additional_qt_config")
 _READ_BY_BACKWARD = (
-    "bwd_calibration_method", "bwd_weight_grad_tile_size", "bwd_stochastic_rounding", "bwd_rotate", "residual",
+    "bwd_calibration_method", "bwd_weight_grad_tile_size", "bwd_weight_grad_accumulator", "bwd_stochastic_rounding",
+    "bwd_rotate", "residual",
 )  # fmt: skip
 
 

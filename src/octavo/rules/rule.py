@@ -32,6 +32,7 @@ class QuantizationRule(Config):
     those of all heads. `rotate` and `sparsity` are those of `Matmul` and `DotConfig`. Bodies with derivatives of their
     own are rewritten only with `inside_custom=True`. `gather_axes` are axes of the mesh, such as "fsdp": a weight that
     is cut along them is brought together as codes and scales, where `quantized(shardings=...)` is told how it lies.
+    `dispatch_qtype` is the type in which tokens are sent to the devices of the experts that a rule is for.
 
     >>> QuantizationRule(module_path=".*/mlp/.*", weight_qtype="int4", tile_size=128)
     QuantizationRule(module_path='.*/mlp/.*', weight_qtype='int4', tile_size=128)
@@ -60,6 +61,7 @@ class QuantizationRule(Config):
     per_tensor: bool = False
     inside_custom: bool = False
     gather_axes: Collection[str] = ()
+    dispatch_qtype: FormatLike | None = None
 
     def __post_init__(self):
         self._normalize()
@@ -76,7 +78,7 @@ class QuantizationRule(Config):
     def _normalize(self) -> None:
         object.__setattr__(self, "op_names", checks.check_op_names(self.op_names))
         self._put(checks.check_regex, "module_path")
-        self._put(checks.check_qtype, "weight_qtype", "act_qtype", "kv_qtype")
+        self._put(checks.check_qtype, "weight_qtype", "act_qtype", "kv_qtype", "dispatch_qtype")
         self._put(checks.check_tiles, "tile_size")
         self._put(checks.check_calibration, "weight_calibration_method")
         if self.act_calibration_method is not None:
@@ -125,6 +127,8 @@ class QtRule(QuantizationRule):
     """A rule for training: with `bwd_qtype`, the two gradients run in low precision as well.
 
     `bwd_weight_grad_tile_size` cuts the contraction of the weight's gradient, which runs over the batch, into tiles.
+    `bwd_weight_grad_accumulator` is the dtype in which that product's floats and tiles are summed, over devices too:
+    "bfloat16" sends half of float32, and rounds as a step in bfloat16 does.
     `disable_channelwise_axes` is `per_tensor` by Qwix's name. `bwd_stochastic_rounding` rounds gradients "uniform"ly at
     random, or with 8 bits of noise each ("low_bit_uniform"). `residual` is how the gradients take what the forward
     pass saved, as in `Matmul`: by default its codes, or where tiles run the other way values that are quantized again
@@ -143,6 +147,7 @@ class QtRule(QuantizationRule):
     bwd_qtype: FormatLike | None = None
     bwd_calibration_method: CalibrationLike = "absmax"
     bwd_weight_grad_tile_size: int | float | None = None
+    bwd_weight_grad_accumulator: str | None = None
     disable_channelwise_axes: bool = False
     bwd_stochastic_rounding: str | None = None
     channelwise_noise_axes: Collection[int] = (0,)
@@ -164,6 +169,9 @@ class QtRule(QuantizationRule):
         self._put(checks.check_rotation, "bwd_rotate")
         checks.check_choice(
             "bwd_stochastic_rounding", self.bwd_stochastic_rounding, (None, "uniform", "low_bit_uniform")
+        )
+        checks.check_choice(
+            "bwd_weight_grad_accumulator", self.bwd_weight_grad_accumulator, (None, "float32", "bfloat16", "float16")
         )
         checks.check_choice("residual", self.residual, (None, "reuse", "requantize", "original"))
         self._put(checks.check_matmul, "fwd", "dlhs", "drhs")

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -241,21 +240,18 @@ def _matmuls(setup: Any) -> list[dict[str, Any]]:
     return [{name: getattr(row, name) for name in fields} for row in plan.rows]
 
 
-_PRODUCT = re.compile(r'"?(?:stablehlo|chlo)\.(dot_general|ragged_dot|convolution)\b.* : \((.*)\) -> tensor<([^>]*)>')
-
-
 def multiplied(text: str) -> list[dict[str, Any]]:
     """How often each type is multiplied in a StableHLO text, as written there.
 
     >>> multiplied("%0 = stablehlo.dot_general %a, %b : (tensor<8x4xi8>, tensor<4x2xi8>) -> tensor<8x2xi32>")
     [{'op': 'dot_general', 'lhs': 'i8', 'rhs': 'i8', 'out': 'i32', 'count': 1}]
     """
+    from octavo.transform.verify import read_stablehlo
+
     found: dict[tuple[str, ...], int] = {}
-    for line in text.splitlines():
-        if match := _PRODUCT.search(line):
-            types = [*re.findall(r"tensor<([^>]*)>", match[2])[:2], match[3]]
-            key = (match[1], *(element.split("x")[-1] for element in types))
-            found[key] = found.get(key, 0) + 1
+    for row in read_stablehlo(text):
+        key = (row.op, *(tensor.split("x")[-1] for tensor in (row.lhs, row.rhs, row.out)))
+        found[key] = found.get(key, 0) + row.count
     return [dict(zip(("op", "lhs", "rhs", "out", "count"), (*key, n), strict=True)) for key, n in found.items()]
 
 

@@ -48,10 +48,9 @@ class Chip:
         return self.link if not self.node or devices <= self.node else self.network
 
 
-# TPUs: cloud.google.com/tpu/docs/v5e, /v5p, /v6e and /tpu7x; links are half of the bidirectional figure, since bytes
-# are counted as they are sent. The int8 rate of v5p is of its announcement. float32 products are left to the compiler,
-# which by default multiplies them in bfloat16. GPUs: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 and HGX
-# B200, dense rates; float32 is TF32. Networks: a 200 Gb/s (A100) or 400 Gb/s adapter for each GPU, as in NVIDIA's DGX.
+# docs/compile.md has the pages that these are from, and says what is assumed. Links are half of the bidirectional
+# figure, since bytes are counted as they are sent. float32 products of TPUs are left to the compiler, which by default
+# multiplies them in bfloat16; those of GPUs are TF32.
 _CHIPS = (
     Chip("v5e", "tpu", 197 * _T, 393 * _T, 0, 16 * _G, 819 * _G, 200 * _G),
     Chip(
@@ -65,7 +64,7 @@ _CHIPS = (
         600 * _G,
         note="a device is a chip; Cloud TPU's names count its two cores",
     ),
-    Chip("v6e", "tpu", 918 * _T, 1836 * _T, 0, 32 * _G, 1600 * _G, 400 * _G),
+    Chip("v6e", "tpu", 918 * _T, 1836 * _T, 0, 32 * _G, 1638 * _G, 400 * _G),
     Chip(
         "7x",
         "tpu",
@@ -80,7 +79,7 @@ _CHIPS = (
     Chip("a100", "cuda", 312 * _T, 624 * _T, 0, 80 * _G, 2039 * _G, 300 * _G, 8, 25 * _G, 156 * _T),
     Chip("h100", "cuda", 989 * _T, 1979 * _T, 1979 * _T, 80 * _G, 3350 * _G, 450 * _G, 8, 50 * _G, 494 * _T),
     Chip("h200", "cuda", 989 * _T, 1979 * _T, 1979 * _T, 141 * _G, 4800 * _G, 450 * _G, 8, 50 * _G, 494 * _T),
-    Chip("b200", "cuda", 2250 * _T, 4500 * _T, 4500 * _T, 180 * _G, 7700 * _G, 900 * _G, 8, 50 * _G, 1125 * _T),
+    Chip("b200", "cuda", 2250 * _T, 4500 * _T, 4500 * _T, 180 * _G, 8000 * _G, 900 * _G, 8, 50 * _G, 1125 * _T),
     Chip("host", "cpu", note="nothing is published that would hold for every CPU, so no time is estimated"),
 )
 _DEFAULTS = {"tpu": "v5e", "cuda": "h100", "cpu": "host"}

@@ -16,6 +16,7 @@ import jax
 from octavo.train.config import Config
 from octavo.train.telemetry import Telemetry
 from octavo.train.trainer import Trainer
+from octavo.train.worst import worst_weights
 
 FLOAT = "float"
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
@@ -27,8 +28,8 @@ class Result:
     """What one run gave: losses as [step, loss], seconds of each step, and what a step needs and quantizes.
 
     `float_seconds` are those of the float run that took its steps in turn with this one: times of one process only
-    compare with each other. Of the first seed of a recipe there is also the plan, and what telemetry measures at the
-    end.
+    compare with each other. Of the first seed of a recipe there is also the plan, and at the end what telemetry
+    measures and histograms of the weights that fit worst.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Result:
     share: float
     plan: dict[str, Any] | None = None
     telemetry: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    histograms: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
     def final_loss(self) -> float:
@@ -128,6 +130,7 @@ class Comparison:
             if name != FLOAT and seed == self.seeds[0]:
                 results[name].plan = json.loads(trainer.plan().to_json())
                 results[name].telemetry = [{"step": steps - 1, **Telemetry(trainer).measure(steps - 1)}]
+                results[name].histograms = worst_weights(trainer)
         for result in results.values():
             result.float_seconds = results[FLOAT].step_seconds
             self._keep(result)

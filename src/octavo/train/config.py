@@ -95,7 +95,7 @@ class Config(octavo._config.Config):
     remat_policy: str = _model("none", "what is computed again; full: all of a layer", choices=_REMAT)
     dtype: str = _model("float32", "dtype of activations", choices=_FLOATS)
     weight_dtype: str = _model("float32", "dtype in which weights are stored", choices=_FLOATS)
-    logits_dot_in_fp32: bool = _model(True, "multiply the logits in float32")
+    logits_dot_in_fp32: bool = _model(False, "multiply logits in float32; they are always summed in it")
 
     num_experts: int = _experts(1, "routed experts; 1: a dense MLP", low=1)
     num_experts_per_tok: int = _experts(1, "experts that a token is sent to", low=1)
@@ -153,6 +153,12 @@ class Config(octavo._config.Config):
     )  # fmt: skip
     sharding_tolerance: float = _mesh(0.02, "share by which a device may hold too many parameters", low=0)
     quantized_all_gather: bool = _mesh(True, "weights that a recipe quantizes are gathered over fsdp in low precision")
+    weight_gradient_accumulator: str = _mesh(
+        "", "dtype in which quantized weight gradients are summed over devices", choices=("", "float32", "bfloat16")
+    )
+    expert_dispatch_dtype: str = _mesh(
+        "", "format in which tokens are sent to the devices of their experts", choices=("", "int8", "float8_e4m3fn")
+    )
     gradient_reduce_dtype: str = _mesh(
         "", "format in which gradients are added up over data", choices=("", "int8", "float8_e4m3fn", "float8_e5m2")
     )

@@ -172,9 +172,20 @@ _MESH = (
         for kind, where in _KINDS.items()
     ),
     Conflict(
-        lambda c: c.shard_mode == "explicit",
-        "{shard_mode}: where the trainer's arrays lie between operations is left to the compiler; typed mesh axes are "
-        "for functions of one's own under octavo.quantized",
+        lambda c: c.shard_mode == "explicit" and (c.ici_context_parallelism, c.dcn_context_parallelism) != (1, 1),
+        "{shard_mode} leaves the tokens of a row together, but {ici_context_parallelism} and {dcn_context_parallelism}",
+    ),
+    Conflict(
+        lambda c: c.shard_mode == "explicit" and c.gradient_reduce_dtype,
+        "{shard_mode} adds up gradients in float, but {gradient_reduce_dtype}",
+    ),
+    Conflict(
+        lambda c: c.expert_dispatch_dtype and c.num_experts == 1,
+        "{expert_dispatch_dtype} is about tokens on their way to experts, but {num_experts}",
+    ),
+    Conflict(
+        lambda c: c.expert_dispatch_dtype and not _quantized(c),
+        "{expert_dispatch_dtype} is a field of rules, but {quantization} and {quantization_rules_path} give none",
     ),
     Conflict(lambda c: len(set(c.mesh_axes)) < len(c.mesh_axes), "{mesh_axes}: an axis is there twice"),
     Conflict(

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from octavo import _sharding
 from octavo.models import ModelConfig, apply
 
 
@@ -37,7 +38,7 @@ def make_loss(model: ModelConfig, *, z_loss: float = 0.0, load_balance: float = 
         logits, aux = apply(model, params, batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"])
         mask = (batch["targets_segmentation"] != 0).astype(jnp.float32)
         log_z = jax.nn.logsumexp(logits, axis=-1)
-        picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+        picked = _picked(logits, batch["targets"])
         lm = jnp.sum((log_z - picked) * mask)
         z = z_loss * jnp.sum(log_z**2 * mask)
         balance = load_balance * aux.load_balance
@@ -46,3 +47,13 @@ def make_loss(model: ModelConfig, *, z_loss: float = 0.0, load_balance: float = 
         return total, Losses(lm, z, balance * share, jnp.sum(mask))
 
     return loss
+
+
+def _picked(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """The logit of each target."""
+    where = _sharding.explicit(logits)
+    if where is None:
+        return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    # A look-up along an axis that is cut has no type; the sum of one logit and zeros does.
+    chosen = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+    return jnp.sum(jnp.where(_sharding.placed(chosen, where), logits, jnp.zeros_like(logits)), axis=-1)

@@ -101,7 +101,8 @@ def make_mesh(config: "Config", devices: Sequence[Any] | None = None) -> Any:
     if missing := [axis for axis in AXES if axis not in config.mesh_axes and sizes[axis] > 1]:
         raise ConfigError([Problem((), f"{missing[0]}={sizes[missing[0]]}, but mesh_axes has no {missing[0]}")])
     grid = _grid(chosen, groups, sizes, config.mesh_axes)
-    return Mesh(grid, config.mesh_axes, axis_types=(AxisType.Auto,) * grid.ndim)
+    kind = AxisType.Explicit if config.shard_mode == "explicit" else AxisType.Auto
+    return Mesh(grid, config.mesh_axes, axis_types=(kind,) * grid.ndim)
 
 
 def _slices(devices: Sequence[Any]) -> list[list[Any]]:

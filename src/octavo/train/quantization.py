@@ -38,7 +38,7 @@ def rules_of(config: Config) -> tuple[QuantizationRule, ...]:
     else:
         return ()
     kept = _kept_in_float(config)
-    return (*kept, *found)
+    return (*kept, *(_summed(rule, config) for rule in found))
 
 
 def schedule_of(config: Config) -> Schedule:
@@ -60,11 +60,16 @@ def schedule_of(config: Config) -> Schedule:
     return Schedule(stages)
 
 
-def gathering(schedule: Schedule, axes: tuple[str, ...]) -> Schedule:
-    """A schedule whose weights are gathered over axes of a mesh in low precision, but where a rule says over which."""
+def sending(schedule: Schedule, axes: tuple[str, ...], dispatch: str = "") -> Schedule:
+    """A schedule whose weights are gathered over axes of a mesh, and whose tokens are sent to experts, in low
+    precision; but where a rule says something itself."""
 
     def told(rule: QuantizationRule) -> QuantizationRule:
-        return rule if rule.leaves_alone or rule.gather_axes else rule.replace(gather_axes=axes)
+        if rule.leaves_alone:
+            return rule
+        return rule.replace(
+            gather_axes=rule.gather_axes or axes, dispatch_qtype=rule.dispatch_qtype or dispatch or None
+        )
 
     stages = [(begin, tuple(map(told, rules)) or None) for begin, rules in schedule.stages]
     return Schedule(stages, schedule.freeze_at)
@@ -152,6 +157,16 @@ def _in_pieces(rule: QuantizationRule, config: Config) -> QuantizationRule:
     if shards == 0:
         return rule.replace(drhs=Matmul(residual="original"))
     return rule if shards == 1 else rule.replace(bwd_weight_grad_tile_size=1 / shards)
+
+
+def _summed(rule: QuantizationRule, config: Config) -> QuantizationRule:
+    """A rule whose weight gradient is summed as the configuration says."""
+    accumulator = config.weight_gradient_accumulator
+    if not accumulator or rule.skip or not isinstance(rule, QtRule):
+        return rule
+    if rule.drhs is not None:
+        return rule.replace(drhs=rule.drhs.replace(accumulator=accumulator))
+    return rule if rule.bwd_qtype is None else rule.replace(bwd_weight_grad_accumulator=accumulator)
 
 
 def _kept_in_float(config: Config) -> Iterable[QuantizationRule]:

@@ -20,7 +20,7 @@ from octavo.train.config import Config
 from octavo.train.loss import make_loss
 from octavo.train.mesh import batch_rows, make_mesh
 from octavo.train.optimizer import learning_rate_schedule, make_optimizer
-from octavo.train.quantization import gathering, schedule_of
+from octavo.train.quantization import schedule_of, sending
 from octavo.train.reduction import Reduction
 from octavo.train.sparse import make_masks
 from octavo.train.state import TrainState, initial_state
@@ -83,8 +83,9 @@ class Setup:
             sharding.check_fits(config, self.model, self.mesh)
             self.model = self.model.replace(placement=sharding.placement(config, self.mesh))
         self.schedule: Schedule = schedule_of(config)
-        if config.quantized_all_gather and self.mesh.shape.get("fsdp", 1) > 1:
-            self.schedule = gathering(self.schedule, ("fsdp",))
+        if not self.is_single:
+            gathers = config.quantized_all_gather and self.mesh.shape.get("fsdp", 1) > 1
+            self.schedule = sending(self.schedule, ("fsdp",) if gathers else (), config.expert_dispatch_dtype)
         loss = make_loss(self.model, z_loss=config.z_loss_multiplier, load_balance=config.load_balance_loss_weight)
         self.loss = loss if self.is_single else _on(self.mesh, loss)
         self.stepper = Stepper(

@@ -124,8 +124,9 @@ def batch_spec(config: "Config", mesh: Any) -> PartitionSpec:
 
 
 def placement(config: "Config", mesh: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The rules for activations, without axes of the mesh that are one long: what a model is told."""
-    found = {name: axes for name, axes in rules_of(config).items() if name.startswith("activation_")}
+    """The rules for activations and experts, without axes of the mesh that are one long: what a model is told."""
+    told = ("exp", "embed_moe", "mlp_moe")
+    found = {name: axes for name, axes in rules_of(config).items() if name.startswith("activation_") or name in told}
     return tuple((name, tuple(a for a in axes if mesh.shape.get(a, 1) > 1)) for name, axes in found.items())
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from octavo import kernels
 from octavo.kernels import pallas
 from octavo.ops.grouped import TURNS
+from octavo.ops.parts import SHARE
 from octavo.transform.arithmetic import product_flops
 from octavo.transform.frame import BACKWARD, scope_names
 from octavo.transform.jaxprs import PRODUCTS, Equation, Jaxpr, bodies, is_literal, scan_parts, scope, while_parts
@@ -83,6 +84,10 @@ class Tally(NamedTuple):
     def times(self, count: int) -> "Tally":
         scaled = (dataclasses.replace(p, flops=p.flops * count, count=p.count * count) for p in self.products)
         return self._replace(products=tuple(scaled))
+
+    def shared(self, count: int) -> "Tally":
+        """One in so many FLOPs of it."""
+        return self._replace(products=tuple(dataclasses.replace(p, flops=p.flops // count) for p in self.products))
 
     def under(self, names: str) -> "Tally":
         """The same, done by an equation with these names around it."""
@@ -264,7 +269,10 @@ def _shard_map(eqn: Equation, values: list[_Value], platform: str):
         x._replace(span=x.span * _size(v.aval) // max(1, _size(inner.aval)))
         for x, v, inner in zip(outs, eqn.outvars, body.outvars, strict=True)
     ]
-    return done.times(math.prod(mesh.shape[axis] for axis in eqn.params["newly_manual_axes"])), grown
+    done = done.times(math.prod(mesh.shape[axis] for axis in eqn.params["newly_manual_axes"]))
+    # Of the rows that a device has room for, one in so many is expected to have an expert there.
+    told = next((told for inner in body.eqns if (told := re.search(rf"{re.escape(SHARE)}(\d+)", scope(inner)))), None)
+    return done if told is None else done.shared(int(told[1])), grown
 
 
 _CONTROL: dict[str, Callable[..., Any]] = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}

@@ -1,5 +1,6 @@
 """Evaluating a jaxpr with its multiplications replaced."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -7,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array
-from octavo.ops import known_call
+from octavo.ops import KnownCall, known_call
+from octavo.ops.dispatch import DISPATCH, spread
 from octavo.qarray import QArray
 from octavo.transform import control
 from octavo.transform.frame import Frame, Value
@@ -26,7 +28,7 @@ from octavo.transform.jaxprs import (
 from octavo.transform.notation import subscripts
 from octavo.transform.origin import CONSTANT, Origin, flow
 from octavo.transform.provider import Operation, operating
-from octavo.transform.site import Site, find_site, own_site
+from octavo.transform.site import Site, find_site, own_site, rule_of
 from octavo.transform.structure import as_array, rearranged
 
 
@@ -94,12 +96,7 @@ def _product(eqn: Equation, values: list[Value], frame: Frame) -> Value:
     if site.config is None and not any(isinstance(x, QArray) for x in data[:2]):
         return Value(bind(eqn, data)[0], origin)
     frame.context.provider._seen.update(() if site.rule is None else (site.rule,))
-    with operating(Operation(site, frame)):
-        out = _call(eqn, data, site, frame)
-    wanted: Any = eqn.outvars[0].aval
-    if tuple(out.shape) != tuple(wanted.shape):
-        raise ValueError(f"{site.op_id} at {site.path!r} must give the shape {wanted.shape}, but gave {out.shape}")
-    return Value(jnp.asarray(out, wanted.dtype), origin)
+    return Value(_called(eqn, eqn.params, data, site, frame), origin)
 
 
 def _operand(data: Any) -> Any:
@@ -108,24 +105,53 @@ def _operand(data: Any) -> Any:
 
 
 def _own_product(eqn: Equation, values: list[Value], frame: Frame) -> Value | None:
-    """A product that was written with a config of its own: left as it is, or done with its weight's codes."""
+    """A product of ours. One with a config of its own is left as it is, or done with its weight's codes."""
     first = eqn.params["num_consts"]
     atoms, args = eqn.invars[first:], values[first:]
     known = known_call(scope(eqn), tuple(tuple(a.aval.shape) for a in atoms))  # pyrefly: ignore
     if known is None:
         return None
+    if known.op == DISPATCH:
+        return _dispatched(eqn, values, args, frame, known)
     site = own_site(eqn, list(atoms[:2]), args[:2], frame, known)
     origin = Origin(module=site.path)
     with inside(eqn):
-        if not any(site.quantized):
+        if not any(site.quantized) and (known.config is not None or site.config is None):
             return Value(bind(eqn, [as_array(v.data) for v in values])[0], origin)
-        return Value(known.run(*jax.tree.unflatten(known.tree, [_operand(v.data) for v in args])), origin)
+        data = [_operand(v.data) for v in args]
+        if known.config is not None:
+            return Value(known.run(*jax.tree.unflatten(known.tree, data)), origin)
+        frame.context.provider._seen.update(() if site.rule is None else (site.rule,))
+        return Value(_called(eqn, known.params, data, site, frame), origin)
 
 
-def _call(eqn: Equation, data: list[Any], site: Site, frame: Frame) -> Array:
+def _dispatched(eqn: Equation, values: list[Value], args: list[Value], frame: Frame, known: KnownCall) -> Value:
+    """Tokens on their way to experts, in the format that the rule for those says."""
+    tokens, order, *anchor = args
+    path = anchor[0].origin.module if anchor else None
+    rule = rule_of(path or "", "ragged_dot", frame.context)
+    origin = Origin(module=tokens.origin.module)
+    with inside(eqn):
+        if rule is None or rule.dispatch_qtype is None:
+            return Value(bind(eqn, [as_array(v.data) for v in values])[0], origin)
+        how = dataclasses.replace(known.params["how"], qtype=rule.dispatch_qtype)
+        return Value(spread(as_array(tokens.data), order.data, how), origin)
+
+
+def _called(eqn: Equation, params: Any, data: list[Any], site: Site, frame: Frame) -> Array:
+    """What the provider's operation gives, as the equation wants it."""
+    with operating(Operation(site, frame)):
+        out = _call(params, data, site, frame)
+    wanted: Any = eqn.outvars[0].aval
+    if tuple(out.shape) != tuple(wanted.shape):
+        raise ValueError(f"{site.op_id} at {site.path!r} must give the shape {wanted.shape}, but gave {out.shape}")
+    return jnp.asarray(out, wanted.dtype)
+
+
+def _call(p: Any, data: list[Any], site: Site, frame: Frame) -> Array:
     """The provider's operation, with the arguments that its JAX namesake has."""
-    provider, p = frame.context.provider, eqn.params
-    kinds = {k: p[k] for k in ("precision", "preferred_element_type", "out_sharding") if p.get(k) is not None}
+    provider, names = frame.context.provider, ("precision", "preferred_element_type", "out_sharding", "parts")
+    kinds = {k: p[k] for k in names if p.get(k) is not None}
     lhs, rhs, *rest = data
     if site.op == "einsum":
         text = subscripts(p["dimension_numbers"], len(lhs.shape), len(rhs.shape))

@@ -74,18 +74,30 @@ def find_site(eqn: Equation, values: list[Value], frame: Frame) -> Site:
     draft = _draft(eqn, eqn.invars[:2], values[:2], frame, op, eqn.primitive.name, eqn.params)
     if BACKWARD in names:
         draft = dataclasses.replace(draft, gradient="dlhs" if draft.weights[1] else "drhs")
+    return _ruled(draft, frame)
+
+
+def own_site(eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame, known: KnownCall) -> Site:
+    """The site of a product of ours: rules have no say in one that was written with a config of its own."""
+    op = "gmm" if GMM in _names(eqn, frame) else known.op
+    draft = _draft(eqn, atoms, values, frame, op, known.primitive, known.params)
+    if known.config is None:
+        return _ruled(draft, frame)
+    return _noted(dataclasses.replace(draft, config=known.config), frame)
+
+
+def rule_of(path: str, op: str, context: Context) -> QuantizationRule | None:
+    """The rule for something that is done with a weight of this name."""
+    return find(context.provider.rules, path, op, weights=True)
+
+
+def _ruled(draft: Site, frame: Frame) -> Site:
+    """A site with what the rules say about it."""
     rule = _rule(draft, frame.context)
     reason, config = _decide(draft, rule)
     if config is not None and rule is not None and rule.gather_axes and frame.context.shardings:
         config = config.replace(gather=_gather(draft, rule, frame.context))
     return _noted(dataclasses.replace(draft, rule=rule, config=config, reason=reason), frame)
-
-
-def own_site(eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame, known: KnownCall) -> Site:
-    """The site of a product that was written with a config of its own; rules have no say in it."""
-    op = "gmm" if GMM in _names(eqn, frame) else known.op
-    draft = _draft(eqn, atoms, values, frame, op, known.primitive, known.params)
-    return _noted(dataclasses.replace(draft, config=known.config), frame)
 
 
 def _names(eqn: Equation, frame: Frame) -> str:
@@ -103,6 +115,9 @@ def _draft(
     lhs, rhs = values
     path = _path(_names(eqn, frame), lhs.origin, rhs.origin, frame.context)
     left, right, out = (_type(v.aval) for v in (*atoms, *eqn.outvars))
+    # On a mesh there is room for all rows on every device that has experts, and each has one expert in the end.
+    parts = params.get("parts")
+    copies = 1 if parts is None else parts.ways(parts.experts)
     return Site(
         path=path,
         op=op,
@@ -113,7 +128,7 @@ def _draft(
         origins=(lhs.origin, rhs.origin),
         numbers=params.get("dimension_numbers") or params.get("ragged_dot_dimension_numbers"),
         trips=frame.trips,
-        flops=frame.trips * product_flops(primitive, params, left[0], right[0], out[0]),
+        flops=frame.trips * product_flops(primitive, params, left[0], right[0], out[0]) // copies,
         quantized=(isinstance(lhs.data, QArray), isinstance(rhs.data, QArray)),
     )
 

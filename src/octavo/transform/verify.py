@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import html
 import json
+import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import export
 
+from octavo.kernels import pallas
 from octavo.transform.arithmetic import Window, conv_flops, dot_flops
 from octavo.transform.flops import Product, tally
 from octavo.transform.jaxprs import live, of_arrays, this_platform
@@ -188,10 +190,16 @@ _DOT = re.compile(
     r"stablehlo\.dot_general (?:.*?batching_dims = \[[^]]*\] x \[([^]]*)\])?"
     r"(?:.*?contracting_dims = \[[^]]*\] x \[([^]]*)\])?.*?" + _TYPES
 )
-_RAGGED = re.compile(r'"chlo\.ragged_dot".*?ragged_dot_dimension_numbers = \[(.*?)\]\}.*?' + _TYPES)
+# As an operation it names its axes; as a composite, which is how it is exported, it lists all six kinds of them.
+_RAGGED = re.compile(
+    r'"chlo\.ragged_dot".*?ragged_dot_dimension_numbers = (?:\[(.*?)\]\}|#chlo\.ragged_dot<(.*?)>).*?' + _TYPES
+)
 _CONV = re.compile(
     r"stablehlo\.convolution\(.*?dim_numbers = \[([^]]*)\]x\[([^]]*)\]->\[([^]]*)\], window = \{(.*?)\} .*?" + _TYPES
 )
+
+
+_KERNEL = re.compile(r'kernel_name = "(' + "|".join(pallas.NAMES) + r')".* : \((.*)\) -> tensor<([^>]*)>')
 
 
 def read_stablehlo(text: str) -> tuple[Lowered, ...]:
@@ -214,14 +222,27 @@ def read_stablehlo(text: str) -> tuple[Lowered, ...]:
             shared = _numbers(f"{batch},{contract}")
             found["dot_general", lhs, rhs, out, dot_flops(_dims(lhs), _dims(rhs), shared)] += 1
         elif match := _RAGGED.search(line):
-            numbers, lhs, rhs, out = match.groups()
-            _, batch, _, contract, _, group = re.findall(r"dense<([^>]*)> : tensor<\d+xi64>", numbers)
-            shared = _numbers(f"{batch},{contract},{group}")
-            found["ragged_dot", lhs, rhs, out, dot_flops(_dims(lhs), _dims(rhs), shared)] += 1
+            listed, named, lhs, rhs, out = match.groups(default="")
+            found["ragged_dot", lhs, rhs, out, dot_flops(_dims(lhs), _dims(rhs), _shared(listed, named))] += 1
+        elif match := _KERNEL.search(line):
+            # After what steers a kernel come its matrices, and after those their scales.
+            kernel, args, out = match.groups()
+            lhs, rhs, *_ = (t for t in re.findall(r"tensor<([^>]*)>", args) if t.count("x") > 1)
+            found[kernel, lhs, rhs, out, 2 * math.prod(_dims(lhs)) * _dims(out)[-1]] += 1
         elif match := _CONV.search(line):
             *axes, window, lhs, rhs, out = match.groups()
             found["convolution", lhs, rhs, out, _conv_flops(axes, window, lhs, rhs, out)] += 1
     return tuple(Lowered(op, lhs, rhs, out, n, n * flops) for (op, lhs, rhs, out, flops), n in found.items())
+
+
+def _shared(listed: str, named: str) -> list[int]:
+    """The axes of a ragged matmul's right operand that its left one has too, or that tell groups apart."""
+    if listed:
+        _, batch, _, contract, _, group = re.findall(r"dense<([^>]*)> : tensor<\d+xi64>", listed)
+    else:
+        axes = dict(re.findall(r"rhs_(\w+)_dimensions = (\[[^]]*\])", named))
+        batch, contract, group = (axes.get(kind, "") for kind in ("batching", "contracting", "group"))
+    return _numbers(f"{batch},{contract},{group}")
 
 
 def _conv_flops(axes: list[str], window: str, *types: str) -> int:

@@ -1,12 +1,14 @@
-"""What the kernels have in common: how two blocks multiply, and what a block is told of its rows."""
+"""What the kernels have in common: how two blocks multiply and add up, and what a block is told of its rows."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from octavo._typing import Array
@@ -65,6 +67,25 @@ def block_dot(lhs: Array, rhs: Array, contract: tuple[int, int], *, wide: np.dty
     parts = [(cut(lhs, contract[0], at), cut(rhs, contract[1], at)) for at in range(0, depth, EXACT)]
     exact = (dot(x, y, preferred_element_type=jnp.float32).astype(jnp.int32) for x, y in parts)
     return functools.reduce(jnp.add, exact)
+
+
+def over_steps(part: Array, step: Any, steps: int, sums: Sequence[Any], write: Callable[[Array], None]) -> None:
+    """Write the sum of the parts of all steps of depth, once the last is there; with one step, `sums` has no block."""
+    if steps == 1:
+        return write(part)
+    (sum_ref,) = sums
+
+    @pl.when(step == 0)
+    def _():
+        sum_ref[...] = part
+
+    @pl.when(step > 0)
+    def _():
+        sum_ref[...] += part
+
+    @pl.when(step == steps - 1)
+    def _():
+        write(sum_ref[...])
 
 
 def widened(x: Array, dtype: np.dtype) -> Array:

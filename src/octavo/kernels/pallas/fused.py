@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from octavo._typing import Array, DTypeLike
 from octavo.kernels.pallas import tiles
-from octavo.kernels.pallas.blocks import accumulator, block_dot, multiplied, native, type_refusal, typed
+from octavo.kernels.pallas.blocks import accumulator, block_dot, multiplied, native, over_steps, type_refusal, typed
 
 type Quantize = Callable[[Array], tuple[Array, Array]]
 
@@ -107,21 +107,7 @@ def _matmul(lhs, rhs, rhs_scale, *, quantize, transposed, dtype, tiling, precisi
             out_ref[...] = out.astype(out_ref.dtype)
 
         part = block_dot(codes_ref[step], rhs_ref[...], (1, int(transposed)), wide=wide, precision=precision)
-        if deep == 1:
-            return write(part)
-        (sum_ref,) = sums
-
-        @pl.when(step == 0)
-        def _():
-            sum_ref[...] = part
-
-        @pl.when(step > 0)
-        def _():
-            sum_ref[...] += part
-
-        @pl.when(step == deep - 1)
-        def _():
-            write(sum_ref[...])
+        over_steps(part, step, deep, sums, write)
 
     matrix = (
         pl.BlockSpec((tn, tk), lambda i, j, s: (j, s)) if transposed else pl.BlockSpec((tk, tn), lambda i, j, s: (s, j))

@@ -17,7 +17,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from octavo._typing import Array, DTypeLike
 from octavo.kernels.pallas import tiles, visits
-from octavo.kernels.pallas.blocks import accumulator, block_dot, masked, multiplied, native, type_refusal, typed
+from octavo.kernels.pallas.blocks import (
+    accumulator,
+    block_dot,
+    masked,
+    multiplied,
+    native,
+    over_steps,
+    type_refusal,
+    typed,
+)
 
 
 def gmm(
@@ -157,21 +166,7 @@ def _gmm(lhs, rhs, sizes, lhs_scale, rhs_scale, *, transposed, dtype, tiling, de
         @pl.when(group < groups)
         def _():
             part = functools.reduce(jnp.add, (scaled(product(j), j) for j in range(parts))) if depth else product(0)
-            if deep == 1:
-                return write(part)
-            (sum_ref,) = sums
-
-            @pl.when(step == 0)
-            def _():
-                sum_ref[...] = part
-
-            @pl.when(step > 0)
-            def _():
-                sum_ref[...] += part
-
-            @pl.when(step == deep - 1)
-            def _():
-                write(sum_ref[...])
+            over_steps(part, step, deep, sums, write)
 
         @pl.when((group == groups) & (step == deep - 1))
         def _():

@@ -5,13 +5,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from octavo.qarray import QArray
 from octavo.qarray.display import granularity
+from octavo.qarray.qarray import QArray
 
 _SAMPLE = 1 << 17
 _BARS = 96
 WORST = 4
-"""How many tensors are shown."""
+"""How many tensors are shown of a model: those with the lowest signal to noise."""
 
 
 def histogram(path: str, x: np.ndarray, q: QArray, *, sqnr_db: float | None = None) -> dict[str, Any]:
@@ -49,6 +49,17 @@ def histogram(path: str, x: np.ndarray, q: QArray, *, sqnr_db: float | None = No
         "zeroed": float(zeroed),
         "sqnr_db": sqnr_db,
     }
+
+
+def sqnr_db(before: np.ndarray, after: np.ndarray) -> float | None:
+    """The ratio of a tensor's power to that of its error, in dB; None where either is zero.
+
+    >>> round(sqnr_db(np.asarray([1.0, 1.0]), np.asarray([1.1, 0.9])) or 0, 3)
+    20.0
+    """
+    noise = float(np.sum(np.square(after - before), dtype=np.float64))
+    signal = float(np.sum(np.square(before), dtype=np.float64))
+    return None if noise == 0 or signal == 0 else float(10 * np.log10(signal / noise))
 
 
 def _scaled(x: np.ndarray, q: QArray) -> tuple[np.ndarray, np.ndarray, float]:

@@ -1,0 +1,183 @@
+"""Shardings that are part of an array's type: meshes with explicit axes, and operands that are `reduced`.
+
+An array that is reduced over an axis of a mesh is a copy there, of which every device takes its own part of the
+gradient: that is `unreduced`, a sum still to be taken. So a gradient crosses the network where it is asked for, once.
+In a `shard_map` an array is reduced over axes of that, and elsewhere over explicit ones.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+type Spec = NamedSharding | PartitionSpec
+
+
+def explicit(x: Any) -> NamedSharding | None:
+    """The sharding that is part of an array's type; None where the compiler chooses."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    typed = mesh is not None and any(kind == AxisType.Explicit for kind in getattr(mesh, "axis_types", ()))
+    return sharding if typed else None
+
+
+def spec_of(sharding: Spec) -> PartitionSpec:
+    """The spec of a sharding, or itself."""
+    return sharding.spec if isinstance(sharding, NamedSharding) else sharding
+
+
+def with_spec(sharding: Spec, spec: PartitionSpec) -> Spec:
+    """Another spec of the same kind and mesh."""
+    return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
+
+
+def partitions(sharding: Spec, ndim: int) -> tuple[Any, ...]:
+    """The mesh axes along each axis of an array, whatever it is reduced over."""
+    return (*spec_of(sharding).partitions, *(None,) * ndim)[:ndim]
+
+
+def names(part: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec.
+
+    >>> names(None), names("data"), names(("data", "fsdp"))
+    ((), ('data',), ('data', 'fsdp'))
+    """
+    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def plain(sharding: Any) -> Any:
+    """A sharding over the same axes that is neither reduced nor unreduced."""
+    if sharding is None:
+        return sharding
+    return with_spec(sharding, PartitionSpec(*spec_of(sharding).partitions))
+
+
+def of_gradient(sharding: Any) -> Any:
+    """The sharding of an array's gradient: what is reduced in one is unreduced in the other."""
+    if sharding is None:
+        return sharding
+    spec = spec_of(sharding)
+    return with_spec(sharding, PartitionSpec(*spec.partitions, unreduced=spec.reduced, reduced=spec.unreduced))
+
+
+def is_unreduced(sharding: Spec | None) -> bool:
+    """Whether it is of a sum that was not taken."""
+    return sharding is not None and bool(spec_of(sharding).unreduced)
+
+
+def manual_axes(x: Any, kind: str) -> frozenset[str]:
+    """The axes of a shard_map over which an array is "varying", "reduced" or "unreduced"."""
+    return frozenset(getattr(getattr(jax.typeof(x), "mat", None), kind, ()))
+
+
+def refuse_unreduced(x: jax.Array) -> None:
+    """Raise for an array that cannot be rounded, because it is not there yet."""
+    typed = explicit(x)
+    pending = manual_axes(x, "unreduced") | (frozenset() if typed is None else typed.spec.unreduced)
+    if pending:
+        raise ValueError(
+            f"an array that is unreduced over {', '.join(map(repr, sorted(pending)))} is a sum that was not taken, and "
+            "its parts cannot be rounded: sum it first, by jax.sharding.reshard, or by jax.lax.psum in a shard_map"
+        )
+
+
+def settled(x: jax.Array) -> jax.Array:
+    """An array that is reduced nowhere, with the same values on every device: codes are computed of this.
+
+    Its gradient still is unreduced, but was summed on the way; an operation that is to save that needs a gradient of
+    its own. An array that is unreduced is refused.
+    """
+    refuse_unreduced(x)
+    typed, inside = explicit(x), manual_axes(x, "reduced")
+    if typed is not None and typed.spec.reduced:
+        x = jax.sharding.reshard(x, plain(typed))
+    return jax.lax.pcast(x, tuple(sorted(inside)), to="varying") if inside else x
+
+
+def beside(part: jax.Array, x: jax.Array) -> jax.Array:
+    """What is to be broadcast against `x`, a scale for one, cut along the axes that it shares with it and no others."""
+    where = explicit(x)
+    if where is None:
+        return part
+    cut = [p if n == m else None for p, n, m in zip(partitions(where, x.ndim), part.shape, x.shape, strict=True)]
+    spec = PartitionSpec(*cut, reduced={*where.spec.reduced, *where.spec.unreduced})
+    return jax.sharding.reshard(part, NamedSharding(where.mesh, spec))
+
+
+def placed(x: Any, sharding: Any) -> Any:
+    """An array whose type is to have a sharding; as it is where types have none."""
+    where = explicit(x)
+    if sharding is None or where is None or spec_of(sharding) == where.spec:
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
+def restored(x: jax.Array, where: NamedSharding | None) -> jax.Array:
+    """What was computed of a settled array, reduced again where that was."""
+    return placed(x, where) if where is not None and where.spec.reduced else x
+
+
+def joined(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
+    """An array that is not cut along some axes, or along none."""
+    where = explicit(x)
+    if where is None:
+        return x
+    gone = range(x.ndim) if axes is None else axes
+    parts = (None if axis in gone else part for axis, part in enumerate(partitions(where, x.ndim)))
+    return placed(x, with_spec(where, PartitionSpec(*parts, reduced=where.spec.reduced)))
+
+
+def repeat(x: jax.Array, times: int, axis: int) -> jax.Array:
+    """`jnp.repeat`, which does not know where the result of an explicit sharding is to lie."""
+    if explicit(x) is None:
+        return jnp.repeat(x, times, axis=axis)
+    wide = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), (*x.shape[: axis + 1], times, *x.shape[axis + 1 :]))
+    return wide.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+
+def split(x: jax.Array, cuts: Sequence[Sequence[int]]) -> jax.Array:
+    """An array with each axis cut into these; the first of them lies as the axis did, if its devices share it evenly.
+
+    >>> split(jnp.ones((4, 6)), [(4,), (2, 3)]).shape
+    (4, 2, 3)
+    """
+    shape, where = [n for cut in cuts for n in cut], explicit(x)
+    if where is None or len(shape) == x.ndim:
+        return x.reshape(shape)
+    sizes, parts = where.mesh.shape, list(partitions(where, x.ndim))
+    for axis, cut in enumerate(cuts):
+        if len(cut) > 1 and cut[0] % math.prod(sizes[name] for name in names(parts[axis])):
+            parts[axis] = None
+    x = placed(x, with_spec(where, PartitionSpec(*parts, reduced=where.spec.reduced)))
+    spread = [p for cut, part in zip(cuts, parts, strict=True) for p in (part, *(None,) * (len(cut) - 1))]
+    spec = PartitionSpec(*spread, reduced=where.spec.reduced)
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(where.mesh, spec))
+
+
+def merge(x: jax.Array, widths: Sequence[int]) -> jax.Array:
+    """The inverse of `split`: so many axes each become one."""
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    shape = [math.prod(x.shape[start : start + width]) for start, width in zip(starts, widths, strict=True)]
+    where = explicit(x)
+    if where is None or len(shape) == x.ndim:
+        return x.reshape(shape)
+    parts = partitions(where, x.ndim)
+    spec = PartitionSpec(
+        *(parts[start] for start in starts), unreduced=where.spec.unreduced, reduced=where.spec.reduced
+    )
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(where.mesh, spec))
+
+
+def yielding(sharding: Spec, parts: Sequence[Any], first: Sequence[int]) -> Spec:
+    """A sharding with other parts, in which the mesh axes of the `first` array axes are nowhere else."""
+    taken = {name for axis in first for name in names(parts[axis])}
+
+    def rest(axis: int, part: Any) -> Any:
+        return part if axis in first else tuple(name for name in names(part) if name not in taken) or None
+
+    spec = spec_of(sharding)
+    kept = (rest(axis, part) for axis, part in enumerate(parts))
+    return with_spec(sharding, PartitionSpec(*kept, unreduced=spec.unreduced - taken, reduced=spec.reduced - taken))

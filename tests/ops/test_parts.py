@@ -1,0 +1,220 @@
+"""Experts on a mesh: products of rows that lie in parts, and tokens on their way to their experts and back."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from octavo.ops import DotConfig, ragged_dot
+from octavo.ops.dispatch import Dispatch, collect, route, spread
+from octavo.ops.parts import Parts
+from octavo.qarray import Quantizer
+from octavo.transform.traffic import partitioned_hlo, read_traffic
+
+EXPERTS, INPUTS, OUTPUTS, ROWS = 4, 16, 24, 12
+CONFIGS = {
+    "float": None,
+    "int8": DotConfig.qt("int8"),
+    "asymmetric": DotConfig.qt("uint8", bwd="int8", calibration="minmax"),
+    "per tensor": DotConfig.qt("int8", per_tensor=True),
+    "fp8": DotConfig.qt("float8_e4m3fn", bwd="float8_e5m2"),
+    "tiles": DotConfig.qt("int8", tile=8),
+    "qat": DotConfig.qat("int4"),
+}
+
+# Of the product and its two gradients, so many are sums of integers.
+EXACT = {"int8": 3, "per tensor": 3, "asymmetric": 1}
+
+
+def mesh():
+    return jax.make_mesh((2, 2, 2), ("fsdp", "tensor", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+
+def parts_of(**more) -> Parts:
+    return Parts(mesh().abstract_mesh, ("fsdp",), ("expert",), **more)
+
+
+PARTS = {
+    "columns": {"outputs": ("tensor",), "scattered": (1, ("fsdp",))},
+    "contraction": {"inputs": ("tensor",), "scattered": (2, ("fsdp",))},
+    "neither": {},
+}
+
+
+def operands():
+    rng = np.random.default_rng(0)
+    # Of 12 rows a device has 9, 12, 5 and none that belong to its two experts.
+    sizes = np.asarray([[4, 5], [12, 0], [2, 3], [0, 0]], np.int32)
+    lhs = rng.normal(size=(4 * ROWS, INPUTS)).astype(np.float32)
+    rhs = rng.normal(size=(EXPERTS, INPUTS, OUTPUTS)).astype(np.float32)
+    return jnp.asarray(lhs), jnp.asarray(rhs), sizes
+
+
+def sorted_rows(sizes) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of all parts that have an expert, sorted by expert, and how many each has."""
+    places, whose = [], []
+    for part, own in enumerate(sizes):
+        first = (part % 2) * len(own)
+        for expert, count in enumerate(own):
+            begin = part * ROWS + sum(own[:expert])
+            places += range(begin, begin + count)
+            whose += [first + expert] * count
+    order = np.argsort(whose, kind="stable")
+    return np.asarray(places)[order], np.bincount(whose, minlength=EXPERTS)
+
+
+def reference(lhs, rhs, sizes, config):
+    """The same product on one device."""
+    places, counts = sorted_rows(sizes)
+    out = ragged_dot(lhs[places], rhs, jnp.asarray(counts, jnp.int32), config=config)
+    return jnp.zeros((lhs.shape[0], rhs.shape[2]), out.dtype).at[places].set(out)
+
+
+def value_and_gradients(fn, lhs, rhs, g):
+    out, back = jax.vjp(fn, lhs, rhs)
+    return out, *back(g)
+
+
+CASES = [
+    (name, cut, dtype)
+    for name in CONFIGS
+    for cut in PARTS
+    for dtype in ("float32", "bfloat16")
+    if dtype == "float32" or cut == "contraction"
+]
+QUICK = [("float", "columns", "float32"), ("int8", "contraction", "float32")]
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "dtype"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id="-".join(case)) for case in CASES],
+)
+def test_rows_in_parts_give_what_one_device_gives(name, cut, dtype):
+    """Integers to the last bit; of bfloat16, what devices add up is rounded first."""
+    config, (lhs, rhs, sizes) = CONFIGS[name], operands()
+    g = jnp.asarray(np.random.default_rng(1).normal(size=(lhs.shape[0], OUTPUTS)), dtype)
+    lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+    parts = parts_of(**PARTS[cut])
+    run = jax.jit(
+        lambda lhs, rhs, g: value_and_gradients(
+            lambda lhs, rhs: ragged_dot(lhs, rhs, jnp.asarray(sizes), config=config, parts=parts), lhs, rhs, g
+        )
+    )
+    with jax.set_mesh(mesh()):
+        found = run(lhs, rhs, g)
+    wanted = jax.jit(functools.partial(value_and_gradients, lambda lhs, rhs: reference(lhs, rhs, sizes, config)))(
+        lhs, rhs, g
+    )
+    for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert a.dtype == b.dtype == dtype
+        if dtype == "bfloat16":
+            np.testing.assert_allclose(a.astype("float32"), b.astype("float32"), rtol=2e-2, atol=1e-1)
+        elif number < EXACT.get(name, 0):
+            np.testing.assert_array_equal(a, b)
+        else:
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_a_weight_in_codes_is_multiplied_as_it_is():
+    lhs, rhs, sizes = operands()
+    q = Quantizer("int8", channelwise_axes=(0, 2)).quantize(jnp.asarray(rhs))
+    parts = parts_of(**PARTS["contraction"])
+    with jax.set_mesh(mesh()):
+        found = jax.jit(lambda x, q: ragged_dot(x, q, jnp.asarray(sizes), parts=parts))(lhs, q)
+    np.testing.assert_allclose(found, reference(lhs, q, sizes, None), rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused():
+    lhs, rhs, sizes = operands()
+    with pytest.raises(ValueError, match=r"rows in 4 parts take group_sizes \(4, 2\), .*; got \(8,\), 48 rows"):
+        ragged_dot(lhs, rhs, jnp.asarray(sizes).reshape(-1), parts=parts_of())
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"outputs": ("width",)}, r"the mesh has the axes \('fsdp', 'tensor', 'expert'\), and not 'width'"),
+        ({"inputs": ("fsdp",)}, r"one of \('fsdp', 'expert', 'fsdp'\) is there twice"),
+        ({"scattered": (1, ("tensor",))}, r"axes that cut rows, \('fsdp',\), and 'tensor' is none"),
+    ],
+)
+def test_parts_that_cannot_be(changes, text):
+    with pytest.raises(ValueError, match=text):
+        parts_of(**changes)
+
+
+def test_experts_that_cannot_be_shared():
+    with pytest.raises(ValueError, match="5 experts of which a token has 2 cannot be shared by 2 devices"):
+        Dispatch(mesh().abstract_mesh, ("fsdp",), (), ("expert",), 5, 2)
+
+
+# Tokens.
+
+BATCH, LENGTH, SIZE, K = 8, 6, 16, 2
+
+
+def dispatch(qtype=None, batch=("fsdp", "expert"), length=("tensor",)) -> Dispatch:
+    return Dispatch(mesh().abstract_mesh, batch, length, ("expert",), EXPERTS, K, qtype)
+
+
+def choices():
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(BATCH, LENGTH, SIZE)).astype(np.float32)
+    # Nobody chooses the last expert.
+    experts = np.stack([rng.permutation(EXPERTS - 1)[:K] for _ in range(BATCH * LENGTH)])
+    weights = rng.uniform(size=(BATCH, LENGTH, K)).astype(np.float32)
+    return x, experts.reshape(BATCH, LENGTH, K).astype(np.int32), weights
+
+
+@pytest.mark.parametrize(
+    ("batch", "length"),
+    [
+        (("fsdp", "expert"), ("tensor",)),
+        pytest.param(("fsdp",), (), marks=pytest.mark.slow),
+        pytest.param(("expert",), (), marks=pytest.mark.slow),
+        pytest.param((), ("expert",), marks=pytest.mark.slow),
+    ],
+)
+def test_each_token_meets_its_experts_and_comes_back(batch, length):
+    """Expert e adds e + 1 times the token, by its weight."""
+    how, (x, experts, weights) = dispatch(batch=batch, length=length), choices()
+
+    def through(x, weights):
+        order, sizes = route(jnp.asarray(experts), how)
+        rows = spread(x, order, how)
+        scale = jnp.broadcast_to(1.0 + jnp.arange(EXPERTS, dtype=jnp.float32)[:, None, None], (EXPERTS, SIZE, SIZE))
+        out = ragged_dot(rows, scale * jnp.eye(SIZE)[None], sizes, parts=how.parts)
+        return collect(how, out, weights, order)
+
+    def wanted(x, weights):
+        return jnp.sum((experts + 1.0) * weights, axis=-1, keepdims=True) * x
+
+    g = np.random.default_rng(3).normal(size=x.shape).astype(np.float32)
+    with jax.set_mesh(mesh()):
+        found = jax.jit(functools.partial(value_and_gradients, through))(x, weights, g)
+    for a, b in zip(found, value_and_gradients(wanted, x, weights, g), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("qtype", "sent"), [("int8", "s8"), ("float8_e4m3fn", "u8")])
+def test_tokens_are_sent_in_low_precision(qtype, sent):
+    x, experts, _ = choices()
+
+    def rows(how, x):
+        order, _ = route(jnp.asarray(experts), how)
+        return spread(x, order, how)
+
+    with jax.set_mesh(mesh()):
+        plain, low = (jax.jit(functools.partial(rows, how)) for how in (dispatch(), dispatch(qtype)))
+        # A token has a scale of its own, and no two tokens have the same.
+        want = Quantizer(qtype, channelwise_axes=(0, 1)).quantize(jnp.asarray(x)).dequantize()
+        np.testing.assert_array_equal(low(x), plain(want))
+        traffic = [read_traffic(partitioned_hlo(fn.lower(x))) for fn in (plain, low)]
+        gradient = jax.jit(jax.grad(lambda x: jnp.sum(low(x) ** 2)))(x)
+    kinds = zip(traffic, ("f32", sent), strict=True)
+    wide, codes = (sum(c.total for c in sent.collectives if c.dtype == dtype) for sent, dtype in kinds)
+    assert 0 < codes == wide / 4
+    assert gradient.shape == x.shape
