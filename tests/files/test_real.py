@@ -26,6 +26,7 @@ def smollm2():
         yield file
 
 
+@pytest.mark.slow
 def test_smollm2_has_the_values_of_the_reference(smollm2):
     assert smollm2.metadata["llama.attention.head_count_kv"] == 3
     assert len(smollm2.names()) == 272

@@ -75,6 +75,7 @@ def test_statistics_are_those_of_qwix():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3), *states)
 
 
+@pytest.mark.slow
 def test_converted_parameters_are_those_of_qwix():
     rule = {"weight_qtype": "int8", "act_qtype": "int8"}
     params = Model().init(KEY, X)["params"]

@@ -66,6 +66,7 @@ def reference(params, tokens, types):
     return x
 
 
+@pytest.mark.slow
 def test_states_are_those_of_the_reference():
     tokens, mask = batch()
     types = jnp.asarray([[0, 0, 1, 1, 1, 0, 1]] * 3)

@@ -9,6 +9,7 @@ from octavo.models import abstract_params, apply, count_params, layer_groups, st
 from tests.models.common import DENSE, MIXED, MOE, batch, init, params_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [DENSE, DENSE.replace(tied_logits=False, scan_layers=False), MIXED])
 def test_shapes_are_known_without_arrays(config):
     params, abstract = init(config, jax.random.key(0)), abstract_params(config)

@@ -73,6 +73,7 @@ def plain(config, params, tokens, positions, segments, monkeypatch):
     return reference.forward(wide, *map(np.asarray, (tokens, positions, segments)), config)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [QWEN2, QWEN3, LLAMA], ids=["qwen2", "qwen3", "llama"])
 @pytest.mark.sampled(3)
 def test_against_numpy(config, monkeypatch):

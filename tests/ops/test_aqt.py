@@ -161,6 +161,7 @@ def test_fp8_gradients_to_rounding():
         assert off(a, b) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("maker", ["config_v4", "fully_quantized"])
 def test_local_scales(maker):
     more = {"drhs_bits": 8} if maker == "config_v4" else {"use_fwd_quant": False}
@@ -267,6 +268,7 @@ def test_a_scale_moved_into_a_float_operand():
         assert off(a, b) < 1e-6
 
 
+@pytest.mark.slow
 def test_more_setters_of_the_documentation_run():
     x, w = data((64, 128), (128, 32))
     config = aqt.config_v4(drhs_bits=8)

@@ -335,6 +335,7 @@ def test_asymmetric_training_equals_fake_quantization():
         assert_near(actual, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision(dtype):
     x, w, _, g = operands("same", dtype=dtype)
@@ -509,6 +510,7 @@ def test_aqt_9_gradient_is_not_zero():
         assert float(jnp.mean((grad != 0).astype(jnp.float32))) > 0.95
 
 
+@pytest.mark.slow
 def test_qwix_c13_out_sharding_is_not_taken_for_precision():
     x, w, _, _ = operands("same")
     x = jnp.concatenate([x] * 4)

@@ -100,6 +100,7 @@ def test_values_and_gradients_are_those_of_qwix(name):
         assert off(a, b) < 2e-4
 
 
+@pytest.mark.slow
 def test_values_and_gradients_are_those_of_aqt():
     x, w, g = data((64, 128), (128, 32), (64, 32))
     theirs = aqt_config.config_v4(fwd_bits=8, dlhs_bits=8, drhs_bits=8)
@@ -156,6 +157,7 @@ def test_qwix_c3_int4_times_int4_runs_everywhere():
     assert off(got, left @ right) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fwd",
     [
@@ -172,6 +174,7 @@ def test_qwix_c6_gradients_of_asymmetric_nf4_and_int3_operands(fwd):
     assert off(got[2], x.T @ g) < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8", "int3", "int6", "fp4"])
 def test_qwix_b7_stochastic_rounding_of_gradients_in_any_format(name):
     """Qwix ignores it but for native integers."""

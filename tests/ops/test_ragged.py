@@ -627,6 +627,7 @@ def test_qwix_shares_a_scale_among_experts():
     assert relative(theirs(ct)[1][0], exact) > 20 * relative(pull(ct)[1][0], exact)
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_aqt_has_no_gradient():

@@ -91,6 +91,7 @@ def test_the_embedding_of_an_untied_model_is_stored_as_its_logits_are():
     assert hows["token_embedder/embedding"] == Quantizer("int8", channelwise_axes=(0,))
 
 
+@pytest.mark.slow
 def test_experts_are_converted_and_routers_are_not():
     config = SMALL.replace(num_experts=4, experts_per_token=2, moe_mlp_dim=32)
     source = source_of(config)

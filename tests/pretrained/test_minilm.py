@@ -57,6 +57,7 @@ def test_neighbours_and_padding_change_nothing_in_low_precision(how):
     np.testing.assert_array_equal(low.embed_tokens(tokens, mask)[0], changed[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "activations", "least", "mebibytes"),
     [

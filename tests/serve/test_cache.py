@@ -57,6 +57,7 @@ def test_cached_is_the_full_forward(config):
     assert cache.lengths.tolist() == [12, 12]
 
 
+@pytest.mark.slow
 @every
 @pytest.mark.sampled(3)
 def test_pieces_do_not_matter(kv):
@@ -144,6 +145,7 @@ def test_many_slots_are_written_at_once():
     close(got, run(DENSE, params, tokens)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", [KVConfig(), KVConfig.of("int8")], ids=["float", "int8"])
 @pytest.mark.sampled(2)
 def test_blocks(kv):
@@ -195,6 +197,7 @@ def test_a_loud_head_only_hurts_those_that_share_its_scale():
     assert quiet("dkv") > quiet("heads_and_dkv") + 15
 
 
+@pytest.mark.slow
 @every
 @pytest.mark.sampled(3)
 def test_zeros_stay_zeros(kv):

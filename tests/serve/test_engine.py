@@ -171,6 +171,7 @@ def test_logprobs():
     assert events[0].top[0][0] == events[0].token
 
 
+@pytest.mark.slow
 def test_text_stop_and_end():
     engine = engine_of(TEXT, tokenizer=Bytes())
     params = SamplingParams(seed=5, max_tokens=30)

@@ -40,6 +40,7 @@ def reference(source, length):
     return rows
 
 
+@pytest.mark.slow
 def test_against_the_formulas(pair):
     float_model, low = pair
     found = evaluate(low, TEXT, against=float_model, length=64)
@@ -83,6 +84,7 @@ def test_the_last_layer_is_what_the_logits_come_from(pair):
     np.testing.assert_allclose(outputs["logits"], source.function()(source.params(), tokens)[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kv", [KVConfig(), KVConfig.of("int8"), KVConfig.of("int8", axis="heads_and_dkv"), KVConfig.of("fp8")]
 )

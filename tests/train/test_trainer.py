@@ -98,6 +98,7 @@ def test_schedule_changes_precision_at_its_steps():
     assert sorted({stage for _, stage in trainer._compiled}) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_changes_nothing_and_names_the_tensor(tmp_path):
     trainer = Trainer(small())
     trainer.step()

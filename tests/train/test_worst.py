@@ -10,6 +10,7 @@ from tests.train.common import small
 pytestmark = pytest.mark.standard_promotion
 
 
+@pytest.mark.slow
 def test_the_worst_come_first_and_the_worst_of_all_is_found():
     trainer = Trainer(small(quantization="int8"))
     holder = trainer.state.params["decoder"]["layers"]["mlp"]["wo"]
@@ -31,5 +32,6 @@ def test_the_worst_come_first_and_the_worst_of_all_is_found():
     assert found[0]["sqnr_db"] == pytest.approx(10 * np.log10(np.square(x).sum() / error), abs=0.01)
 
 
+@pytest.mark.slow
 def test_float_has_none():
     assert worst_weights(Trainer(small(quantization=""))) == []

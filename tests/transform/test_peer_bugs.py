@@ -52,6 +52,7 @@ def test_b7_stochastic_rounding_of_gradients_happens_in_every_format(bwd):
     assert error(mean, exact) < 0.7 * error(a, exact)  # independent errors average out
 
 
+@pytest.mark.slow
 def test_b9_tiles_leave_no_product_of_the_backward_pass_in_float():
     rule = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", tile_size=128)
     types = set(dot_types(gradients(rule), W, X))
