@@ -1,5 +1,7 @@
 """What devices send each other in a step: weights as codes, gradients in eight bits, and the same training."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,7 @@ FSDP = {
 COPIES = {**FSDP, "ici_data_parallelism": 4}
 
 
+@functools.cache
 def traffic(**changes):
     """What a step sends, from the program of one device."""
     setup = Setup(small(**{**FSDP, **changes}), vocab_size=64)
@@ -88,7 +91,7 @@ def test_tokens_in_low_precision_train_as_in_float(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["int8", "fp8_full", "deepseek_fp8"])
+@pytest.mark.parametrize("quantization", ["fp8_full", "deepseek_fp8"])
 def test_gradients_of_weights_are_scattered_in_bfloat16_where_one_says_so(quantization):
     """As a step in bfloat16 does; all else that is sent stays."""
     half = {"dtype": "bfloat16", "quantization": quantization}
