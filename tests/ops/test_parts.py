@@ -218,3 +218,22 @@ def test_tokens_are_sent_in_low_precision(qtype, sent):
     wide, codes = (sum(c.total for c in sent.collectives if c.dtype == dtype) for sent, dtype in kinds)
     assert 0 < codes == wide / 4
     assert gradient.shape == x.shape
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_weight_is_added_up_in_the_accumulator():
+    lhs, rhs, sizes = operands()
+    config, parts = CONFIGS["fp8"], parts_of(**PARTS["columns"])
+    low = config.replace(drhs=config.drhs.replace(accumulator="bfloat16"))
+
+    def gradient(config, rhs):
+        return jax.grad(lambda rhs: jnp.sum(ragged_dot(lhs, rhs, jnp.asarray(sizes), config=config, parts=parts)))(rhs)
+
+    with jax.set_mesh(mesh()):
+        wide, narrow = (jax.jit(functools.partial(gradient, c)) for c in (config, low))
+        sent = [read_traffic(partitioned_hlo(fn.lower(rhs))).collectives for fn in (wide, narrow)]
+        a, b = wide(rhs), narrow(rhs)
+    # The gradient of a device's two experts [16, 12], of which two devices send each other a half.
+    assert [{c.dtype for c in found if c.kind == "reduce-scatter"} for found in sent] == [{"f32"}, {"bf16"}]
+    assert b.dtype == jnp.float32
+    np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-2)

@@ -200,10 +200,6 @@ CONFLICTS = [
         {"expert_dispatch_dtype": "int8", "quantization": "int8"},
         "expert_dispatch_dtype=int8 is about tokens on their way to experts, but num_experts=1",
     ),
-    (
-        {"expert_dispatch_dtype": "int8", **MOE},
-        'expert_dispatch_dtype=int8 is a field of rules, but quantization="" and quantization_rules_path="" give none',
-    ),
     ({"mesh_axes": ("fsdp", "data", "fsdp")}, "mesh_axes=fsdp,data,fsdp: an axis is there twice"),
     (
         {"num_processes": 2, "process_id": 2},

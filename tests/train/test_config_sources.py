@@ -206,6 +206,9 @@ def test_a_method_for_all_beside_an_explicit_absmax():
     assert load(["configs/base.yml", *both], environ={}).config.quantization_calibration_method == "rms,7"
 
 
+MOE = ("num_experts=4", "num_experts_per_tok=2")
+
+
 def test_maxtext_keys_without_meaning_are_noted():
     config, sources = load(["run_name=a", "hardware=cpu", "megablox=true"], environ={"M_ATTENTION": "dot_product"})
     assert config == Config(run_name="a")
@@ -226,6 +229,8 @@ def test_maxtext_keys_without_meaning_are_noted():
             ["use_qwix_quantization=true"],
             'use_qwix_quantization=true has no effect: nothing is quantized with quantization=""',
         ),
+        (["expert_dispatch_dtype=int8", *MOE], "expert_dispatch_dtype=int8 has no effect: nothing is quantized with "),
+        (["weight_gradient_accumulator=bfloat16"], "weight_gradient_accumulator=bfloat16 has no effect: "),
         (["act_quantization_calibration_method=rms,3"], "act_quantization_calibration_method=rms,3 has no effect: "),
         (
             ["weight_sparsity_n=2", "weight_sparsity_m=4", "steps=10"],

@@ -80,8 +80,8 @@ def quantized_ragged_dot(
     lhs, rhs = vary_alike(lhs, rhs)
     if config.drhs.rotate is not None:
         raise ValueError("drhs of a ragged dot contracts rows of changing groups, which cannot be rotated: rotate=None")
-    if any(matmul.accumulator not in (None, "float32") for matmul in (config.fwd, config.dlhs, config.drhs)):
-        raise ValueError("a ragged dot sums floats in float32: leave the accumulator out of its config")
+    if any(matmul.accumulator not in (None, "float32") for matmul in (config.fwd, config.dlhs)):
+        raise ValueError("a ragged dot sums floats in float32: leave the accumulator out of its fwd and dlhs")
     if config.sparsity is not None:
         n, m = config.sparsity
         rhs = masked(rhs, nm_mask(rhs, n, m, axis=1))
@@ -198,8 +198,10 @@ def _dot_bwd(call: Call, residuals: Any, g: Array):
     (lhs, rhs, masks), sizes, seen, keys, scaling, like = residuals
     g = once_differentiable(g, *like)
     rows = Rows(g.shape[0], sizes, call.parts)
-    dlhs, seen_dlhs = _dlhs(call, g, rhs, rows, keys[2:4], scaling, _sent(call, like[0]))
-    drhs, seen_drhs = _drhs(call, g, lhs, rows, keys[4:6], scaling, _sent(call, like[1]))
+    dlhs, seen_dlhs = _dlhs(call, g, rhs, rows, keys[2:4], scaling, _sent(call, like[0].dtype))
+    drhs, seen_drhs = _drhs(
+        call, g, lhs, rows, keys[4:6], scaling, _sent(call, call.config.drhs.accumulator or like[1].dtype)
+    )
     grads = [finish(grad, x, mask) for grad, x, mask in zip((dlhs, drhs), like, masks, strict=True)]
     return *grads, None, None, updated_scaling(call.config, scaling, seen | seen_dlhs | seen_drhs)
 
@@ -207,9 +209,9 @@ def _dot_bwd(call: Call, residuals: Any, g: Array):
 _dot.defvjp(_dot_fwd, _dot_bwd)
 
 
-def _sent(call: Call, like: Array) -> Any:
-    """The dtype of a gradient as it is computed: on a mesh its own, in which devices add it up; else float32."""
-    return jnp.float32 if call.parts is None else like.dtype
+def _sent(call: Call, dtype: Any) -> Any:
+    """The dtype in which devices add up a gradient; on one device it is summed in float32."""
+    return jnp.float32 if call.parts is None else dtype
 
 
 def _dlhs(call: Call, g: Array, residual: Factor, rows: Rows, keys, scaling: Scaling, dtype: Any):

@@ -183,10 +183,6 @@ _MESH = (
         lambda c: c.expert_dispatch_dtype and c.num_experts == 1,
         "{expert_dispatch_dtype} is about tokens on their way to experts, but {num_experts}",
     ),
-    Conflict(
-        lambda c: c.expert_dispatch_dtype and not _quantized(c),
-        "{expert_dispatch_dtype} is a field of rules, but {quantization} and {quantization_rules_path} give none",
-    ),
     Conflict(lambda c: len(set(c.mesh_axes)) < len(c.mesh_axes), "{mesh_axes}: an axis is there twice"),
     Conflict(
         lambda c: c.num_processes and c.process_id >= c.num_processes,
@@ -247,6 +243,8 @@ _NOTES = (
             ("use_qwix_quantization", False),
             ("use_manual_quantization", False),
             ("quantization_calibration_method", ""),
+            ("expert_dispatch_dtype", ""),
+            ("weight_gradient_accumulator", ""),
             *((method, "absmax") for method in METHODS),
         )
     ),
