@@ -50,7 +50,8 @@ SCRIPTS = (
 )
 
 BUSY = "**The machine was busy with other things**: times say little, and ratios are rough."
-# Load at the start, and cores that other processes took meanwhile, above which times are not to be trusted.
+# Cores that other processes took meanwhile, above which times are not to be trusted; where that cannot be known, the
+# load at the start, which still tells of what ran before.
 LOAD, OTHERS = 1.0, 0.25
 
 INTRO = """\
@@ -145,7 +146,7 @@ def made_with(use: Use, load: float, *, quick: bool) -> str:
     text = f"Made on {when} ({mode}{use.wall:.0f} s, {use.own:.0f} s of CPU time; load average {load:.1f} at the start"
     if use.others is not None:
         text += f", other processes on {use.others:.1f} cores meanwhile"
-    busy = load > LOAD or (use.others or 0.0) > OTHERS
+    busy = load > LOAD if use.others is None else use.others > OTHERS
     return f"{text})." + (f" {BUSY}" if busy else "")
 
 
