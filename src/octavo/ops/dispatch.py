@@ -19,6 +19,7 @@ from octavo.numerics import FormatLike
 from octavo.ops.calls import call_known
 from octavo.ops.gather import sent_as_it_is
 from octavo.ops.parts import Parts
+from octavo.ops.training import trace_of
 from octavo.qarray import Quantizer
 
 
@@ -111,7 +112,8 @@ def spread(x: Array, order: Array, how: Dispatch, *, anchor: Array | None = None
 
     By `anchor`, a weight of the experts, a rule finds this and may set the format in which tokens are sent.
     """
-    args = (x, order) if anchor is None else (x, order, anchor)
+    # Nothing of the weight but whose it is: it is neither saved for the gradient nor has one here.
+    args = (x, order) if anchor is None else (x, order, jax.lax.stop_gradient(trace_of(anchor)))
     return call_known(
         _spread, how, args, op=DISPATCH, primitive=DISPATCH, params={"how": how}, config=None, run=_spread
     )
@@ -130,19 +132,19 @@ def _spread(how: Dispatch, x: Array, order: Array, anchor: Array | None = None) 
 
 
 def _spread_fwd(how: Dispatch, x: Array, order: Array, anchor: Array | None = None):
-    return _spread(how, x, order, anchor), (order, x.shape[:2], anchor)
+    return _spread(how, x, order, anchor), (order, x[..., :0])
 
 
 def _spread_bwd(how: Dispatch, saved: Any, g: Array):
-    order, shape, anchor = saved
-    pieces = _pieces(how, shape)
+    order, like = saved
+    pieces = _pieces(how, like.shape)
 
     def local(g: Array, order: Array) -> Array:
         parts = g[jnp.argsort(order)].reshape(-1, how.k, g.shape[-1])
         return how.scattered(jnp.sum(parts.astype(jnp.float32), axis=1).astype(g.dtype), pieces)
 
     dx = how.parts.run(local, (how.rows, how.rows), how.tokens)(g, order)
-    return dx, None, None if anchor is None else jnp.zeros_like(anchor)
+    return dx, None, None
 
 
 _spread.defvjp(_spread_fwd, _spread_bwd)

@@ -82,16 +82,14 @@ def sent_as_it_is(x: Any, send: Callable[[Any], Any]) -> Any:
 
 
 def _ways(mesh: Any, part: Any) -> int:
-    axes = () if part is None else (part,) if isinstance(part, str) else part
-    return math.prod(mesh.shape[axis] for axis in axes)
+    return math.prod(mesh.shape[axis] for axis in _sharding.names(part))
 
 
 def gather_of(stored: NamedSharding, over: tuple[str, ...], *, left: bool) -> Gather | None:
     """How a weight that lies so is gathered over some axes of the mesh; None if it is not cut along any of them."""
     kept = []
     for part in stored.spec:
-        axes = () if part is None else (part,) if isinstance(part, str) else tuple(part)
-        rest = tuple(axis for axis in axes if axis not in over)
+        rest = tuple(axis for axis in _sharding.names(part) if axis not in over)
         kept.append(None if not rest else rest[0] if len(rest) == 1 else rest)
     used = NamedSharding(stored.mesh, PartitionSpec(*kept))
     return None if tuple(used.spec) == tuple(stored.spec) else Gather(stored, used, left)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from octavo._sharding import names as names_of
 from octavo.models import ModelConfig, abstract_params
 from octavo.train.axes import DEFAULT_RULES, split_axes
 from octavo.train.keys import ConfigError, Problem
@@ -150,7 +151,7 @@ def _undivided(config: "Config", model: ModelConfig, mesh: Any) -> Iterator[str]
         spec = spec_of(names, mesh, rules)
         for logical, size, part in zip(names, leaf.shape, spec, strict=False):
             count = getattr(model, _UNITS[logical]) if logical in _UNITS else size
-            axes = _tuple(part)
+            axes = names_of(part)
             if logical is not None and count % math.prod(mesh.shape[a] for a in axes):
                 found.setdefault((logical, count, _shown(axes, mesh)), []).append(name)
     for (logical, count, axes), names in found.items():
@@ -164,7 +165,7 @@ def _undivided(config: "Config", model: ModelConfig, mesh: Any) -> Iterator[str]
 def _undivided_batch(config: "Config", mesh: Any) -> Iterator[str]:
     rows = batch_rows(config, mesh.size)
     spec = (*batch_spec(config, mesh), None, None)
-    parts, axes = config.gradient_accumulation_steps, _tuple(spec[0])
+    parts, axes = config.gradient_accumulation_steps, names_of(spec[0])
     if rows % parts:
         yield f"{rows} rows cannot be cut into equal parts by gradient_accumulation_steps={parts}"
     elif rows // parts % math.prod(mesh.shape[a] for a in axes):
@@ -173,8 +174,8 @@ def _undivided_batch(config: "Config", mesh: Any) -> Iterator[str]:
             f"per_device_batch_size={config.per_device_batch_size:g} on {mesh.size} devices makes {rows // parts} rows"
             f"{micro}, which do not divide by {_shown(axes, mesh)}"
         )
-    if config.max_target_length % math.prod(mesh.shape[a] for a in _tuple(spec[1])):
-        yield f"max_target_length={config.max_target_length} does not divide by {_shown(_tuple(spec[1]), mesh)}"
+    if config.max_target_length % math.prod(mesh.shape[a] for a in names_of(spec[1])):
+        yield f"max_target_length={config.max_target_length} does not divide by {_shown(names_of(spec[1]), mesh)}"
 
 
 def _unsharded(config: "Config", model: ModelConfig, mesh: Any) -> Iterator[str]:
@@ -215,17 +216,13 @@ def load_of(model: ModelConfig, mesh: Any, rules: Rules) -> Load:
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(model)):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         spec = spec_of(logical_axes(name, len(leaf.shape)), mesh, rules)
-        cut = math.prod(mesh.shape[a] for part in spec for a in _tuple(part))
+        cut = math.prod(mesh.shape[a] for part in spec for a in names_of(part))
         size = math.prod(leaf.shape)
         total, held = total + size, held + size // cut
         if cut < parts:
             copied.append((name, tuple(leaf.shape), parts // cut))
     copied.sort(key=lambda entry: -math.prod(entry[1]))
     return Load(total, held, parts, _shown(cutting, mesh), tuple(copied))
-
-
-def _tuple(part: Any) -> tuple[str, ...]:
-    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
 
 
 def _shown(axes: tuple[str, ...], mesh: Any) -> str:
