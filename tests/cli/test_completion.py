@@ -87,8 +87,8 @@ class Typist:
             start_new_session=True,
         )  # fmt: skip
         os.close(theirs)
-        self.terminal = ours
-        self.type(f"{setup.format(script=script)}; echo rea''dy\n", "ready")
+        self.terminal, self.lines = ours, 0
+        self.settle(setup.format(script=script))
 
     def type(self, keys, mark):
         """Everything shown after the keys, up to a mark."""
@@ -100,9 +100,14 @@ class Typist:
                 text += os.read(self.terminal, 1 << 16).decode(errors="replace")
         return CODES.sub("", text)
 
+    def settle(self, command=":"):
+        """Run a command and see its end, so that nothing which is still being drawn is taken for a later answer."""
+        self.lines += 1
+        self.type(f"\x15{command}; echo set''tled {self.lines}.\n", f"settled {self.lines}.")
+
     def complete(self, line):
         shown = self.type(f"{line}\t\x18\x18", ">>")
-        os.write(self.terminal, b"\x15")
+        self.settle()
         before, after = shown.rsplit("<<", 1)
         return before.split(), after.split(">>")[0].rstrip()
 

@@ -110,7 +110,9 @@ def test_rows_in_parts_give_what_one_device_gives(name, cut, dtype):
     for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
         assert a.dtype == b.dtype == dtype
         if dtype == "bfloat16":
-            np.testing.assert_allclose(a.astype("float32"), b.astype("float32"), rtol=2e-2, atol=1e-1)
+            # A unit in the last place of the largest values; the gradient of rows is no sum over devices.
+            off = 0 if number == 1 else 2**-4
+            np.testing.assert_allclose(a.astype("float32"), b.astype("float32"), rtol=0, atol=off)
         elif number < EXACT.get(name, 0):
             np.testing.assert_array_equal(a, b)
         else:
