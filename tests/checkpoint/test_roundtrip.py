@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import octavo
-from octavo.checkpoint import CheckpointError, Checkpoints, load
+from octavo.checkpoint import CheckpointError, Checkpoints, CheckpointWarning, load
 
 LOW = sorted(name for name in dir(ml_dtypes) if isinstance(getattr(ml_dtypes, name), type) and "info" not in name)
 PLAIN = [
@@ -276,6 +276,22 @@ def test_another_structure_names_the_leaves(tmp_path, like, lines):
         with pytest.raises(CheckpointError, match="holds another state than is expected") as error:
             checkpoints.restore(like)
     assert all(line in str(error.value) for line in lines), str(error.value)
+
+
+def test_leaves_may_begin_anew(tmp_path):
+    """Those that are stored in another shape, or not, or for nothing; the others are restored, or refused."""
+    renew = lambda path: path[0] == "lost"  # noqa: E731
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": np.ones(3), "lost": {"a": np.ones(2), "b": np.ones(2), "d": np.ones(1)}})
+        like = {"w": np.zeros(3), "lost": {"a": np.zeros(2), "b": np.zeros(4), "c": np.zeros(1)}}
+        with pytest.warns(CheckpointWarning, match="has other shapes for 3 arrays that begin anew, lost/b for one"):
+            found = checkpoints.restore(like, renew=renew).state
+        assert jax.tree.map(lambda x: x.tolist(), found) == {
+            "w": [1, 1, 1],
+            "lost": {"a": [1, 1], "b": [0, 0, 0, 0], "c": [0]},
+        }
+        with pytest.raises(CheckpointError, match="1 place differs:\n  w: expected"), pytest.warns(CheckpointWarning):
+            checkpoints.restore({**like, "w": np.zeros(4)}, renew=renew)
 
 
 def test_many_differences_are_counted(tmp_path):

@@ -68,6 +68,41 @@ def test_json(capsys):
     ]
 
 
+SENT = ("plan", "toy:predict", "--rules", "int8", "--inputs", "toy:on_devices", "--sent")
+
+
+def test_what_devices_send(capsys):
+    assert main(SENT) == 0
+    head, _, up, down, _, sums, following = capsys.readouterr().out.splitlines()
+    assert head.split()[-2:] == ["sent", "note"]
+    assert up.split()[-2:] == down.split()[-2:] == ["7.17", "kB"]
+    assert sums.startswith("a device sends 17 kB: all-gather 14.3 kB (s8), all-reduce 2.69 kB (f32); weights 14.3 kB")
+    assert following == "Next: octavo verify toy:predict --rules int8 --inputs toy:on_devices"
+
+
+def test_what_devices_send_with_rules_that_keep_state(capsys, tmp_path):
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps([{"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": True}]))
+    assert main([*SENT, "--rules", str(rules), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["traffic"]["weights"] == sum(row["sent"] for row in plan["rows"]) == 2 * 64 * 128 * 7 // 8
+
+
+def test_nothing_is_sent_by_inputs_that_lie_nowhere(capsys):
+    assert refusal(capsys, "plan", "toy:predict", "--rules", "int8", "--sent") == (
+        "--sent: no input of toy:predict lies on several devices: give --inputs as module:callable that returns "
+        "arrays, or jax.ShapeDtypeStructs with sharding=, that do"
+    )
+
+
+@pytest.mark.standard_promotion
+def test_a_models_weights_lie_nowhere(capsys):
+    text = refusal(capsys, "plan", "toy_models:linen", "--rules", "int8", "--inputs", "f32[8,16]", "--sent")
+    assert text == (
+        "--sent is for functions: the shapes of the model toy_models:linen do not tell where its weights lie"
+    )
+
+
 def test_html(capsys, tmp_path):
     page = tmp_path / "plan.html"
     assert main(["plan", "toy:predict", "--rules", "int8", "--html", str(page)]) == 0

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from octavo.ops import DotConfig, ragged_dot
+from octavo.ops import DotConfig, init_ragged_scaling, ragged_dot
 from octavo.ops.dispatch import Dispatch, collect, route, spread
 from octavo.ops.parts import Parts
+from octavo.ops.scatter import Scatter
 from octavo.qarray import Quantizer
 from octavo.transform.traffic import partitioned_hlo, read_traffic
 
@@ -117,6 +119,32 @@ def test_rows_in_parts_give_what_one_device_gives(name, cut, dtype):
             np.testing.assert_array_equal(a, b)
         else:
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("cut", ["columns", pytest.param("contraction", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("feedback", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_gradients_of_experts_are_added_up_in_eight_bits(cut, feedback):
+    """What arrives and what is lost are the gradient, to the rounding of float32."""
+    lhs, rhs, sizes = operands()
+    g = jnp.asarray(np.random.default_rng(1).normal(size=(lhs.shape[0], OUTPUTS)), jnp.float32)
+    spec = ("expert", "fsdp", "tensor") if cut == "columns" else ("expert", "tensor", "fsdp")
+    scatter = Scatter(NamedSharding(mesh(), PartitionSpec(*spec)), ("fsdp",), "int8", feedback)
+    config = CONFIGS["int8"].replace(scatter=scatter)
+    scaling = init_ragged_scaling(config, lhs, rhs)
+
+    def loss(rhs, scaling):
+        how = {"config": config, "scaling": scaling, "parts": parts_of(**PARTS[cut])}
+        return jnp.sum(ragged_dot(lhs, rhs, jnp.asarray(sizes), **how) * g)
+
+    with jax.set_mesh(mesh()):
+        sent, state = jax.jit(jax.grad(loss, argnums=(0, 1)))(rhs, scaling)
+    exact = jax.jit(jax.grad(lambda rhs: jnp.sum(reference(lhs, rhs, sizes, CONFIGS["int8"]) * g)))(rhs)
+    # Half a step of what each of two devices has.
+    assert 0 < float(jnp.abs(sent - exact).max()) < 2 * 1.1 * float(jnp.abs(exact).max()) / 254
+    if feedback:
+        np.testing.assert_allclose(sent + state["lost"]["error"].sum(0), exact, rtol=0, atol=1e-4)
+    else:
+        assert state == {}
 
 
 def test_a_weight_in_codes_is_multiplied_as_it_is():

@@ -11,6 +11,7 @@ import octavo
 from octavo.report import tables, write_report
 from octavo.report.run import read_run
 from octavo.train.metrics import MetricWriter
+from octavo.transform.traffic import Collective, Traffic
 from tests.report.page import SIGNS, Page, check
 
 HOSTILE = "<script>alert('x')</script>\"&'</svg></title>"
@@ -50,6 +51,27 @@ def tile(page, label):
     """The figure and the words of a tile."""
     html = re.search(rf"<dt>{label}</dt><dd[^>]*>(.*?)</dd><dd[^>]*>(.*?)</dd>", page.source)
     return tuple(text.translate(SIGNS) for text in html.groups())
+
+
+def test_what_a_device_sends(tmp_path):
+    run = make(tmp_path / "run", steps=2)
+    w, x = jax.ShapeDtypeStruct((32, 32), jnp.float32), jax.ShapeDtypeStruct((8, 32), jnp.float32)
+    plan = octavo.plan(lambda params, x: x @ params["up"]["w"], octavo.recipe("int8"), {"up": {"w": w}}, x)
+    sent = [
+        Collective("all-gather", "s8", (32, 32), 8, weights=("params['up']['w']",)),
+        Collective("reduce-scatter", "f32", (4, 32), 8, is_gradient=True),
+        Collective("all-reduce", "f32", (8,), 8),
+    ]
+    (run / "plan.json").write_text(plan.with_traffic(Traffic(tuple(sent), ("a/while",))).to_json())
+    page = read(write_report(run))
+    assert "A device sends 4.54 kB in a step: weights 896 B, gradients 3.58 kB, the rest 56 B" in page.text
+    assert "weights sent" in page.text
+    assert "reduce-scatter f32 3.58 kB 79.0 % all-gather s8 896 B 19.8 % all-reduce f32 56 B 1.2 %" in page.text
+    assert "Counted once, unknown trip count: a/while" in page.text
+    (run / "plan.json").write_text(plan.with_traffic(Traffic(())).to_json())
+    assert "A device sends nothing in a step." in read(write_report(run)).text
+    (run / "plan.json").write_text(plan.to_json())
+    assert "sends" not in read(write_report(run)).text
 
 
 def test_whole_page(tmp_path):

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from octavo.checkpoint import CheckpointError, Checkpoints, CheckpointWarning
 from octavo.train.setup import Setup
+from octavo.train.state import is_lost
 from octavo.train.trainer import Trainer
 from octavo.transform.traffic import partitioned_hlo, read_traffic
 from tests.train.common import EXPERTS, small
@@ -140,6 +142,70 @@ def test_gradients_in_eight_bits_train_as_those_in_float(quantization):
     assert not jax.tree.leaves(trainer.state.errors)
     assert without[:2] == losses[:2]
     assert without != losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [{}, {"ici_data_parallelism": 2, "ici_tensor_parallelism": 2}, {**EXPERTS, "ici_expert_parallelism": 2}],
+    ids=["fsdp", "data, fsdp, tensor", "experts"],
+)
+def test_gradients_of_weights_are_scattered_in_eight_bits(mesh):
+    """In less than a third of what a reduce-scatter in four bytes takes, which is half of an all-reduce."""
+    wide, low = (traffic(quantization="int8", gradient_scatter_dtype=dtype, **mesh) for dtype in ("", "int8"))
+    share = {"all-reduce": 0.5, "reduce-scatter": 1.0}
+    sums = [sum(share.get(c.kind, 0) * c.total for c in t.collectives) for t in (wide, low)]
+    codes = sum(c.total for c in low.collectives if c.kind == "all-to-all" and c.dtype == "s8")
+    assert 0 < codes < 0.3 * (sums[0] - sums[1])
+    assert low.weights() == wide.weights()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_gradients_scattered_in_eight_bits_train_as_those_in_float(experts):
+    more = {**(EXPERTS if experts else {}), "quantization": "int8", "ici_data_parallelism": 2}
+    exact, _ = steps(**more)
+    losses, trainer = steps(**more, gradient_scatter_dtype="int8")
+    assert losses[0] == pytest.approx(exact[0], rel=1e-6)
+    assert losses != exact
+    np.testing.assert_allclose(losses, exact, rtol=3e-3)
+    assert not trainer.state.quant
+    fed, trainer = steps(**more, gradient_scatter_dtype="int8", gradient_scatter_error_feedback=True)
+    assert fed[:2] == losses[:2]
+    assert fed != losses
+    lost = jax.tree.leaves(trainer.state.quant)
+    assert len(lost) == 7
+    # On each device what it lost itself.
+    assert all(x.sharding.shard_shape(x.shape)[1] == 1 and jnp.any(x != 0) for x in lost)
+
+
+@pytest.mark.slow
+def test_what_was_lost_goes_on_on_the_same_mesh_and_begins_anew_on_another(tmp_path):
+    more = {"quantization": "int8", "gradient_scatter_dtype": "int8", "gradient_scatter_error_feedback": True}
+    _, first = steps(2, **more, ici_data_parallelism=2)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, first.state)
+        # The arguments of a step are donated: this is what comes next.
+        following = float(first.step()["learning/loss"]), float(first.step()["learning/loss"])
+        same = Trainer(small(**{**COPIES, **more, "ici_data_parallelism": 2}))
+        same.resume(checkpoints.restore(same.state, renew=is_lost).state)
+        assert (float(same.step()["learning/loss"]), float(same.step()["learning/loss"])) == following
+        other = Trainer(small(**{**COPIES, **more, "ici_data_parallelism": 1, "ici_tensor_parallelism": 2}))
+        with pytest.raises(CheckpointError, match="7 places differ"):
+            checkpoints.restore(other.state)
+        assert len(jax.tree.leaves(other.state.quant)) == 7
+        with pytest.warns(CheckpointWarning, match="has other shapes for 7 arrays that begin anew"):
+            other.resume(checkpoints.restore(other.state, renew=is_lost).state)
+        assert not any(jnp.any(x != 0) for x in jax.tree.leaves(other.state.quant))
+        assert float(other.step()["learning/loss"]) == pytest.approx(following[0], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_both_ways_of_adding_up_gradients_go_together():
+    more = {"quantization": "int8", "ici_data_parallelism": 2, "gradient_reduce_dtype": "int8"}
+    exact, losses = (steps(**more, gradient_scatter_dtype=dtype)[0] for dtype in ("", "int8"))
+    assert losses != exact
+    np.testing.assert_allclose(losses, exact, rtol=3e-3)
 
 
 @pytest.mark.slow

@@ -231,6 +231,7 @@ def test_maxtext_keys_without_meaning_are_noted():
         ),
         (["expert_dispatch_dtype=int8", *MOE], "expert_dispatch_dtype=int8 has no effect: nothing is quantized with "),
         (["weight_gradient_accumulator=bfloat16"], "weight_gradient_accumulator=bfloat16 has no effect: "),
+        (["gradient_scatter_dtype=int8"], "gradient_scatter_dtype=int8 has no effect: "),
         (["act_quantization_calibration_method=rms,3"], "act_quantization_calibration_method=rms,3 has no effect: "),
         (
             ["weight_sparsity_n=2", "weight_sparsity_m=4", "steps=10"],

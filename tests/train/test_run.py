@@ -389,3 +389,21 @@ def test_progress_is_flushed_to_a_pipe(tmp_path, monkeypatch):
     train(small(**at(tmp_path, steps=1)))
     assert len(calls) > 4
     assert all(kwargs == {"flush": True} for _, kwargs in calls)
+
+
+@pytest.mark.slow
+def test_on_several_devices_the_plan_tells_what_is_sent(tmp_path):
+    sizes = {"num_devices": 0, "per_device_batch_size": 1, "base_emb_dim": 64, "sharding_tolerance": 0.5}
+    stages = {"steps": 3, "quantization": "int8", "use_qwix_quantization": True, "quantization_start_step": 1}
+    said, _ = lines_of(**at(tmp_path, **sizes, **stages, enable_checkpointing=False))
+    before, after = [line for line in said if line.startswith("in a step, a device sends ")]
+    assert "(s8 " not in before
+    plan = json.loads((tmp_path / "test" / "plan.json").read_text())
+    assert after == f"in a step, {plan['traffic']['line']}"
+    assert plan["traffic"]["line"] in (tmp_path / "test" / "plan.txt").read_text()
+    assert 0 < plan["traffic"]["by_kind"]["all-gather"]["s8"] < plan["traffic"]["weights"]
+    assert plan["traffic"]["gradients"] > plan["traffic"]["weights"]
+    # A weight of a product is gathered, and has its row; norms are gathered too, and have none.
+    sent = {row["weight"]: row["sent"] for row in plan["rows"] if row["weight"]}
+    assert all(sent.values())
+    assert 0.9 * plan["traffic"]["weights"] < sum(sent.values()) < plan["traffic"]["weights"]

@@ -6,8 +6,12 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import octavo
+from octavo.transform.paths import weights_of_arguments
+from octavo.transform.traffic import Collective, Traffic, read_traffic
 
 INT8 = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
 
@@ -137,3 +141,72 @@ class TestPrinting:
 def test_nothing_is_computed_for_a_plan():
     huge = {"w": shape(1 << 20, 1 << 20)}
     assert octavo.plan(lambda params, x: x @ params["w"], INT8, huge, shape(8, 1 << 20)).flops == 2 * 8 << 40
+
+
+@pytest.fixture(scope="module")
+def told():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    cut, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+    where = {"up": {"w": cut}, "down": {"w": whole}, "stack": {"w": NamedSharding(mesh, P(None, "d"))}}
+    low = octavo.quantized(lambda params, x: model(params, x)[0], INT8)
+    compiled = jax.jit(low, in_shardings=(where, cut), out_shardings=cut).lower(PARAMS, X).compile()
+    return octavo.plan(low, None, PARAMS, X), compiled
+
+
+class TestTraffic:
+    """What a device sends, told to a plan by a program that was compiled."""
+
+    def test_rows_have_what_is_sent_of_their_weights(self, told):
+        plan = told[0].with_traffic(told[1])
+        sent = [row.sent for row in plan.rows]
+        assert [row.weight for row in plan.rows] == ["up/w", "down/w", "stack/w", None]
+        assert sent == [64 * 256 * 7 // 8, None, 3 * 64 * 64 * 7 // 8, None]
+        assert sum(filter(None, sent)) == plan.traffic.weights()
+        assert told[0].traffic is None
+
+    def test_a_text_and_a_traffic_serve_as_well(self, told):
+        plan, text = told[0], told[1].as_text()
+        assert str(plan.with_traffic(text)) == str(plan.with_traffic(read_traffic(text)))
+        assert str(plan.with_traffic(text)) == str(plan.with_traffic(told[1]))
+
+    def test_it_is_printed(self, told):
+        plan = told[0].with_traffic(told[1])
+        head, _, up, down, *_, share, sums = str(plan).splitlines()
+        assert head.split()[-2:] == ["sent", "note"]
+        assert (up.split()[-2:], down.split()[-1]) == (["14.3", "kB"], "%")
+        assert share.startswith("4 of 4 products quantized")
+        assert sums == plan.traffic.line()
+        assert "; weights 25.1 kB, the rest " in sums
+        assert "(s8)" in sums
+        assert f"<p>{sums}</p>" in plan._repr_html_()
+        assert "<th>sent</th>" in plan._repr_html_()
+        assert "sent" not in str(told[0])
+
+    def test_json(self, told):
+        plan = told[0].with_traffic(told[1])
+        read = json.loads(plan.to_json())
+        assert [row["sent"] for row in read["rows"]] == [row.sent for row in plan.rows]
+        assert read["traffic"] == plan.traffic.summary()
+        assert read["traffic"]["by_kind"]["all-gather"]["s8"] == plan.traffic.weights()
+        assert "traffic" not in json.loads(told[0].to_json())
+
+    def test_rich(self, told):
+        rich = pytest.importorskip("rich.console", reason="rich is an optional dependency")
+        console = rich.Console(width=300, record=True, file=io.StringIO())
+        console.print(told[0].with_traffic(told[1]))
+        assert "; weights 25.1 kB, the rest " in console.export_text().splitlines()[-1]
+
+    def test_a_weight_of_several_products_is_counted_once(self):
+        twice = octavo.plan(lambda params, x: (x @ params["w"]) @ params["w"], INT8, {"w": shape(64, 64)}, X)
+        gather = Collective("all-gather", "s8", (64, 64), 8, count=2, weights=("state.params['w']",))
+        assert [row.sent for row in twice.with_traffic(Traffic((gather,))).rows] == [2 * 64 * 64 * 7 // 8, None]
+
+
+def test_arguments_are_known_by_their_path_from_one_root():
+    arguments = ["s.params['a']['w']", "s.params['b'][0].qvalue", "s.params['b'][0].scale", "s.params['c']['d']['w']"]
+    assert weights_of_arguments([*arguments, "x"], ["a/w", "b/0", "w"]) == dict(
+        zip(arguments, ["a/w", "b/0", "b/0"], strict=False)
+    )
+    assert weights_of_arguments(["rhs"], ["rhs"]) == {"rhs": "rhs"}
+    assert weights_of_arguments(["params['lin/~/1']['w']"], ["lin/~/1/w"]) == {"params['lin/~/1']['w']": "lin/~/1/w"}
+    assert weights_of_arguments(["x"], ["w"]) == {}

@@ -14,7 +14,6 @@ from octavo.transform.traffic import (
     group_size,
     partitioned_hlo,
     read_traffic,
-    traffic_line,
 )
 from octavo.transform.work import products
 
@@ -118,6 +117,35 @@ def test_ragged_all_to_all_is_counted_in_full():
     assert read_traffic(text).by_kind() == {"ragged-all-to-all": 64 * 32 * 3 // 4}
 
 
+def test_a_line_has_kinds_types_and_uses():
+    assert read_traffic(_FORMS).line() == (
+        "a device sends 648 B: all-gather 448 B (f32), all-reduce 120 B (f32 96 B, s4 24 B), "
+        "reduce-scatter 56 B (f32), all-to-all 8 B (f32), collective-permute 16 B (s4); weights 448 B, the rest 200 B"
+    )
+    assert read_traffic(_FORMS).summary()["by_kind"]["all-reduce"] == {"f32": 96, "s4": 24}
+
+
+_TOGETHER = """ENTRY %main (v: f32[4], w: f32[4], x: f32[4]) -> (f32[32], f32[32], f32[64]) {
+  %v = f32[4]{0} parameter(0), metadata={op_name="params[\\'v\\']"}
+  %w = f32[4]{0} parameter(1), metadata={op_name="params[\\'w\\']"}
+  %x = f32[4]{0} parameter(2), metadata={op_name="x"}
+  %each = (f32[32]{0}, f32[32]{0}) all-gather(%w, %x), replica_groups=[1,8]<=[8], dimensions={0}
+  %one = f32[32]{0} get-tuple-element(%each), index=0
+  %two = f32[32]{0} get-tuple-element(%each), index=1
+  %both = f32[8]{0} concatenate(%v, %w), dimensions={0}
+  %all = f32[64]{0} all-gather(%both), replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %out = (f32[32]{0}, f32[32]{0}, f32[64]{0}) tuple(%one, %two, %all)
+}
+"""
+
+
+def test_arrays_of_one_collective_are_told_apart_and_one_array_of_two_weights_is_not():
+    found = read_traffic(_TOGETHER)
+    assert [c.weights for c in found.collectives] == [("params['w']",), (), ("params['v']", "params['w']")]
+    assert found.by_weight() == {"params['w']": 32 * 4 * 7 // 8}
+    assert found.weights() == (32 + 64) * 4 * 7 // 8
+
+
 def _loop(head: str = "", start: int = 0, step: int = 1, direction: str = "LT") -> str:
     return f"""HloModule loops
 
@@ -213,7 +241,7 @@ def test_a_sum_over_eight_devices(mesh):
     found = read_traffic(lowered.compile().as_text())
     assert found.by_kind() == {"all-reduce": 2 * 7 * 1024 * 4 // 8}
     assert found.weights() == 0
-    assert traffic_line(lowered.compile()) == "a device sends 7.2 kB a step: all-reduce 7.2 kB"
+    assert found.line() == "a device sends 7.17 kB: all-reduce 7.17 kB (f32)"
 
 
 @pytest.mark.parametrize("read_text", [lambda lowered: lowered.compile().as_text(), partitioned_hlo])
@@ -268,6 +296,76 @@ def test_activations_and_gradients_are_not_weights(mesh):
     # The rows of x, gathered, are no weights though they are of the same shape.
     moved = compiled(mesh, lambda params, x: x + 1, f32(8), f32(16, 64), specs=specs, out=P())
     assert read_traffic(partitioned_hlo(moved)).weights() == 0
+
+
+def stepped(mesh, gradient, params, x, specs, x_spec, *, donated=True):
+    """What a step of gradient descent sends, from the text right after it was cut."""
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda spec: isinstance(spec, P))
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradient(params, x))
+
+    jitted = jax.jit(
+        step,
+        in_shardings=(places, NamedSharding(mesh, x_spec)),
+        out_shardings=places,
+        donate_argnums=(0,) if donated else (),
+    )
+    return read_traffic(partitioned_hlo(jitted.lower(params, x)))
+
+
+def test_gradients_are_what_becomes_a_weight(mesh):
+    def clipped(params, x):
+        loss = lambda params: jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0] ** 2)  # noqa: E731
+        gradient = jax.grad(loss)(params)
+        return gradient / jnp.maximum(jnp.sqrt(jnp.sum(gradient**2)), 1.0)
+
+    arguments = clipped, f32(5, 64, 64), f32(16, 64), P(None, "d"), P("d")
+    found = stepped(mesh, *arguments)
+    assert {(c.kind, c.shape, c.count) for c in found.collectives if c.is_gradient} == {("all-reduce", (64, 64), 5)}
+    assert found.gradients() == 5 * 2 * 64 * 64 * 4 * 7 // 8
+    # What is left is the norm of them, which scales but is none.
+    rest = [c for c in found.collectives if not c.is_weight and not c.is_gradient]
+    assert [(c.kind, c.shape) for c in rest] == [("all-reduce", ())]
+    # The new weights are not known as such if they take no one's place.
+    assert stepped(mesh, *arguments, donated=False).gradients() == 0
+
+
+@pytest.mark.parametrize(
+    ("specs", "x_spec", "shape"),
+    [
+        # Of the activations, which are multiplied: the first product is cut along what it sums over.
+        ({"scale": P("d"), "w": P("d"), "v": P()}, P(None, "d"), (16, 128)),
+        # Of their gradient, which comes to the scale by a sum: the first product is cut by columns, the second by rows.
+        ({"scale": P(), "w": P(None, "d"), "v": P("d")}, P(), (16, 64)),
+    ],
+)
+def test_sums_of_activations_are_no_gradients(mesh, specs, x_spec, shape):
+    def loss(params, x):
+        return jnp.sum(jnp.tanh((x * params["scale"][None]) @ params["w"]) @ params["v"])
+
+    params = {"scale": f32(64), "w": f32(64, 128), "v": f32(128, 32)}
+    found = stepped(mesh, jax.grad(loss), params, f32(16, 64), specs, x_spec)
+    assert [(c.kind, c.shape, c.is_gradient) for c in found.collectives] == [("all-reduce", shape, False)]
+
+
+def test_exchanged_parts_that_are_summed_are_gradients():
+    """A sum over one axis; over another a reduce-scatter written as an all-to-all and a sum, and an all-gather."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def own(w, x):
+        g = jax.lax.psum(jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w), "a")
+        parts = jax.lax.all_to_all(g.reshape(4, -1), "b", 0, 0)
+        return jax.lax.all_gather(jnp.sum(parts, axis=0), "b").reshape(g.shape)
+
+    rows = P(("a", "b"))
+    gradient = jax.shard_map(own, mesh=mesh, in_specs=(P(), rows), out_specs=P(), check_vma=False)
+    found = stepped(mesh, gradient, f32(64, 64), f32(16, 64), P(), rows)
+    assert {(c.kind, c.group_size): c.is_gradient for c in found.collectives} == {
+        ("all-reduce", 2): True, ("all-to-all", 4): True, ("all-gather", 4): True
+    }  # fmt: skip
+    size = 64 * 64 * 4
+    assert found.gradients() == found.total() == 2 * size // 2 + 2 * size * 3 // 4
 
 
 def test_codes_that_were_scaled_by_what_was_measured_are_weights(mesh):

@@ -18,7 +18,7 @@ from octavo.checkpoint import leaves, manifest, store, together
 from octavo.checkpoint.errors import CheckpointError, CheckpointWarning
 from octavo.checkpoint.folder import Folder
 from octavo.checkpoint.lock import Lock
-from octavo.checkpoint.reading import EXTRA, STATE, TREE, Restored, newest, sound
+from octavo.checkpoint.reading import EXTRA, STATE, TREE, Renew, Restored, newest, sound
 
 _open: "weakref.WeakSet[Checkpoints]" = weakref.WeakSet()
 
@@ -150,21 +150,24 @@ class Checkpoints:
         together.agree(problem)
         together.first_only(finish)
 
-    def restore(self, like: Any = None, step: int | None = None, *, part: str = "") -> Restored | None:
+    def restore(
+        self, like: Any = None, step: int | None = None, *, part: str = "", renew: Renew | None = None
+    ) -> Restored | None:
         """The newest whole checkpoint, or that of a step; None if there is none at all.
 
         `like` and `part` are those of `octavo.checkpoint.load`. A damaged checkpoint is passed over with a warning;
-        asked for by its step it is an error.
+        asked for by its step it is an error. Leaves for whose path `renew` is true are those of `like`, with a warning,
+        where the checkpoint has them in another shape or not at all.
         """
         self._check_open()
         self.wait()
         if not together.several():
-            return newest(self._folder, like, step=step, part=part)
+            return newest(self._folder, like, step=step, part=part, renew=renew)
         # One process looks for the newest that is whole, and all read that one.
         found = together.same(together.first_only(lambda: _chosen(self._folder, step)) or 0)
         problem, restored = None, None
         try:
-            restored = newest(self._folder, like, step=found - 1, part=part) if found else None
+            restored = newest(self._folder, like, step=found - 1, part=part, renew=renew) if found else None
         except CheckpointError as error:
             problem = error
         together.agree(problem)

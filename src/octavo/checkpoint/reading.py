@@ -5,7 +5,7 @@ import json
 import operator
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ TREE = "tree.json"
 EXTRA = "extra/metadata"  # Where Orbax's JSON handler looks for it.
 
 _SHOWN = 8
+
+type Renew = Callable[[leaves.Path], bool]
+"""Whether the leaf at a path may begin anew where a checkpoint has another one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,20 +91,22 @@ def _folder(path: Path, step: int | None) -> Path:
     return Folder(path).of(steps[-1] if step is None else step)
 
 
-def newest(folder: Folder, like: Any, *, step: int | None = None, part: str = "") -> Restored | None:
+def newest(
+    folder: Folder, like: Any, *, step: int | None = None, part: str = "", renew: Renew | None = None
+) -> Restored | None:
     """The newest checkpoint that is whole, with a warning for each that is not; or the one of a step."""
     if step is not None:
         step = operator.index(step)
         if step not in (steps := folder.all()):
             there = f"the steps {', '.join(map(str, steps))} are" if steps else "no step is"
             raise CheckpointError(f"{folder.directory} has no checkpoint of step {step}; {there} there")
-        return read(folder.of(step), like, step=step, part=part)
+        return read(folder.of(step), like, step=step, part=part, renew=renew)
     tried: dict[int, str] = {}
     # The run that writes here may go on while it is read: what it deletes meanwhile is no damage.
     while remaining := [step for step in folder.all() if step not in tried]:
         step = remaining[-1]
         try:
-            restored = read(folder.of(step), like, step=step, part=part)
+            restored = read(folder.of(step), like, step=step, part=part, renew=renew)
         except DamagedError as error:
             tried[step] = str(error)
             continue
@@ -143,14 +148,18 @@ def _none_whole(folder: Folder, tried: dict[int, str]) -> CheckpointError:
     return CheckpointError(f"no checkpoint in {folder.directory} is whole:{problems}")
 
 
-def read(directory: Path, like: Any, *, step: int | None = None, part: str = "") -> Restored:
+def read(
+    directory: Path, like: Any, *, step: int | None = None, part: str = "", renew: Renew | None = None
+) -> Restored:
     """The checkpoint in a folder, checked against its manifest; `step` is the one it should be of."""
     found = manifest.check(directory, contents=lambda name: name in (TREE, EXTRA))
     if step is not None and found != step:
         raise DamagedError(f"{directory / manifest.NAME} is of step {found}: the folder was renamed")
     wanted, statics, stored = _described(directory, part)
+    begun = _begun_anew(directory, like, wanted, renew) if like is not None and renew is not None else set()
+    wanted = {path: leaf for path, leaf in wanted.items() if path not in begun}
     if like is not None:
-        _compare(directory, like, wanted, statics)
+        _compare(directory, like, wanted, statics, begun)
     places = store.places(stored)
     arrays = {places[leaf.path]: leaf for leaf in wanted.values() if 0 not in leaf.shape}
     manifest.check(directory, contents=_files(set(map(store.folder, arrays))))
@@ -163,6 +172,8 @@ def read(directory: Path, like: Any, *, step: int | None = None, part: str = "")
     extra = json.loads((directory / EXTRA).read_text(encoding="utf-8"))
 
     def value(path: leaves.Path, target: Any) -> Any:
+        if path in begun:
+            return target
         leaf = wanted[path]
         array = values.get(places[leaf.path])
         return leaves.from_host(leaf, leaves.empty(leaf) if array is None else array, target)
@@ -219,8 +230,29 @@ def _built(like: Any, wanted: dict[leaves.Path, Leaf], statics: dict[leaves.Path
     return leaves.nested(values)
 
 
-def _compare(directory: Path, like: Any, wanted: dict[leaves.Path, Leaf], statics: dict[leaves.Path, Any]) -> None:
+def _begun_anew(directory: Path, like: Any, wanted: dict[leaves.Path, Leaf], renew: Renew) -> set[leaves.Path]:
+    """The paths of leaves that may begin anew, and do because they are stored otherwise, or on one side alone."""
     expected = {path: str(leaf) for path, (leaf, _) in leaves.leaves_of(like).items()}
+    found = {path: str(leaf) for path, leaf in wanted.items()}
+    begun = {path for path in {**expected, **found} if renew(path) and expected.get(path) != found.get(path)}
+    if begun:
+        first = "/".join(min(begun))
+        warnings.warn(
+            f"{directory} has other shapes for {len(begun)} arrays that begin anew, {first} for one",
+            CheckpointWarning,
+            stacklevel=4,
+        )
+    return begun
+
+
+def _compare(
+    directory: Path,
+    like: Any,
+    wanted: dict[leaves.Path, Leaf],
+    statics: dict[leaves.Path, Any],
+    begun: Collection[leaves.Path],
+) -> None:
+    expected = {path: str(leaf) for path, (leaf, _) in leaves.leaves_of(like).items() if path not in begun}
     expected |= {path: leaves.static_text(leaves.static_of(q)) for path, q in leaves.qarrays_of(like).items()}
     found = {path: str(leaf) for path, leaf in wanted.items()}
     found |= {path: leaves.static_text(static) for path, static in statics.items()}

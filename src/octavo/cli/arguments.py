@@ -81,6 +81,12 @@ def _add_plan(commands: Any) -> None:
     )
     _add_what(plan)
     plan.add_argument("--allow-unmatched", action="store_true", help="warn of a rule that matches nothing, and go on")
+    plan.add_argument(
+        "--sent",
+        action="store_true",
+        help="compile the function in low precision for the devices on which its inputs lie, and tell what each of "
+        "them sends; for the training step of a configuration see octavo compile",
+    )
     form = plan.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the plan as JSON")
     form.add_argument("--html", metavar="FILE", help="write the plan to an HTML file")

@@ -5,10 +5,15 @@ import importlib.util
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
+
+import jax
 
 import octavo
 from octavo.cli.target import Asked, UsageError, answering, explaining
 from octavo.transform import Plan
+from octavo.transform.paths import argument_names, is_quantized, leaf_paths, weight_names
+from octavo.transform.traffic import Traffic, partitioned_hlo, read_traffic
 
 _PAGE = """<!doctype html>
 <meta charset="utf-8">
@@ -29,6 +34,8 @@ def _plan(asked: Asked, args: argparse.Namespace) -> int:
         plan = octavo.plan(
             asked.target.value, asked.rules, *asked.inputs, on_unmatched=on_unmatched, weights=asked.weights
         )
+        if args.sent:
+            plan = plan.with_traffic(_traffic(asked))
     if args.json:
         print(plan.to_json())
         return 0
@@ -36,9 +43,37 @@ def _plan(asked: Asked, args: argparse.Namespace) -> int:
         _write(plan, args.html, asked.target.name)
     else:
         # What the notes say was a warning already.
-        _show(Plan(plan.rows, plan.rules))
+        _show(Plan(plan.rows, plan.rules, traffic=plan.traffic))
     print(f"Next: {_next(args)}")
     return 0
+
+
+def _traffic(asked: Asked) -> Traffic:
+    """What a device sends in the target in low precision, compiled for the devices on which its inputs lie."""
+    fn, inputs, name = asked.target.value, asked.inputs, asked.target.name
+    if asked.target.framework is not None:
+        raise UsageError(f"--sent is for functions: the shapes of the model {name} do not tell where its weights lie")
+    flat = jax.tree_util.tree_leaves_with_path(inputs, is_leaf=is_quantized)
+    names = weight_names(
+        leaf_paths(fn, inputs, {}), [leaf for _, leaf in flat], asked.weights, argument_names(fn, len(inputs))
+    )
+    places = {"inputs" + jax.tree_util.keystr(path): leaf for path, leaf in flat}
+    weights = {place: name for place, name in zip(places, names, strict=True) if name is not None}
+    lie = {place: getattr(leaf, "sharding", None) for place, leaf in places.items()}
+    if not any(where is not None and where.num_devices > 1 for where in lie.values()):
+        raise UsageError(
+            f"--sent: no input of {name} lies on several devices: give --inputs as module:callable that returns "
+            "arrays, or jax.ShapeDtypeStructs with sharding=, that do"
+        )
+    cut = {weights[p]: where for p, where in lie.items() if p in weights and isinstance(where, jax.NamedSharding)}
+    low = octavo.quantized(fn, asked.rules, weights=asked.weights, on_unmatched="ignore", shardings=cut)
+    state = jax.eval_shape(low.init, *inputs) if low.provider.stateful else {}
+
+    def run(state: Any, inputs: Any) -> Any:
+        return low.stateful(state, key=jax.random.key(0))(*inputs)
+
+    text = partitioned_hlo(jax.jit(run).lower(state, inputs))
+    return read_traffic(text, weights=lambda argument: argument in weights or argument.rpartition(".")[0] in weights)
 
 
 def _write(plan: Plan, path: str, title: str) -> None:

@@ -82,7 +82,7 @@ def dot(
 
 
 def init_scaling(config: DotConfig, lhs: Any, rhs: Any, dimension_numbers: Any) -> Scaling:
-    """The first state of every tracker in a config, for operands of these shapes."""
+    """The first state of every tracker of a config, and of what gradients lose, for operands of these shapes."""
     dims = Dims.of(dimension_numbers, len(lhs.shape), len(rhs.shape))
     out = jax.ShapeDtypeStruct(_out_shape(lhs.shape, rhs.shape, dims), jnp.float32)
     dlhs, drhs = dims.gradient(True).dims, dims.gradient(False).dims
@@ -99,7 +99,9 @@ def init_scaling(config: DotConfig, lhs: Any, rhs: Any, dimension_numbers: Any) 
         how = operand.quantizer(len(x.shape), contracting=contract, batch=batch)
         bounds = jax.eval_shape(lambda shape=x.shape, how=how: how.measure(jnp.zeros(shape)))
         state[name] = tracker.init({k: jnp.zeros(v.shape, v.dtype) for k, v in bounds.items()})
-    return state
+    if config.scatter is None:
+        return state
+    return state | config.scatter.losses(lhs.shape if config.scatter.left else rhs.shape)
 
 
 def lowering_of(config: DotConfig, lhs: Any, rhs: Any, dimension_numbers: Any) -> str:

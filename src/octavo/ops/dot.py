@@ -166,16 +166,21 @@ def _gradient(call: Call, matmul: Matmul, g: Any, residual: Factor, of_lhs: bool
     left, right, dims = as_input(matmul.lhs, left), as_input(matmul.rhs, right), gradient.dims
     if gradient.swapped:
         left, right, dims = right, left, dims.swap()
-    out = multiply(
-        left,
-        right,
-        dims,
+    product = functools.partial(
+        multiply,
+        dims=dims,
         dtype=jnp.float32,
         precision=call.precision,
-        out_sharding=gradient.sharding(where),
         lowering=call.config.lowering,
         accumulator=matmul.accumulator,
     )
+    scatter = call.config.scatter
+    if scatter is not None and scatter.left == of_lhs and dims.lhs_contract:
+        if any(x is not None for x in call.operand_shardings):
+            raise NotImplementedError("a mesh with explicit axes adds up gradients in float: leave reduce_qtype out")
+        out, lost = scatter.sum(product, left, right, dims, gradient, scaling)
+        return out, seen | lost
+    out = product(left, right, out_sharding=gradient.sharding(where))
     return gradient.arrange(out), seen
 
 

@@ -21,7 +21,7 @@ from octavo.ops.dot import quantize_operands
 from octavo.ops.factor import Factor
 from octavo.ops.gather import brought, kept
 from octavo.ops.grouped import Rows, group_absmax
-from octavo.ops.grouped_multiply import multiply_groups, multiply_rows
+from octavo.ops.grouped_multiply import multiply_groups, multiply_rows, multiply_rows_as
 from octavo.ops.lowering import materialize
 from octavo.ops.parts import Parts
 from octavo.ops.sparsity import nm_mask
@@ -101,7 +101,7 @@ def quantized_ragged_dot(
 
 
 def init_ragged_scaling(config: DotConfig, lhs: Any, rhs: Any) -> Scaling:
-    """The first state of every tracker in a config, for a ragged dot of operands of these shapes."""
+    """The first state of every tracker of a config, and of what gradients lose, for operands of these shapes."""
     out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[2]), jnp.float32)
     sides = {
         "lhs": (config.fwd.lhs, lhs, _FWD.lhs_contract),
@@ -116,7 +116,7 @@ def init_ragged_scaling(config: DotConfig, lhs: Any, rhs: Any) -> Scaling:
         how = operand.quantizer(len(x.shape), contracting=contract)
         bounds = jax.eval_shape(lambda x=x, how=how: how.measure(jnp.zeros(x.shape)))
         state[name] = tracker.init({k: jnp.zeros(v.shape, v.dtype) for k, v in bounds.items()})
-    return state
+    return state if config.scatter is None else state | config.scatter.losses(rhs.shape)
 
 
 class FloatCall(NamedTuple):
@@ -239,6 +239,9 @@ def _drhs(call: Call, g: Array, residual: Factor, rows: Rows, keys, scaling: Sca
         scales = (*scales, scale[:, :, None])
     left, right, seen = quantize_operands(matmul, q, residual, _DRHS, keys, scaling, ("drhs", None))
     left, right = as_input(matmul.lhs, left), as_input(matmul.rhs, right)
+    if call.config.scatter is not None:
+        out, lost = multiply_rows_as(call.config.scatter, right, left, rows, scaling, scales=scales, **call.how)
+        return out, seen | watched | lost
     return multiply_rows(right, left, rows, dtype=dtype, scales=scales, **call.how), seen | watched
 
 

@@ -2,13 +2,15 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo import _sharding
 from octavo._typing import Array
 from octavo.numerics import BlockFormat, FloatFormat, Format, IntFormat
-from octavo.qarray import QArray
+from octavo.qarray import QArray, shardings
 
 type Factor = Array | QArray
 
@@ -54,6 +56,22 @@ def dequantized(lhs: Factor, rhs: Factor) -> tuple[Array, Array]:
     wide = [x.dequantize() if isinstance(x, QArray) else x for x in (lhs, rhs)]
     common = wider(wide[0].dtype, wide[1].dtype)
     return wide[0].astype(common), wide[1].astype(common)
+
+
+def laid(mesh: Any, x: Factor, spec: PartitionSpec, summed: int | None = None) -> tuple[Factor, Any]:
+    """An operand for a `shard_map`, and how its arrays are cut.
+
+    Codes are dequantized first where their tiles would be torn, or where scales change from one device to the next
+    along the axis `summed`, over which devices add up what they have: that is done before scales come in.
+    """
+    if not isinstance(x, QArray):
+        return x, spec
+    cut = shardings(x, spec)
+    there = [where.spec for where in jax.tree.leaves(shardings(x, NamedSharding(mesh, spec)))]
+    fits = jax.tree.leaves(cut) == there
+    scales = [part for part in (x.scale, x.zero_point, x.outer_scale) if part is not None]
+    alike = summed is None or all(part.shape[summed] == 1 for part in scales)
+    return (x, cut) if fits and alike and not x.padding else (x.dequantize(), spec)
 
 
 def element(q: QArray) -> Format:

@@ -15,6 +15,7 @@ from octavo._typing import Array
 from octavo.ops import accelerated, factor
 from octavo.ops.factor import Factor
 from octavo.ops.grouped import Rows, rows_by_groups, rows_by_rows
+from octavo.ops.scatter import Scatter
 from octavo.qarray import QArray
 
 # Beside a kernel, and for its gradients: whatever runs without one.
@@ -106,6 +107,32 @@ def multiply_rows(
     if fused is None:
         return _rows(lhs, rhs, rows, scales, dtype, how)
     return fused(lambda lhs, rhs, sizes, scales: _rows(lhs, rhs, Rows(rows.count, sizes), scales, dtype, how | _PLAIN))
+
+
+def multiply_rows_as(
+    scatter: Scatter,
+    lhs: Factor,
+    rhs: Factor,
+    rows: Rows,
+    scaling: dict[str, Any],
+    *,
+    precision: Any = None,
+    lowering: str = "auto",
+    scales: tuple[Array, ...] = (),
+) -> tuple[Array, dict[str, Any]]:
+    """The same in float32 of rows in parts, added up in low precision; and what `scaling` is to remember of that."""
+    if rows.parts is None:
+        raise ValueError(
+            f"reduce_qtype={scatter.qtype!r} adds up what devices have of the gradient of experts, but rows that are "
+            "sorted as a whole lie on no device in particular: give ragged_dot their parts, or leave reduce_qtype out"
+        )
+
+    def local(lhs: Factor, rhs: Factor, sizes: Array, scales: tuple[Array, ...]) -> Array:
+        how = {"precision": precision, "lowering": lowering, "scales": scales}
+        return multiply_rows(lhs, rhs, Rows(lhs.shape[0], sizes), dtype=jnp.float32, **how)
+
+    lhs, rhs = factor.whole(lhs), factor.whole(rhs)
+    return rows.parts.by_rows_as(scatter, local, lhs, rhs, rows.sizes, scales, scaling)
 
 
 def _rows(lhs: Factor, rhs: Factor, rows: Rows, scales: tuple[Array, ...], dtype: Any, how: dict[str, Any]) -> Array:

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from octavo._typing import Array
-from octavo.qarray import QArray, shardings
+from octavo.ops.factor import laid
+from octavo.ops.scatter import LOST, Scatter
 
 SHARE = "octavo.share."
 """The scope that tells which part of the rows is expected to have an expert on their device, as one in so many."""
@@ -86,8 +87,8 @@ class Parts:
         over, kept = (self.inputs, self.outputs) if contract == 1 else (self.outputs, self.inputs)
         rows = PartitionSpec(self.every, _part(over))
         groups = PartitionSpec(_part(self.experts), _part(self.inputs), _part(self.outputs))
-        lhs, left = self._laid(lhs, rows, 1 if over and late else None)
-        rhs, right = self._laid(rhs, groups, contract if over and late else None)
+        lhs, left = laid(self.mesh, lhs, rows, 1 if over and late else None)
+        rhs, right = laid(self.mesh, rhs, groups, contract if over and late else None)
 
         def local(lhs: Any, rhs: Any, sizes: Array) -> Array:
             out = fn(lhs, rhs, sizes[0], over if late else ())
@@ -99,22 +100,52 @@ class Parts:
     def by_rows(self, fn: Callable[..., Array], lhs: Any, rhs: Any, sizes: Array, scales: tuple[Array, ...]) -> Array:
         """[m, k] x [m, n] -> [experts, k, n]: `fn(lhs, rhs, sizes, scales)` of each device, summed over rows."""
         axis, names = self.scattered
-        spec: list[Any] = [self.experts, self.inputs, self.outputs]
-        whole = PartitionSpec(*map(_part, spec))
-        spec[axis] = (*spec[axis], *names)
 
-        def local(lhs: Any, rhs: Any, sizes: Array, scales: tuple[Array, ...]) -> Array:
-            out = fn(lhs, rhs, sizes[0], scales)
+        def add(out: Array, _: None) -> tuple[Array, None]:
             if rest := tuple(a for a in self.rows if a not in names):
                 out = jax.lax.psum(out, rest)
-            return jax.lax.psum_scatter(out, names, scatter_dimension=axis, tiled=True) if names else out
+            return jax.lax.psum_scatter(out, names, scatter_dimension=axis, tiled=True) if names else out, None
 
-        lhs, left = self._laid(lhs, PartitionSpec(self.every, _part(self.inputs)), None)
-        rhs, right = self._laid(rhs, PartitionSpec(self.every, _part(self.outputs)), None)
+        return self._summed(fn, add, (lhs, rhs, sizes, scales, None), self.scattered, PartitionSpec())[0]
+
+    def by_rows_as(
+        self, scatter: Scatter, fn: Callable[..., Array], lhs: Any, rhs: Any, sizes: Array, scales: Any, scaling: Any
+    ) -> tuple[Array, dict[str, Any]]:
+        """The same, summed as `scatter` says; and what `scaling` is to remember of it."""
+
+        def add(out: Array, error: Any) -> tuple[Array, Any]:
+            if rest := tuple(a for a in self.rows if a not in scatter.rows):
+                out = jax.lax.psum(out, rest)
+            out, lost = scatter.add(out, error[0] if scatter.feedback else None)
+            return out, lost[None] if scatter.feedback else None
+
+        error = scaling[LOST]["error"] if scatter.feedback else None
+        lost = PartitionSpec(scatter.rows, *map(_part, (self.experts, self.inputs, self.outputs)))
+        out, error = self._summed(fn, add, (lhs, rhs, sizes, scales, error), scatter.cut, lost)
+        return out, {LOST: {"error": error}} if scatter.feedback else {}
+
+    def _summed(
+        self,
+        fn: Callable[..., Array],
+        add: Callable[[Array, Any], tuple[Array, Any]],
+        args: tuple[Any, Any, Array, tuple[Array, ...], Any],
+        scattered: tuple[int, tuple[str, ...]],
+        lost: PartitionSpec,
+    ) -> tuple[Array, Any]:
+        """`add(fn(lhs, rhs, sizes, scales), error)` of each device, whose first result is scattered."""
+        lhs, rhs, sizes, scales, error = args
+        spec: list[Any] = [self.experts, self.inputs, self.outputs]
+        whole, (axis, names) = PartitionSpec(*map(_part, spec)), scattered
+        spec[axis] = (*spec[axis], *names)
+        lhs, left = laid(self.mesh, lhs, PartitionSpec(self.every, _part(self.inputs)))
+        rhs, right = laid(self.mesh, rhs, PartitionSpec(self.every, _part(self.outputs)))
         beside = tuple(_where_long(scale, whole) for scale in scales)
-        each = PartitionSpec(self.every)
-        run = self.run(local, (left, right, each, beside), PartitionSpec(*map(_part, spec)))
-        return run(lhs, rhs, sizes, scales)
+        run = self.run(
+            lambda lhs, rhs, sizes, scales, error: add(fn(lhs, rhs, sizes[0], scales), error),
+            (left, right, PartitionSpec(self.every), beside, lost),
+            (PartitionSpec(*map(_part, spec)), lost),
+        )
+        return run(lhs, rhs, sizes, scales, error)
 
     # What goes with them.
 
@@ -136,22 +167,6 @@ class Parts:
 
         each = PartitionSpec(self.every)
         return self.run(local, (each, each), PartitionSpec(_part(self.experts)))(x, sizes)
-
-    def _laid(self, x: Any, spec: PartitionSpec, summed: int | None) -> tuple[Any, Any]:
-        """An operand, and how its arrays are cut.
-
-        Codes are dequantized first where their tiles would be torn, or where scales change from one device to the next
-        along the axis over which devices add up what they have: that is done before scales come in.
-        """
-        if not isinstance(x, QArray):
-            return x, spec
-        cut = shardings(x, spec)
-        fits = jax.tree.leaves(cut) == [
-            where.spec for where in jax.tree.leaves(shardings(x, NamedSharding(self.mesh, spec)))
-        ]
-        scales = [part for part in (x.scale, x.zero_point, x.outer_scale) if part is not None]
-        alike = summed is None or all(part.shape[summed] == 1 for part in scales)
-        return (x, cut) if fits and alike and not x.padding else (x.dequantize(), spec)
 
 
 def _where_long(x: Array, spec: PartitionSpec) -> PartitionSpec:

@@ -14,6 +14,7 @@ from octavo.calibration import AbsMax, Bounds
 from octavo.ops.config import DotConfig, Operand
 from octavo.ops.factor import Factor
 from octavo.ops.lowering import materialize
+from octavo.ops.scatter import LOST
 from octavo.ops.watch import without_watched
 from octavo.qarray import QArray, Quantizer, inside
 
@@ -141,8 +142,12 @@ def check_scaling(config: DotConfig, scaling: Scaling, *, smooths: bool = False)
             "smooth scales the contracted indices of a dot_general or an einsum; a convolution and a ragged dot have "
             "no such scaling: leave smooth out of their config"
         )
-    if unknown := without_watched(scaling) - {"lhs", "rhs", "dlhs", "drhs"}:
+    if unknown := without_watched(scaling) - {"lhs", "rhs", "dlhs", "drhs", LOST}:
         raise ValueError(f"scaling has ranges for lhs, rhs, dlhs and drhs; got {sorted(unknown)}")
+    if config.scatter is not None and config.scatter.feedback and LOST not in scaling:
+        raise ValueError(
+            "the sum of a gradient with feedback needs what was lost before: pass scaling=octavo.ops.init_scaling(...)"
+        )
     if missing := set(trackers_of(config)) - set(scaling):
         raise ValueError(
             f"the trackers of {sorted(missing)} need their state: pass scaling=octavo.ops.init_scaling(...), or what "

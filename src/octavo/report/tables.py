@@ -8,6 +8,7 @@ from typing import Any
 
 from octavo.report.markup import Cell, details, missing, note, section, table
 from octavo.report.words import TIMES, percent, size
+from octavo.transform.traffic import sent_size
 
 _MOST_ROWS = 1500
 _PLAN = (
@@ -27,10 +28,35 @@ def plan_section(plan: Mapping[str, Any] | None, heading: str = "Plan") -> str:
     if len(rows) > _MOST_ROWS:
         caption += f"; the {_MOST_ROWS} largest are listed, all of them are in plan.json"
     shown = rows[:_MOST_ROWS]
-    cells = [_plan_cells(row, total) for row in shown]
+    traffic = plan.get("traffic")  # of a run on several devices
+    cells = [_plan_cells(row, total) + _sent_cells(row, traffic) for row in shown]
     dim = [row["reason"] is not None for row in shown]
-    parts = table(caption, _PLAN, cells, sortable=True, dim=dim) if cells else missing("The plan has no products.")
-    return section(heading, parts, *(note(text) for text in plan["notes"]))
+    columns = _PLAN if traffic is None else (*_PLAN, "weights sent")
+    parts = table(caption, columns, cells, sortable=True, dim=dim) if cells else missing("The plan has no products.")
+    return section(heading, parts, *(note(text) for text in plan["notes"]), _sent_table(traffic))
+
+
+def _sent_cells(row: Mapping[str, Any], traffic: Mapping[str, Any] | None) -> list[Cell]:
+    if traffic is None:
+        return []
+    return [Cell("") if row["sent"] is None else Cell(sent_size(row["sent"]), row["sent"])]
+
+
+def _sent_table(traffic: Mapping[str, Any] | None) -> str:
+    """What a device sends in a step, by kind of collective and type."""
+    if traffic is None or not traffic["total"]:
+        return "" if traffic is None else note("A device sends nothing in a step.")
+    total, weights, gradients = (traffic[name] for name in ("total", "weights", "gradients"))
+    uses = {"weights": weights, "gradients": gradients, "the rest": total - weights - gradients}
+    shares = ", ".join(f"{use} {sent_size(sent)}" for use, sent in uses.items() if sent)
+    found = [(kind, dtype, sent) for kind, types in traffic["by_kind"].items() for dtype, sent in types.items() if sent]
+    rows = [
+        [Cell(kind), Cell(dtype, code=True), Cell(sent_size(sent), sent), Cell(percent(sent / total) or "", sent)]
+        for kind, dtype, sent in sorted(found, key=lambda entry: -entry[2])
+    ]
+    loops = [note(f"Counted once, unknown trip count: {name}") for name in traffic["unknown_loops"]]
+    caption = f"A device sends {sent_size(total)} in a step: {shares}"
+    return "".join([table(caption, ("collective", "type", "sent", "share"), rows, sortable=True), *loops])
 
 
 def _plan_cells(row: Mapping[str, Any], total: int) -> list[Cell]:

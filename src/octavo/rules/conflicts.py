@@ -58,12 +58,31 @@ def check_backward(rule: Any) -> None:
         unread = [f for f in _READ_BY_BACKWARD if _changed(rule, f) and getattr(rule, f) not in ("reuse", "original")]
         if unread and (rule.dlhs is None or rule.drhs is None):
             raise ValueError(f"{_shown(rule, unread[0])} without bwd_qtype: the gradients stay in float; set bwd_qtype")
+    _check_reduction(rule)
     if rule.scope != "all":  # else the products of two activations still read the fields
         _check_replaced(rule)
     _check_same(rule, "weight_qtype", "fwd", "rhs")
     _check_same(rule, "act_qtype", "fwd", "lhs")
     _check_same(rule, "bwd_qtype", "dlhs", "lhs")
     _check_same(rule, "bwd_qtype", "drhs", "lhs")
+
+
+def _check_reduction(rule: Any) -> None:
+    if rule.reduce_qtype is None:
+        unread = [f for f in ("reduce_axes", "reduce_feedback") if _changed(rule, f)]
+        if unread:
+            raise ValueError(f"{_shown(rule, unread[0])} without reduce_qtype: gradients are added up in float; set it")
+    elif not rule.reduce_axes:
+        raise ValueError(
+            f"{_shown(rule, 'reduce_qtype')} needs reduce_axes, the axes of the mesh along which rows are cut, as in "
+            "reduce_axes=('data', 'fsdp')"
+        )
+    elif get_format(rule.reduce_qtype).tile is not None:
+        raise ValueError(
+            f"{_shown(rule, 'reduce_qtype')} has tiles of its own; sums have blocks of theirs: use int8 or a float8"
+        )
+    elif rule.scope == "activations":
+        raise ValueError(f"{_shown(rule, 'reduce_qtype')} with scope='activations': there are no weights' gradients")
 
 
 def _check_replaced(rule: Any) -> None:

@@ -132,7 +132,10 @@ class QtRule(QuantizationRule):
     `disable_channelwise_axes` is `per_tensor` by Qwix's name. `bwd_stochastic_rounding` rounds gradients "uniform"ly at
     random, or with 8 bits of noise each ("low_bit_uniform"). `residual` is how the gradients take what the forward
     pass saved, as in `Matmul`: by default its codes, or where tiles run the other way values that are quantized again
-    along the gradient's contraction. `bwd_rotate` rotates the operands of both gradients.
+    along the gradient's contraction. `bwd_rotate` rotates the operands of both gradients. `reduce_qtype` is the type in
+    which devices add up the gradients of weights, over the axes `reduce_axes` of the mesh, along which rows are cut,
+    where `quantized(shardings=...)` is told how weights lie; with `reduce_feedback` what rounding loses is added in the
+    next step.
 
     `fwd`, `dlhs` and `drhs` replace a whole matmul. There, `lhs` is the activation (or the incoming gradient) and `rhs`
     the weight (or what was saved); `dlhs` is the gradient of the activation and `drhs` that of the weight, on
@@ -157,13 +160,17 @@ class QtRule(QuantizationRule):
     drhs: Matmul | None = None
     residual: str | None = None
     bwd_rotate: int | None = None
+    reduce_qtype: FormatLike | None = None
+    reduce_axes: Collection[str] = ()
+    reduce_feedback: bool = False
 
     def _normalize(self) -> None:
         super()._normalize()
-        self._put(checks.check_qtype, "bwd_qtype")
+        self._put(checks.check_qtype, "bwd_qtype", "reduce_qtype")
+        self._put(checks.check_names, "reduce_axes")
         self._put(checks.check_calibration, "bwd_calibration_method")
         self._put(checks.check_tile, "bwd_weight_grad_tile_size")
-        self._put(checks.check_flag, "disable_channelwise_axes")
+        self._put(checks.check_flag, "disable_channelwise_axes", "reduce_feedback")
         self._put(checks.check_axes, "channelwise_noise_axes")
         self._put(check_overrides, "additional_qt_config")
         self._put(checks.check_rotation, "bwd_rotate")

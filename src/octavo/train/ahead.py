@@ -188,7 +188,10 @@ def _largest(traffic: Any) -> list[dict[str, Any]]:
     found: dict[tuple[Any, ...], Any] = {}
     for c in traffic.collectives:
         key = (c.kind, c.dtype, c.shape, c.group_size)
-        found[key] = dataclasses.replace(found[key], count=found[key].count + c.count) if key in found else c
+        if (old := found.get(key)) is not None:
+            weights = tuple(dict.fromkeys((*old.weights, *c.weights)))
+            c = dataclasses.replace(old, count=old.count + c.count, weights=weights)
+        found[key] = c
     most = sorted(found.values(), key=lambda c: -c.total)[:5]
     return [dataclasses.asdict(c) | {"shape": list(c.shape), "total": c.total} for c in most]
 

@@ -37,6 +37,7 @@ _groups = [functools.partial(key, group=group) for group in GROUPS]
 _run, _checkpoints, _model, _experts, _data, _mesh, _evaluation, _optimizer, *_groups = _groups
 _quantization, _schedule, _sparsity, _serving = _groups
 _FLOATS = ("float32", "bfloat16", "float16")
+_REDUCED = ("int8", "float8_e4m3fn", "float8_e5m2")
 _ACTIVATIONS = ("silu", "gelu", "relu", "relu2", "sigmoid", "linear")
 _REMAT = (
     *("none", "full", "minimal", "minimal_with_context", "dots"),
@@ -159,10 +160,12 @@ class Config(octavo._config.Config):
     expert_dispatch_dtype: str = _mesh(
         "", "format in which tokens are sent to the devices of their experts", choices=("", "int8", "float8_e4m3fn")
     )
-    gradient_reduce_dtype: str = _mesh(
-        "", "format in which gradients are added up over data", choices=("", "int8", "float8_e4m3fn", "float8_e5m2")
-    )
+    gradient_reduce_dtype: str = _mesh("", "format in which gradients are added up over data", choices=("", *_REDUCED))
     gradient_reduce_error_feedback: bool = _mesh(True, "what rounding loses of them is added to those of the next step")
+    gradient_scatter_dtype: str = _mesh(
+        "", "format in which quantized weights' gradients are added up over data_sharding", choices=("", *_REDUCED)
+    )
+    gradient_scatter_error_feedback: bool = _mesh(False, "what rounding loses of those is added in the next step")
     shard_mode: str = _mesh("auto", "who says where arrays lie between operations", choices=("auto", "explicit"))
     skip_jax_distributed_system: bool = _mesh(False, "one process, whatever the cluster says")
     coordinator_address: str = _mesh("", "host:port of process 0; empty: found by jax.distributed, or one process")

@@ -180,6 +180,23 @@ _MESH = (
         "{shard_mode} adds up gradients in float, but {gradient_reduce_dtype}",
     ),
     Conflict(
+        lambda c: c.shard_mode == "explicit" and c.gradient_scatter_dtype,
+        "{shard_mode} adds up gradients in float, but {gradient_scatter_dtype}",
+    ),
+    Conflict(
+        lambda c: c.gradient_scatter_error_feedback and not c.gradient_scatter_dtype,
+        "{gradient_scatter_error_feedback} is about what rounding loses, but {gradient_scatter_dtype}",
+    ),
+    Conflict(
+        lambda c: c.gradient_scatter_error_feedback and c.gradient_accumulation_steps > 1,
+        "{gradient_scatter_error_feedback} would count for each of {gradient_accumulation_steps} parts of a batch: "
+        "leave one of them out",
+    ),
+    Conflict(
+        lambda c: c.gradient_scatter_error_feedback and c.gradient_reduce_dtype,
+        "{gradient_scatter_error_feedback} does not go with {gradient_reduce_dtype}: that has feedback of its own",
+    ),
+    Conflict(
         lambda c: c.expert_dispatch_dtype and c.num_experts == 1,
         "{expert_dispatch_dtype} is about tokens on their way to experts, but {num_experts}",
     ),
@@ -245,6 +262,7 @@ _NOTES = (
             ("quantization_calibration_method", ""),
             ("expert_dispatch_dtype", ""),
             ("weight_gradient_accumulator", ""),
+            ("gradient_scatter_dtype", ""),
             *((method, "absmax") for method in METHODS),
         )
     ),

@@ -9,6 +9,7 @@ import yaml
 
 from octavo.train.config import Config
 from octavo.train.trainer import Trainer
+from octavo.transform import Plan
 
 type Say = Callable[[str], None]
 
@@ -35,12 +36,17 @@ def describe(trainer: Trainer, directory: Path, say: Say) -> None:
     if trainer.rules:
         plan, verification = trainer.plan(), trainer.verification
         say(f"{plan}\n{verification.summary()}")
-        write(directory / "plan.txt", f"{plan}\n")
-        write(directory / "plan.json", plan.to_json())
+        keep_plan(plan, directory)
         write(directory / "verify.json", verification.to_json())
     else:
         say("quantization: none, all products are in float")
     say(f"Per train step: Total TFLOPs: {trainer.flops / 1e12:.6f}")
+
+
+def keep_plan(plan: Plan, directory: Path) -> None:
+    """Keep a plan for people and for programs."""
+    write(directory / "plan.txt", f"{plan}\n")
+    write(directory / "plan.json", plan.to_json())
 
 
 def write(path: Path, text: str) -> None:

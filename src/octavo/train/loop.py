@@ -17,15 +17,16 @@ from octavo.checkpoint import Checkpoints, CheckpointWarning
 from octavo.train import distributed
 from octavo.train.bounds import clipping, proposal, propose
 from octavo.train.config import Config
-from octavo.train.directory import Say, describe, keep_config
+from octavo.train.directory import Say, describe, keep_config, keep_plan
 from octavo.train.halt import HaltedError, explain
 from octavo.train.metrics import MetricWriter, NoMetrics
 from octavo.train.progress import Progress, eval_line
 from octavo.train.setup import STOP
+from octavo.train.state import is_lost
 from octavo.train.stop import Stop, stopping
 from octavo.train.telemetry import Telemetry
 from octavo.train.trainer import Trainer
-from octavo.transform.traffic import traffic_line
+from octavo.transform.traffic import read_traffic
 
 DONE, TARGET, TERMINATED, INTERRUPTED = "done", "target", "terminated", "interrupted"
 
@@ -122,7 +123,7 @@ def _restore(trainer: Trainer, checkpoints: Checkpoints, say: Say) -> dict[str, 
         return {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CheckpointWarning)
-        found = checkpoints.restore(trainer.state)
+        found = checkpoints.restore(trainer.state, renew=is_lost)
     for warning in caught:
         say(f"warning: {warning.message}")
     if found is None:
@@ -225,7 +226,11 @@ class _Loop:
             text += f"; memory: {held / 2**20:.1f} MiB of state and batch, {temporary / 2**20:.1f} MiB temporary"
         self.progress.say(text)
         if self.trainer.devices > 1:
-            self.progress.say(traffic_line(program))
+            traffic, schedule = read_traffic(program.as_text()), self.trainer.schedule
+            self.progress.say(f"in a step, {traffic.line()}")
+            if schedule.stages[schedule.stage(step)][1] and distributed.is_first():
+                keep_plan(self.trainer.plan().with_traffic(traffic), Path(self.config.run_directory))
+            self.last = time.perf_counter()
 
     def report(self) -> None:
         """Read, write and show the metrics of the step before, if that has not been done."""

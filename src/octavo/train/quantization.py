@@ -9,6 +9,7 @@ recipe under both.
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -60,15 +61,31 @@ def schedule_of(config: Config) -> Schedule:
     return Schedule(stages)
 
 
-def sending(schedule: Schedule, axes: tuple[str, ...], dispatch: str = "") -> Schedule:
-    """A schedule whose weights are gathered over axes of a mesh, and whose tokens are sent to experts, in low
-    precision; but where a rule says something itself."""
+def sending(schedule: Schedule, config: Config, mesh: Any) -> Schedule:
+    """A schedule whose weights are gathered, whose tokens are sent to experts and whose gradients are added up over the
+    devices of a mesh as the configuration says; but where a rule says something itself."""
+    gathers = config.quantized_all_gather and mesh.shape.get("fsdp", 1) > 1
+    # What gradient_reduce_dtype adds up is added up once.
+    rows = (a for a in config.data_sharding if not (config.gradient_reduce_dtype and a == "data"))
+    rows = tuple(a for a in rows if mesh.shape.get(a, 1) > 1)
 
     def told(rule: QuantizationRule) -> QuantizationRule:
         if rule.leaves_alone:
             return rule
+        rule = rule.replace(
+            gather_axes=rule.gather_axes or (("fsdp",) if gathers else ()),
+            dispatch_qtype=rule.dispatch_qtype or config.expert_dispatch_dtype or None,
+        )
+        if (
+            not isinstance(rule, QtRule)
+            or rule.reduce_qtype is not None
+            or not (config.gradient_scatter_dtype and rows)
+        ):
+            return rule
         return rule.replace(
-            gather_axes=rule.gather_axes or axes, dispatch_qtype=rule.dispatch_qtype or dispatch or None
+            reduce_qtype=config.gradient_scatter_dtype,
+            reduce_axes=rows,
+            reduce_feedback=config.gradient_scatter_error_feedback,
         )
 
     stages = [(begin, tuple(map(told, rules)) or None) for begin, rules in schedule.stages]

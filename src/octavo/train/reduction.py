@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from octavo import _sharding
 from octavo.ops.reduce import quantized_psum
 from octavo.train.loss import Losses
 from octavo.train.state import TrainState
@@ -22,11 +23,14 @@ AXIS = "data"
 class Reduction:
     """How gradients are added up over the copies of the model: in `qtype`, with error `feedback` or without.
 
+    `specs` is how the parameters lie within a copy.
+
     Each copy computes the gradients of its own rows, in its own ranges, under `shard_map` over the axis `data`; the
     other axes stay XLA's. Within a copy nothing changes.
     """
 
     mesh: Any
+    specs: Any
     qtype: str
     feedback: bool = True
 
@@ -55,7 +59,7 @@ class Reduction:
             state = dataclasses.replace(state, key=jax.random.key_data(own), errors={})
             found, quant, losses, loss = gradients(state, batch, weights, 1 / self.copies)
             before = jax.tree.map(lambda e: e[0], errors)
-            pairs = jax.tree.map(self._summed, found, before["copies"] if self.feedback else found)
+            pairs = jax.tree.map(self._summed, found, before["copies"] if self.feedback else found, self.specs)
             sums = jax.tree.map(lambda _, pair: pair[0], found, pairs)
             lost = {"copies": jax.tree.map(lambda _, pair: pair[1][None], found, pairs)} if self.feedback else {}
             return sums, _alike(quant), jax.tree.map(_added, losses), _added(loss), lost
@@ -71,9 +75,18 @@ class Reduction:
         )
         return run(dataclasses.replace(state, errors={}), batch, weights, state.errors)
 
-    def _summed(self, gradient: Any, error: Any) -> tuple[Any, Any]:
-        total, lost = quantized_psum(gradient, AXIS, self.qtype, error=error if self.feedback else None)
-        return total.astype(gradient.dtype), lost
+    def _summed(self, gradient: Any, error: Any, spec: PartitionSpec) -> tuple[Any, Any]:
+        """A gradient that lies so within a copy, of all copies: each device sends the part that it has."""
+        names = {name for part in spec for name in _sharding.names(part)}
+
+        def local(gradient: Any, error: Any) -> tuple[Any, Any]:
+            total, lost = quantized_psum(gradient, AXIS, self.qtype, error=error if self.feedback else None)
+            return total.astype(gradient.dtype), lost
+
+        if not names:
+            return local(gradient, error)
+        specs = (spec, spec)
+        return jax.shard_map(local, in_specs=specs, out_specs=specs, axis_names=names, check_vma=False)(gradient, error)
 
 
 _added = functools.partial(jax.lax.psum, axis_name=AXIS)

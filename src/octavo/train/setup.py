@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo.data.rows import KEYS
 from octavo.models import ModelConfig, abstract_params
-from octavo.rules import QuantizationRule, Schedule, recipe
+from octavo.ops.scatter import LOST
+from octavo.rules import QtRule, QuantizationRule, Schedule, recipe
 from octavo.train import distributed, sharding
 from octavo.train.config import Config
 from octavo.train.loss import make_loss
@@ -84,8 +85,7 @@ class Setup:
             self.model = self.model.replace(placement=sharding.placement(config, self.mesh))
         self.schedule: Schedule = schedule_of(config)
         if not self.is_single:
-            gathers = config.quantized_all_gather and self.mesh.shape.get("fsdp", 1) > 1
-            self.schedule = sending(self.schedule, ("fsdp",) if gathers else (), config.expert_dispatch_dtype)
+            self.schedule = sending(self.schedule, config, self.mesh)
         loss = make_loss(self.model, z_loss=config.z_loss_multiplier, load_balance=config.load_balance_loss_weight)
         self.loss = loss if self.is_single else _on(self.mesh, loss)
         self.stepper = Stepper(
@@ -104,7 +104,7 @@ class Setup:
         dtype = self.config.gradient_reduce_dtype
         if not dtype or self.mesh.shape.get("data", 1) == 1:
             return None
-        return Reduction(self.mesh, dtype, self.config.gradient_reduce_error_feedback)
+        return Reduction(self.mesh, self.specs, dtype, self.config.gradient_reduce_error_feedback)
 
     @property
     def weight_shardings(self) -> dict[str, NamedSharding]:
@@ -186,7 +186,25 @@ class Setup:
         copies = jax.tree.map(
             lambda _, spec: NamedSharding(self.mesh, PartitionSpec("data", *spec)), self.state.params, self.specs
         )
-        return dataclasses.replace(found, errors={"copies": copies}) if self.state.errors else found
+        found = dataclasses.replace(found, errors={"copies": copies}) if self.state.errors else found
+        return dataclasses.replace(found, quant=self._with_losses(found.quant))
+
+    def _with_losses(self, quant: Any) -> Any:
+        """The places of the quantization's state, of which each device has what it lost of a weight's gradient."""
+        if not any(isinstance(rule, QtRule) and rule.reduce_feedback for rule in self.rules):
+            return quant
+        low = quantized(self.loss, self.rules, weights="params", shardings=self.weight_shardings)
+        sites = {f"{site.path}/{site.op_id}/{LOST}/error": site for site in low.sites(*self.loss_arguments)}
+
+        def place(path: Any, leaf: Any, where: NamedSharding) -> NamedSharding:
+            site = sites.get(jax.tree_util.keystr(path[1:], simple=True, separator="/"))
+            if site is None or site.config is None or site.config.scatter is None:
+                return where
+            scatter, weight = site.config.scatter, site.lhs if site.config.scatter.left else site.rhs
+            stacked = (None,) * (leaf.ndim - 1 - len(weight[0]))
+            return NamedSharding(self.mesh, PartitionSpec(*stacked, *scatter.losses_spec))
+
+        return jax.tree_util.tree_map_with_path(place, self.state.quant, quant)
 
     @property
     def batch_sharding(self) -> NamedSharding:

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from octavo.ops.scatter import LOST
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,11 @@ class TrainState:
     key: Any
     halted: Any
     errors: Any = dataclasses.field(default_factory=dict)
+
+
+def is_lost(path: tuple[str, ...]) -> bool:
+    """Whether an array of the state is what devices lost by rounding: on other devices that begins anew."""
+    return path[0] == "errors" or LOST in path
 
 
 def initial_state(

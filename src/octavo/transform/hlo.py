@@ -15,6 +15,7 @@ _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*|)\{")
 _NAME = re.compile(r"(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ?([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\]")
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -94,10 +95,15 @@ def shapes_of(text: str) -> tuple[Shape, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """The computations of a program by name, and which of them it begins with."""
+    """The computations of a program by name, and which of them it begins with.
+
+    `replaced` are the arguments, by number, whose place results take: those that were donated. A result is known by its
+    number too, 0 if there is one.
+    """
 
     computations: Mapping[str, tuple[Instruction, ...]]
     entry: str
+    replaced: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if self.entry not in self.computations:
@@ -208,7 +214,14 @@ def read(text: str) -> Module:
             computations[name], name = tuple(lines), ""
         elif name and (instruction := _instruction(line)):
             lines.append(instruction)
-    return Module(computations, entry)
+    return Module(computations, entry, _replaced(text[: text.find("\n")]))
+
+
+def _replaced(head: str) -> dict[int, int]:
+    """Which results take the place of which arguments, by the first line of a module."""
+    _, _, aliases = head.partition("input_output_alias={ ")
+    aliases, _, _ = aliases.partition(" }")
+    return {int(result or 0): int(argument) for result, argument in _ALIAS.findall(aliases)}
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -250,3 +263,28 @@ def _parts(text: str) -> Iterator[str]:
             if word := text[begin:at].strip():
                 yield word
             begin = at + 1
+
+
+_LIST = re.compile(r"replica_groups=\{\{([\d,]*)\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=")
+_MESH = re.compile(r"replica_groups=(?:@?\w+)?\[?mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
+
+
+def group_size(attributes: str) -> int:
+    """How many devices take part in a collective together, from its `replica_groups`.
+
+    >>> group_size("replica_groups={{0,1},{2,3}}"), group_size("replica_groups=[2,4]<=[4,2]T(1,0)")
+    (2, 4)
+    >>> group_size("replica_groups=mesh['data'=2,'fsdp'=4] {'data','fsdp'}")
+    8
+    """
+    if match := _LIST.search(attributes):
+        return len(match[1].split(","))
+    if match := _IOTA.search(attributes):
+        return int(match[1].split(",")[-1])
+    if match := _MESH.search(attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match[1])}
+        # A part of an axis is written 'axis':(1)4, four long.
+        parts = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", match[2])
+        return math.prod(int(part) if part else sizes[axis] for axis, part in parts)
+    raise ValueError(f"no devices in {attributes.strip()[:200]!r}: a collective names them by replica_groups")

@@ -3,7 +3,8 @@
 A value is of the weights if some argument that holds weights went into it and no other argument did, apart from what
 is spread by a broadcast: a scale, whatever it was computed from, does not make a weight into something else. What a
 matrix product gives is never a weight. So codes are of the weights as the floats are that they were rounded from, also
-where they were kept for the backward pass in an array that a loop fills.
+where they were kept for the backward pass in an array that a loop fills. Each argument has a bit of its own, so that it
+is known which weights a value is of.
 """
 
 import functools
@@ -11,10 +12,10 @@ from collections.abc import Callable
 
 from octavo.transform.hlo import Instruction, Module
 
-WEIGHT, DATA = 1, 2
+DATA = 1
 _FRESH = frozenset({"constant", "iota", "rng", "rng-bit-generator", "partition-id", "replica-id", "after-all"})
-_PRODUCTS = frozenset({"dot", "convolution", "ragged-dot", "scaled-dot"})
-_CALLS = {"fusion": "calls", "call": "to_apply", "async-start": "calls"}
+PRODUCTS = frozenset({"dot", "convolution", "ragged-dot", "scaled-dot"})
+CALLS = {"fusion": "calls", "call": "to_apply", "async-start": "calls"}
 
 type Value = int | tuple[Value, ...]
 """What went into a value, as bits; a tuple has one for each of its elements."""
@@ -24,20 +25,23 @@ class Lineage:
     """What went into each value of a program; `is_weight` is asked for the name of each argument."""
 
     def __init__(self, module: Module, is_weight: Callable[[str], bool]):
-        self.module, self.is_weight = module, is_weight
-        self.inputs: dict[tuple[str, str], int] = {}
+        self.module = module
+        self.taken: dict[tuple[str, str], tuple[int, ...]] = {}
         self._results = functools.cache(self._run)
         entry = module.computations[module.entry]
         arguments = {i.operands[0]: i for i in entry if i.opcode == "parameter"}
         named = [arguments[str(n)] for n in range(len(arguments))]
+        self.names = tuple(dict.fromkeys(i.op_name for i in named if is_weight(i.op_name)))
+        self._bits = {name: 2 << n for n, name in enumerate(self.names)}
         self._results(module.entry, tuple(self._argument(i) for i in named))
 
-    def __call__(self, computation: str, instruction: Instruction) -> bool:
-        """Whether what an instruction takes is of the weights alone."""
-        return self.inputs.get((computation, instruction.name)) == WEIGHT
+    def __call__(self, computation: str, instruction: Instruction) -> tuple[tuple[str, ...], ...]:
+        """For each operand of an instruction the weights that it is of, by name; none if it is not of weights alone."""
+        found = self.taken.get((computation, instruction.name), ())
+        return tuple(() if bits & DATA else tuple(n for n in self.names if bits & self._bits[n]) for bits in found)
 
     def _argument(self, parameter: Instruction) -> Value:
-        bit = WEIGHT if self.is_weight(parameter.op_name) else DATA
+        bit = self._bits.get(parameter.op_name, DATA)
         return (bit,) * len(parameter.shapes) if parameter.type.startswith("(") else bit
 
     def _run(self, computation: str, arguments: tuple[Value, ...]) -> Value:
@@ -51,7 +55,8 @@ class Lineage:
         for line in self.module.computations[computation]:
             taken = () if line.opcode in (*_FRESH, "parameter") else tuple(map(value, line.operands))
             key = (computation, line.name)
-            self.inputs[key] = self.inputs.get(key, 0) | _all(taken)
+            before = self.taken.get(key, (0,) * len(taken))
+            self.taken[key] = tuple(bits | _all(value) for bits, value in zip(before, taken, strict=True))
             values[line.name] = (
                 arguments[int(line.operands[0])] if line.opcode == "parameter" else self._made(computation, line, taken)
             )
@@ -77,10 +82,10 @@ class Lineage:
                 names += [*line.called("true_computation"), *line.called("false_computation")]
                 results = [self._results(n, (t,)) for n, t in zip(names, taken[1:], strict=True)]
                 return functools.reduce(_joined, results)
-            case opcode if opcode in _CALLS and (names := line.called(_CALLS[opcode])):
+            case opcode if opcode in CALLS and (names := line.called(CALLS[opcode])):
                 return self._results(names[0], taken)
         bit = _all(taken)
-        if line.opcode in _PRODUCTS or (line.opcode == "custom-call" and len(taken) > 1):
+        if line.opcode in PRODUCTS or (line.opcode == "custom-call" and len(taken) > 1):
             bit |= DATA
         return (bit,) * len(line.shapes) if line.type.startswith("(") else bit
 

@@ -1,7 +1,8 @@
 """Names of input leaves: which arguments are parameters, and what each parameter is called."""
 
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -110,3 +111,26 @@ def _chooser(weights: Weights, args: Sequence[str]) -> Callable[[tuple[str, ...]
             argument = args[argument]
         wanted.add(argument)
     return lambda path, name, leaf: path[0] in wanted
+
+
+_STEP = re.compile(r"\['((?:[^'\\]|\\.)*)'\]|\[(\d+)\]|\.?(\w+)")
+
+
+def weights_of_arguments(arguments: Iterable[str], weights: Iterable[str]) -> dict[str, str]:
+    """Which arguments of a compiled program are which weights, as far as their names tell.
+
+    All weights of a function have one root among the arguments, such as `state.params`: the one under which most are
+    found, so that the end of another name is not taken for a weight. The arrays of a QArray are of one weight.
+
+    >>> weights_of_arguments(["state.params['up']['w']", "state.params['down'].qvalue", "rows"], ["up/w", "down"])
+    {"state.params['up']['w']": 'up/w', "state.params['down'].qvalue": 'down'}
+    """
+    wanted = {tuple(weight.split("/")): weight for weight in weights}
+    roots: dict[tuple[str, ...], dict[str, str]] = {}
+    for argument in arguments:
+        steps = tuple("/".join(map("".join, _STEP.findall(argument))).split("/"))
+        for path in (steps, steps[:-1]):
+            for begin in range(len(path)):
+                if path[begin:] in wanted:
+                    roots.setdefault(path[:begin], {})[argument] = wanted[path[begin:]]
+    return max(roots.values(), key=len, default={})

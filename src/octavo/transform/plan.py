@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from octavo.ops import DotConfig, Matmul, Operand, lowering_of
 from octavo.qarray import QArray
 from octavo.rules import QuantizationRule, nearest
+from octavo.transform.paths import weights_of_arguments
 from octavo.transform.quantized import Quantized, operand_axes, quantized
 from octavo.transform.site import Site
+from octavo.transform.traffic import Traffic, read_traffic, sent_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,16 +41,49 @@ class PlanRow:
     flops: int
     times: int
     reason: str | None
+    sent: int | None = None
+    """What a device sends of the weight, if the plan was told and some of it is; on the first row of that weight."""
 
 
 class Plan:
     """Every multiplication of a function with what the rules do to it; printed as a table.
 
-    `rows` are in the order of execution. `to_json` gives the same for programs.
+    `rows` are in the order of execution. `to_json` gives the same for programs. `traffic` is what a device sends, if
+    the plan was told by `with_traffic`.
     """
 
-    def __init__(self, rows: Sequence[PlanRow], rules: Sequence[QuantizationRule], notes: Sequence[str] = ()):
-        self.rows, self.rules, self.notes = tuple(rows), tuple(rules), tuple(notes)
+    def __init__(
+        self,
+        rows: Sequence[PlanRow],
+        rules: Sequence[QuantizationRule],
+        notes: Sequence[str] = (),
+        traffic: Traffic | None = None,
+    ):
+        self.rows, self.rules, self.notes, self.traffic = tuple(rows), tuple(rules), tuple(notes), traffic
+
+    def with_traffic(self, program: Any, *, weights: str | Callable[[str], bool] = "params") -> "Plan":
+        """This plan with what a device sends in a program that was compiled from the function, its step for example.
+
+        `program` is that program, its HLO text or its `Traffic`; `weights` tells its arguments that hold weights, as
+        for `read_traffic`. Each weight of the plan is looked for among them by its path.
+
+        >>> import octavo
+        >>> rule = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
+        >>> params, x = {"w": jnp.ones((8, 8))}, jnp.ones((8, 8))
+        >>> low = octavo.quantized(lambda params, x: x @ params["w"], rule)
+        >>> told = octavo.plan(low, None, params, x).with_traffic(jax.jit(low).lower(params, x).compile())
+        >>> print(str(told).splitlines()[-1])
+        a device sends 0 B
+        """
+        if not isinstance(program, Traffic):
+            program = read_traffic(program if isinstance(program, str) else program.as_text(), weights=weights)
+        by_argument = program.by_weight()
+        names = weights_of_arguments(by_argument, [row.weight for row in self.rows if row.weight])
+        sent: dict[str | None, int] = {}
+        for argument, weight in names.items():
+            sent[weight] = sent.get(weight, 0) + by_argument[argument]
+        rows = [dataclasses.replace(row, sent=sent.pop(row.weight, None)) for row in self.rows]
+        return Plan(rows, self.rules, self.notes, program)
 
     @property
     def flops(self) -> int:
@@ -63,24 +98,26 @@ class Plan:
     def to_json(self) -> str:
         """The plan as a JSON text."""
         rows = [dataclasses.asdict(row) for row in self.rows]
-        return json.dumps({"share": self.share, "flops": self.flops, "rows": rows, "notes": list(self.notes)})
+        plan = {"share": self.share, "flops": self.flops, "rows": rows, "notes": list(self.notes)}
+        return json.dumps(plan if self.traffic is None else plan | {"traffic": self.traffic.summary()})
 
     def __str__(self) -> str:
-        widths = [max(len(line[i]) for line in self._table()) for i in range(len(_COLUMNS))]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in self._table()
-        ]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *self.notes, self._summary()])
+        table = self._table()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *self.notes, *self._summary()])
 
     __repr__ = __str__
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[str]:
         """Printed by rich: what is left alone is dim, the summary bold."""
-        *lines, summary = str(self).split("\n")
+        summary = self._summary()
+        lines = str(self).split("\n")[: -len(summary)]
         for line, row in zip(lines, [None, None, *self.rows, *self.notes], strict=True):
             text = line.replace("[", "\\[")
             yield f"[dim]{text}[/dim]" if isinstance(row, PlanRow) and row.reason else text
-        yield f"[bold]{summary}[/bold]"
+        for line in summary:
+            yield f"[bold]{line}[/bold]"
 
     def _repr_html_(self) -> str:
         """For notebooks: what is left alone is pale, and notes follow."""
@@ -91,16 +128,22 @@ class Plan:
             for row, texts in zip(self.rows, body, strict=True)
         )
         table = f"<table><thead><tr>{cells(head, 'th')}</tr></thead><tbody>{rows}</tbody></table>"
-        return table + cells([*self.notes, self._summary()], "p")
+        return table + cells([*self.notes, *self._summary()], "p")
 
     def _table(self) -> list[list[str]]:
-        return [list(_COLUMNS), *(_cells(row, self.flops) for row in self.rows)]
+        table = [list(_COLUMNS), *(_cells(row, self.flops) for row in self.rows)]
+        if self.traffic is not None:
+            sent = ["" if row.sent is None else sent_size(row.sent) for row in self.rows]
+            # Before the note, which may be long.
+            table = [[*line[:-1], cell, line[-1]] for line, cell in zip(table, ["sent", *sent], strict=True)]
+        return table
 
-    def _summary(self) -> str:
+    def _summary(self) -> list[str]:
         before, after = (sum(getattr(r, f"bytes_{when}") for r in self.rows) for when in ("before", "after"))
         done = sum(row.reason is None for row in self.rows)
         saved = f"; operands {_size(before)} -> {_size(after)}" if before else ""
-        return f"{done} of {len(self.rows)} products quantized, {100 * self.share:.1f} % of forward FLOPs{saved}"
+        share = f"{done} of {len(self.rows)} products quantized, {100 * self.share:.1f} % of forward FLOPs{saved}"
+        return [share] if self.traffic is None else [share, self.traffic.line()]
 
 
 _COLUMNS = ("path", "op", "shapes", "rule", "fwd", "dlhs", "drhs", "scales", "lowering", "bytes", "FLOPs", "note")

@@ -241,7 +241,7 @@ def _operation() -> Operation:
 
 
 def _has_state(rule: QuantizationRule) -> bool:
-    if rule.act_static_scale:
+    if rule.act_static_scale or getattr(rule, "reduce_feedback", False):
         return True
     matmuls = [getattr(rule, name, None) for name in ("fwd", "dlhs", "drhs")]
     return any(o is not None and o.tracker is not None for m in matmuls if m is not None for o in (m.lhs, m.rhs))
@@ -270,7 +270,7 @@ def _run(
             for operand, x, side in sides
         ]
         return op(*quantized, *args, **kwargs)
-    if ops.trackers_of(config):
+    if ops.trackers_of(config) or (config.scatter is not None and config.scatter.feedback):
         key = Key(OVERWRITE, site.path, site.op_id)
         scaling |= frame.read(key, lambda: init_scaling(config))
     if frame.context.provider.probing:

@@ -5,11 +5,13 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from octavo import _sharding
 from octavo.ops import DotConfig, KnownCall, Matmul
 from octavo.ops.gather import Gather, gather_of
 from octavo.ops.ragged import GMM
+from octavo.ops.scatter import Scatter
 from octavo.qarray import QArray
-from octavo.rules import QuantizationRule, dot_config, find
+from octavo.rules import QtRule, QuantizationRule, dot_config, find
 from octavo.transform.arithmetic import product_flops
 from octavo.transform.frame import BACKWARD, Context, Frame, Value, is_einsum, module_of, scope_names
 from octavo.transform.jaxprs import PRODUCTS, Equation, scope
@@ -95,8 +97,8 @@ def _ruled(draft: Site, frame: Frame) -> Site:
     """A site with what the rules say about it."""
     rule = _rule(draft, frame.context)
     reason, config = _decide(draft, rule)
-    if config is not None and rule is not None and rule.gather_axes and frame.context.shardings:
-        config = config.replace(gather=_gather(draft, rule, frame.context))
+    if config is not None and rule is not None and (stored := _stored(draft, frame.context)) is not None:
+        config = config.replace(gather=_gather(draft, rule, stored), scatter=_scatter(draft, rule, stored))
     return _noted(dataclasses.replace(draft, rule=rule, config=config, reason=reason), frame)
 
 
@@ -173,8 +175,8 @@ def _decide(site: Site, rule: QuantizationRule | None) -> tuple[str | None, DotC
     return None, config
 
 
-def _gather(site: Site, rule: QuantizationRule, context: Context) -> Gather | None:
-    """How the weight of a site comes together from where its parameter lies; None if it need not, or nothing is known.
+def _stored(site: Site, context: Context) -> NamedSharding | None:
+    """How the weight of a site lies, from where its parameter does; None if that is not known.
 
     An axis of the operand lies as that axis of the parameter which it is, the whole of it or its outer part.
     """
@@ -183,12 +185,37 @@ def _gather(site: Site, rule: QuantizationRule, context: Context) -> Gather | No
     where = context.shardings.get(site.leaf or "")
     if where is None or not (lhs or rhs) or origin.axes is None:
         return None
-    parts = (*where.spec, *(None,) * 32)
+    parts = _sharding.partitions(where, 32)
     spec = [parts[max(axis, key=lambda part: part.stride).axis] if axis else None for axis in origin.axes]
-    named = [name for part in spec if part is not None for name in ((part,) if isinstance(part, str) else part)]
-    if len(named) != len(set(named)):
+    named = [name for part in spec for name in _sharding.names(part)]
+    return None if len(named) != len(set(named)) else NamedSharding(where.mesh, PartitionSpec(*spec))
+
+
+def _gather(site: Site, rule: QuantizationRule, stored: NamedSharding) -> Gather | None:
+    """How the weight of a site comes together; None if it need not."""
+    return gather_of(stored, tuple(rule.gather_axes), left=not site.weights[1]) if rule.gather_axes else None
+
+
+def _scatter(site: Site, rule: QuantizationRule, stored: NamedSharding) -> Scatter | None:
+    """How the gradient of a site's weight is added up; None if that is in float, or on one device."""
+    if not isinstance(rule, QtRule) or rule.reduce_qtype is None or site.gradient is not None:
         return None
-    return gather_of(NamedSharding(where.mesh, PartitionSpec(*spec)), tuple(rule.gather_axes), left=lhs)
+    left = not site.weights[1]
+    if site.op in ("dot_general", "einsum"):
+        batch = site.numbers[1][0 if left else 1]
+    elif site.op in ("ragged_dot", "gmm"):
+        batch = site.numbers.rhs_group_dimensions
+    else:
+        return None
+    if unknown := [axis for axis in rule.reduce_axes if axis not in stored.mesh.axis_names]:
+        raise ValueError(
+            f"reduce_axes={rule.reduce_axes}: the mesh has the axes {stored.mesh.axis_names}, and not {unknown[0]!r}"
+        )
+    # Devices that have matrices of their own, as those of experts, add up nothing.
+    parts = _sharding.partitions(stored, 32)
+    own = {name for axis in batch for name in _sharding.names(parts[axis])}
+    rows = tuple(axis for axis in rule.reduce_axes if stored.mesh.shape[axis] > 1 and axis not in own)
+    return Scatter(stored, rows, rule.reduce_qtype, rule.reduce_feedback, left) if rows else None
 
 
 def _gradient_config(config: DotConfig, gradient: str) -> DotConfig | None:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.transform import hlo
-from octavo.transform.hlo import Instruction, Module, Shape
+from octavo.transform.fate import EXCHANGES, Fates
+from octavo.transform.hlo import Instruction, Module, Shape, group_size
 from octavo.transform.lineage import Lineage
 from octavo.transform.walk import Walk
 
@@ -28,8 +29,10 @@ _MOVES = frozenset({"bitcast", "copy", "reshape", "transpose", "convert"})
 class Collective:
     """An array that is sent, `count` times in a run of the program; `bytes` are those of once.
 
-    `is_weight` is for what is gathered of parameters. `is_sliced` is for an all-reduce of whose sum each device uses
-    its own part alone: accelerators run that as a reduce-scatter, and CPUs do not.
+    `weights` are the arguments, by name, of which it gathers what was computed from them alone; there are several if
+    that is one array, or one place in the program, for all of them. `is_gradient` is for what becomes the new value of
+    a weight. `is_sliced` is for an all-reduce of whose sum each device uses its own part alone: accelerators run that
+    as a reduce-scatter, and CPUs do not.
 
     >>> Collective("all-gather", "s8", (128, 512), 8, count=4).bytes
     57344
@@ -41,12 +44,18 @@ class Collective:
     group_size: int
     count: int = 1
     name: str = ""
-    is_weight: bool = False
+    weights: tuple[str, ...] = ()
     is_sliced: bool = False
+    is_gradient: bool = False
 
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"kind is one of {KINDS}, got {self.kind!r}")
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is gathered of parameters."""
+        return bool(self.weights)
 
     @property
     def bytes(self) -> int:
@@ -80,10 +89,10 @@ class Collective:
 class Traffic:
     """All that a program sends. `unknown_loops` are loops whose turns are not known, and whose bodies count once.
 
-    >>> print(Traffic((Collective("all-gather", "s8", (128, 512), 8, count=4, is_weight=True),)))
-    kind        type  times  among  sent      of which weights
-    all-gather  s8    4      8      229.4 kB  229.4 kB
-    a device sends 229.4 kB, 229.4 kB of it weights
+    >>> print(Traffic((Collective("all-gather", "s8", (128, 512), 8, count=4, weights=("params['w']",)),)))
+    kind        type  times  among  sent    of which weights
+    all-gather  s8    4      8      229 kB  229 kB
+    a device sends 229 kB, 229 kB of it weights
     """
 
     collectives: tuple[Collective, ...]
@@ -97,13 +106,25 @@ class Traffic:
         """The bytes of weights that one device sends for others to gather, scales included."""
         return sum(c.total for c in self.collectives if c.is_weight)
 
+    def gradients(self) -> int:
+        """The bytes of gradients that one device sends, known where new weights take the place of donated ones."""
+        return sum(c.total for c in self.collectives if c.is_gradient)
+
+    def by_weight(self) -> dict[str, int]:
+        """Bytes by the argument that is gathered; what is gathered of several together is of none."""
+        found: dict[str, int] = {}
+        for c in self.collectives:
+            if len(c.weights) == 1:
+                found[c.weights[0]] = found.get(c.weights[0], 0) + c.total
+        return found
+
     def by_kind(self) -> dict[str, int]:
         """Bytes by kind of collective."""
         return {kind: self.total(kind) for kind in KINDS if any(c.kind == kind for c in self.collectives)}
 
-    def by_dtype(self) -> dict[str, int]:
-        """Bytes by type of element, the most first."""
-        found = {c.dtype: self.total(dtype=c.dtype) for c in self.collectives}
+    def by_dtype(self, kind: str | None = None) -> dict[str, int]:
+        """Bytes by type of element, the most first, of a kind or in all."""
+        found = {c.dtype: self.total(kind, c.dtype) for c in self.collectives if kind in (None, c.kind)}
         return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
     def scattered(self) -> "Traffic":
@@ -111,16 +132,34 @@ class Traffic:
         return dataclasses.replace(self, collectives=tuple(c.scattered() for c in self.collectives))
 
     def line(self) -> str:
-        """One line: all of it, by kind, and the share of weights."""
-        kinds = ", ".join(f"{kind} {_size(sent)}" for kind, sent in self.by_kind().items() if sent)
-        types = ", ".join(sorted({c.dtype for c in self.collectives if c.is_weight and c.total > self.weights() / 100}))
-        weights = f"; weights {_size(self.weights())} in {types}" if self.weights() else ""
-        return f"a device sends {_size(self.total())} a step" + (f": {kinds}{weights}" if kinds else "")
+        """One line: all of it, by kind and type, and what it is for as far as that is known.
+
+        >>> Traffic((Collective("all-gather", "s8", (128, 512), 8, count=4, weights=("params['w']",)),)).line()
+        'a device sends 229 kB: all-gather 229 kB (s8); weights 229 kB'
+        """
+        parts = []
+        for kind, sent in self.by_kind().items():
+            types = {dtype: size for dtype, size in self.by_dtype(kind).items() if size}
+            each = ", ".join(f"{dtype} {sent_size(size)}" if len(types) > 1 else dtype for dtype, size in types.items())
+            parts += [f"{kind} {sent_size(sent)} ({each})"] if sent else []
+        uses = {"weights": self.weights(), "gradients": self.gradients()}
+        known = {use: sent for use, sent in uses.items() if sent}
+        if known and (rest := self.total() - sum(known.values())):
+            known["the rest"] = rest
+        what = ", ".join(f"{use} {sent_size(sent)}" for use, sent in known.items())
+        kinds = f": {', '.join(parts)}" if parts else ""
+        return f"a device sends {sent_size(self.total())}{kinds}" + (f"; {what}" if what else "")
+
+    def summary(self) -> dict[str, Any]:
+        """The sums as plain values."""
+        sums = {"line": self.line(), "total": self.total(), "weights": self.weights(), "gradients": self.gradients()}
+        by_kind = {kind: self.by_dtype(kind) for kind in self.by_kind()}
+        return sums | {"by_kind": by_kind, "unknown_loops": list(self.unknown_loops)}
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values."""
-        sums = {"total": self.total(), "weights": self.weights(), "by_kind": self.by_kind()}
-        return sums | {"by_dtype": self.by_dtype(), **dataclasses.asdict(self)}
+        sums = {"total": self.total(), "weights": self.weights(), "gradients": self.gradients()}
+        return sums | {"by_kind": self.by_kind(), "by_dtype": self.by_dtype(), **dataclasses.asdict(self)}
 
     def _table(self) -> list[tuple[str, ...]]:
         groups: dict[tuple[str, str, int], list[Collective]] = {}
@@ -130,7 +169,7 @@ class Traffic:
         for (kind, dtype, size), group in sorted(groups.items(), key=lambda g: -sum(c.total for c in g[1])):
             weights = sum(c.total for c in group if c.is_weight)
             times, sent = sum(c.count for c in group), sum(c.total for c in group)
-            rows.append((kind, dtype, str(times), str(size), _size(sent), _size(weights) if weights else ""))
+            rows.append((kind, dtype, str(times), str(size), sent_size(sent), sent_size(weights) if weights else ""))
         return rows
 
     def __str__(self) -> str:
@@ -138,21 +177,22 @@ class Traffic:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         lines += [f"counted once, unknown trip count: {name}" for name in self.unknown_loops]
-        return "\n".join([*lines, f"a device sends {_size(self.total())}, {_size(self.weights())} of it weights"])
+        total, weights = sent_size(self.total()), sent_size(self.weights())
+        return "\n".join([*lines, f"a device sends {total}, {weights} of it weights"])
 
 
 def read_traffic(text: str | Module, *, weights: str | Callable[[str], bool] = "params") -> Traffic:
     """What the program of an HLO text sends, such as that of `compiled.as_text()` or `partitioned_hlo`.
 
-    A collective is of weights if it gathers what was computed from weights alone (`lineage.py`). Arguments of the
-    program are weights whose name, such as `state.params['wo']['kernel']`, has the word `weights` in it, or for which
-    it is true.
+    A collective is of weights if it gathers what was computed from weights alone (`lineage.py`), and of gradients if
+    what it gives becomes a weight (`fate.py`). Arguments of the program are weights whose name, such as
+    `state.params['wo']['kernel']`, has the word `weights` in it, or for which it is true.
     """
     module = hlo.read(text) if isinstance(text, str) else text
     if isinstance(weights, str):
         pattern = re.compile(rf"\b{re.escape(weights)}\b")
         weights = lambda name: bool(pattern.search(name))  # noqa: E731
-    reading = _Reading(module, Lineage(module, weights))
+    reading = _Reading(module, Lineage(module, weights), Fates(module, weights))
     walk = Walk(module, reading.of, cost=lambda c: c.bytes)
     found = tuple(dataclasses.replace(c, count=count) for c, count in walk.found())
     return Traffic(found, tuple(dict.fromkeys(walk.unknown)))
@@ -161,8 +201,8 @@ def read_traffic(text: str | Module, *, weights: str | Callable[[str], bool] = "
 class _Reading:
     """The collectives among the instructions of a program."""
 
-    def __init__(self, module: Module, lineage: Lineage):
-        self.module, self.lineage = module, lineage
+    def __init__(self, module: Module, lineage: Lineage, fates: Fates):
+        self.module, self.lineage, self.fates = module, lineage, fates
 
     def of(self, computation: str, line: Instruction) -> Iterable[Collective]:
         """Those of one instruction."""
@@ -176,11 +216,14 @@ class _Reading:
             shapes = shapes[len(shapes) // 2 :]
         elif line.opcode == "collective-permute-start":
             shapes = shapes[len(line.operands) : 2 * len(line.operands)]
-        is_weight = kind == "all-gather" and self.lineage(computation, line)
+        weights = self.lineage(computation, line) if kind == "all-gather" else ()
         is_sliced = kind == "all-reduce" and len(shapes) == 1 and self._is_sliced(computation, line, size)
-        for shape in shapes:
+        parts = size if kind in EXCHANGES else 1
+        for n, shape in enumerate(shapes):
+            own = weights[n] if n < len(weights) else ()
+            is_gradient = not own and self.fates(computation, line, n, parts=parts)
             if size > 1:
-                yield Collective(kind, shape.dtype, shape.dims, size, 1, line.op_name, is_weight, is_sliced)
+                yield Collective(kind, shape.dtype, shape.dims, size, 1, line.op_name, own, is_sliced, is_gradient)
 
     def _is_sliced(self, computation: str, line: Instruction, size: int) -> bool:
         users = [i for i in self.module.computations[computation] if line.name in i.operands]
@@ -188,31 +231,6 @@ class _Reading:
             return self._is_sliced(computation, users[0], size)
         parts = [i.opcode == "dynamic-slice" and i.shapes[0].size * size == line.shapes[0].size for i in users]
         return bool(parts) and all(parts)
-
-
-_LIST = re.compile(r"replica_groups=\{\{([\d,]*)\}")
-_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=")
-_MESH = re.compile(r"replica_groups=(?:@?\w+)?\[?mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
-
-
-def group_size(attributes: str) -> int:
-    """How many devices take part in a collective together, from its `replica_groups`.
-
-    >>> group_size("replica_groups={{0,1},{2,3}}"), group_size("replica_groups=[2,4]<=[4,2]T(1,0)")
-    (2, 4)
-    >>> group_size("replica_groups=mesh['data'=2,'fsdp'=4] {'data','fsdp'}")
-    8
-    """
-    if match := _LIST.search(attributes):
-        return len(match[1].split(","))
-    if match := _IOTA.search(attributes):
-        return int(match[1].split(",")[-1])
-    if match := _MESH.search(attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match[1])}
-        # A part of an axis is written 'axis':(1)4, four long.
-        parts = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", match[2])
-        return math.prod(int(part) if part else sizes[axis] for axis, part in parts)
-    raise ValueError(f"no devices in {attributes.strip()[:200]!r}: a collective names them by replica_groups")
 
 
 _PASS = "after_spmd-partitioning"
@@ -254,19 +272,14 @@ def partitioned_text(directory: str | Path) -> str | None:
     return texts[-1].read_text(encoding="utf-8") if texts else None
 
 
-def traffic_line(compiled: Any) -> str:
-    """What a compiled step sends, in one line.
+def sent_size(count: int | float) -> str:
+    """Bytes in the unit that suits them, of a thousand each, as links are measured.
 
-    >>> import jax, jax.numpy as jnp
-    >>> traffic_line(jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile())
-    'a device sends 0 B a step'
+    >>> sent_size(999), sent_size(1_852_000), sent_size(999_900)
+    ('999 B', '1.85 MB', '1 MB')
     """
-    return read_traffic(compiled.as_text()).line()
-
-
-def _size(count: int | float) -> str:
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            break
+        if count < 999.5 or unit == "TB":
+            return f"{count:.3g} {unit}" if count < 999.5 else f"{count:.0f} {unit}"
         count /= 1000
-    return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+    raise AssertionError
