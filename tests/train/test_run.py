@@ -14,8 +14,9 @@ from octavo.checkpoint import CheckpointError, Checkpoints, load, manifest
 from octavo.cli.train import run as command
 from octavo.train import loop
 from octavo.train.halt import HaltedError
-from octavo.train.loop import Outcome, train
+from octavo.train.loop import train
 from octavo.train.metrics import read_metrics
+from octavo.train.outcome import Outcome
 from octavo.train.stop import stopping
 from octavo.train.trainer import Trainer
 from tests.train.common import small, words

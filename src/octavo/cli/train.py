@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from octavo.train.config import Config
-    from octavo.train.loop import Outcome
+    from octavo.train.outcome import Outcome
     from octavo.train.sources import Sources
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130

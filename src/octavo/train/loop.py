@@ -1,6 +1,5 @@
 """A run: a trainer with a directory, checkpoints, metrics, signals and an end."""
 
-import dataclasses
 import functools
 import importlib
 import json
@@ -20,6 +19,7 @@ from octavo.train.config import Config
 from octavo.train.directory import Say, describe, keep_config, keep_plan
 from octavo.train.halt import HaltedError, explain
 from octavo.train.metrics import MetricWriter, NoMetrics
+from octavo.train.outcome import DONE, INTERRUPTED, TARGET, TERMINATED, Outcome, complete_text, ended, reached
 from octavo.train.progress import Progress, eval_line
 from octavo.train.setup import STOP
 from octavo.train.state import is_lost
@@ -27,26 +27,6 @@ from octavo.train.stop import Stop, stopping
 from octavo.train.telemetry import Telemetry
 from octavo.train.trainer import Trainer
 from octavo.transform.traffic import read_traffic
-
-DONE, TARGET, TERMINATED, INTERRUPTED = "done", "target", "terminated", "interrupted"
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """How a run ended: after how many steps, why, and with which losses.
-
-    `reason` is "done", "target" (target_eval_loss is reached), "terminated" (by SIGTERM) or "interrupted" (by Ctrl-C).
-    """
-
-    step: int
-    reason: str
-    loss: float | None = None
-    eval_loss: float | None = None
-
-    @property
-    def complete(self) -> bool:
-        """Whether there is nothing left to do."""
-        return self.reason in (DONE, TARGET)
 
 
 def train(config: Config, *, say: Say | None = None) -> Outcome:
@@ -71,9 +51,9 @@ def train(config: Config, *, say: Say | None = None) -> Outcome:
         _check_empty(config, checkpoints)
         trainer = Trainer(config)
         past = _restore(trainer, checkpoints, tell)
-        outcome = _ended(config, trainer.now, past)
+        outcome = ended(config, trainer.now, past)
         if outcome is not None:
-            tell(_complete(outcome, config))
+            tell(complete_text(outcome, config))
         else:
             if first:
                 keep_config(config, directory, tell)
@@ -137,24 +117,6 @@ def _restore(trainer: Trainer, checkpoints: Checkpoints, say: Say) -> dict[str, 
     return found.extra
 
 
-def _ended(config: Config, step: int, past: dict[str, Any]) -> Outcome | None:
-    loss, eval_loss = past.get("loss"), past.get("eval_loss")
-    if _reached(config, eval_loss):
-        return Outcome(step, TARGET, loss, eval_loss)
-    return Outcome(step, DONE, loss, eval_loss) if step >= config.steps else None
-
-
-def _complete(outcome: Outcome, config: Config) -> str:
-    if outcome.reason == TARGET:
-        reached = f"this run reached target_eval_loss={config.target_eval_loss:g} at step {outcome.step}"
-        return f"{reached}, with a loss of {outcome.eval_loss:.4f}; to go on, lower target_eval_loss"
-    return f"this run is complete at step {outcome.step}; to go on, raise steps={config.steps}"
-
-
-def _reached(config: Config, eval_loss: float | None) -> bool:
-    return eval_loss is not None and config.target_eval_loss > 0 and eval_loss <= config.target_eval_loss
-
-
 class _Loop:
     """The steps of a run, with what happens between them."""
 
@@ -197,7 +159,7 @@ class _Loop:
             if self.due(step):
                 self.report()
                 self.pause(step)
-            if _reached(config, self.eval_loss):
+            if reached(config, self.eval_loss):
                 reason = TARGET
             elif (by := self.stopped if self.several else stop.by) is not None and step + 1 < config.steps:
                 self.progress.say(f"{by.name}: stopping after step {step}")
@@ -298,9 +260,9 @@ class _Loop:
         values = {"eval/avg_loss": loss, "eval/avg_perplexity": _exp(loss), "eval/seconds": seconds}
         self.writer.write(step, {**values, "eval/training_seconds": self.training})
         self.progress.say(eval_line(step, values))
-        if _reached(self.config, loss):
-            reached = f"target_eval_loss={self.config.target_eval_loss:g} reached after {step + 1} steps"
-            self.progress.say(f"{reached}: {self.training:.1f} seconds of training, {seconds:.1f} in all")
+        if reached(self.config, loss):
+            at = f"target_eval_loss={self.config.target_eval_loss:g} reached after {step + 1} steps"
+            self.progress.say(f"{at}: {self.training:.1f} seconds of training, {seconds:.1f} in all")
 
     def save(self) -> None:
         if not self.config.enable_checkpointing:

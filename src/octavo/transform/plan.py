@@ -13,11 +13,12 @@ import jax.numpy as jnp
 
 from octavo.ops import DotConfig, Matmul, Operand, lowering_of
 from octavo.qarray import QArray
-from octavo.rules import QuantizationRule, nearest
+from octavo.rules import QuantizationRule
 from octavo.transform.paths import weights_of_arguments
 from octavo.transform.quantized import Quantized, operand_axes, quantized
 from octavo.transform.site import Site
 from octavo.transform.traffic import Traffic, read_traffic, sent_size
+from octavo.transform.unmatched import unmatched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +183,7 @@ def plan_of(
     sites: Sequence[Site], rules: Sequence[QuantizationRule], on_unmatched: str = "error", *, strict: bool = False
 ) -> Plan:
     """The plan of sites that were found already."""
-    notes = _unmatched(sites, rules, strict)
+    notes = unmatched(sites, rules, strict)
     if notes and on_unmatched == "error":
         raise ValueError("\n".join(notes))
     if on_unmatched == "warn":
@@ -190,34 +191,6 @@ def plan_of(
             warnings.warn(note, stacklevel=3)
     numbers = {id(rule): number for number, rule in enumerate(rules)}
     return Plan([_row(site, numbers) for site in sites], rules, notes)
-
-
-def _unmatched(sites: Sequence[Site], rules: Sequence[QuantizationRule], strict: bool) -> list[str]:
-    """A line for every rule that does nothing, and why."""
-    used = {id(site.rule) for site in sites}
-    notes = []
-    for number, rule in enumerate(rules):
-        if id(rule) in used or rule.optional:
-            continue
-        met = [s for s in sites if _matches(rule, s, strict)]
-        names = sorted({name for s in sites for name in (s.candidates[:1] if strict else s.candidates)})
-        if met:
-            first = met[0].rule
-            taken = next(n for n, r in enumerate(rules) if r is first)
-            why = f"is shadowed: rule {taken} comes first and takes all {len(met)} products that it matches"
-        else:
-            near = nearest(rule.module_path, names)
-            hint = f"; the nearest paths are {', '.join(map(repr, near))}" if near else ""
-            elsewhere = sorted({s.op for s in sites})
-            wanted = f" with op_names={rule.op_names} (there are {', '.join(elsewhere)})" if rule.op_names else ""
-            why = f"matches nothing: module_path={rule.module_path!r}{wanted}{hint}"
-        notes.append(f"rule {number} {why}")
-    return notes
-
-
-def _matches(rule: QuantizationRule, site: Site, strict: bool) -> bool:
-    names = site.candidates[:1] if strict else site.candidates
-    return any(rule.matches(name, site.op, weights=any(site.weights)) for name in names)
 
 
 def _row(site: Site, numbers: dict[int, int]) -> PlanRow:
