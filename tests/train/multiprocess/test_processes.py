@@ -48,8 +48,9 @@ def test_two_processes_train_as_one(tmp_path):
 
 
 def test_four_processes_and_then_one(tmp_path):
-    """A mesh across processes, quantized; its checkpoint goes on in one process on one device."""
+    """A mesh across processes, quantized, gradients too; its checkpoint goes on in one process on one device."""
     mesh = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+    mesh |= {"gradient_scatter_dtype": "int8", "gradient_scatter_error_feedback": True}
     changes = {"quantization": "int8", "use_qwix_quantization": True, "checkpoint_period": 2}
     changes["learning_rate_schedule_steps"] = 6
     together = launch(4, tmp_path, per_device_batch_size=2, steps=4, **mesh, **changes)
@@ -61,6 +62,7 @@ def test_four_processes_and_then_one(tmp_path):
     config = alone(8, steps=6, base_output_directory=str(tmp_path), **changes)
     assert train(config, say=lines.append).step == 6
     assert "resuming at step 4 of 6" in lines
+    assert any("has other shapes for 7 arrays that begin anew, " in line for line in lines)
     assert losses(tmp_path)[:4] == before
     trainer = Trainer(config)
     expected = [float(trainer.step()["learning/loss"]) for _ in range(6)]
