@@ -128,7 +128,7 @@ def test_gradients_of_experts_are_added_up_in_eight_bits(cut, feedback):
     lhs, rhs, sizes = operands()
     g = jnp.asarray(np.random.default_rng(1).normal(size=(lhs.shape[0], OUTPUTS)), jnp.float32)
     spec = ("expert", "fsdp", "tensor") if cut == "columns" else ("expert", "tensor", "fsdp")
-    scatter = Scatter(NamedSharding(mesh(), PartitionSpec(*spec)), ("fsdp",), "int8", feedback)
+    scatter = Scatter(NamedSharding(mesh(), PartitionSpec(*spec)), (("fsdp",),), "int8", feedback)
     config = CONFIGS["int8"].replace(scatter=scatter)
     scaling = init_ragged_scaling(config, lhs, rhs)
 

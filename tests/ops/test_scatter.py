@@ -52,7 +52,7 @@ def gradients(config, lhs, rhs, numbers, g, scaling):
 def found(name, qtype="int8", how="int8"):
     lhs, rhs, numbers, where, left, g = operands(name)
     plain = DotConfig.qt(how)
-    config = plain.replace(scatter=Scatter(where, ROWS, qtype, feedback=True, left=left))
+    config = plain.replace(scatter=Scatter(where, (ROWS,), qtype, feedback=True, left=left))
     scaling = init_scaling(config, lhs, rhs, numbers)
     return gradients(plain, lhs, rhs, numbers, g, {}), gradients(config, lhs, rhs, numbers, g, scaling), left
 
@@ -67,6 +67,24 @@ def test_what_arrives_and_what_is_lost_are_the_gradient(name):
     # Half a step of 127 of each device's own part, and of their sum.
     assert 1e-4 * size < float(jnp.abs(sent - exact).max()) < 5 * 1.1 * size / 254
     np.testing.assert_array_equal(grads[left], wanted[left])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flat", [False, True])
+def test_rows_that_are_cut_along_two_axes(flat):
+    """As sequences in parts are; of rows that are flattened, both cut the one that is left."""
+    lhs, rhs, numbers, _, _, g = operands("as stored")
+    if flat:
+        lhs, g, numbers = lhs.reshape(-1, 64), g.reshape(-1, 32), (((1,), (0,)), ((), ()))
+    where = NamedSharding(MESH, P(("fsdp", "tensor")))
+    scatter = Scatter(where, (ROWS, ("tensor",)), "int8", feedback=True)
+    config = DotConfig.qt("int8").replace(scatter=scatter)
+    assert scatter.cut == (0, ("fsdp", "tensor"))
+    _, sent, state = gradients(config, lhs, rhs, numbers, g, init_scaling(config, lhs, rhs, numbers))
+    _, exact, _ = gradients(DotConfig.qt("int8"), lhs, rhs, numbers, g, {})
+    size = float(jnp.abs(exact).max())
+    assert state[LOST]["error"].shape == (8, 64, 32)
+    np.testing.assert_allclose(sent + state[LOST]["error"].sum(0), exact, rtol=0, atol=1e-5 * size)
 
 
 @pytest.mark.slow
@@ -87,7 +105,7 @@ def test_with_feedback_what_is_lost_arrives_later():
     lhs, rhs, numbers, where, _, g = operands("as stored")
     sums = []
     for feedback in (True, False):
-        config = DotConfig.qt("int8").replace(scatter=Scatter(where, ROWS, "int8", feedback=feedback))
+        config = DotConfig.qt("int8").replace(scatter=Scatter(where, (ROWS,), "int8", feedback=feedback))
         scaling, total = init_scaling(config, lhs, rhs, numbers), 0.0
         for _ in range(10):
             _, grad, scaling = gradients(config, lhs, rhs, numbers, g, scaling)
@@ -101,7 +119,7 @@ def test_with_feedback_what_is_lost_arrives_later():
 @pytest.mark.slow
 def test_eight_bits_are_sent_and_each_device_gets_its_part():
     lhs, rhs, numbers, where, _, g = operands("as stored")
-    config = DotConfig.qt("int8").replace(scatter=Scatter(where, ROWS, "int8"))
+    config = DotConfig.qt("int8").replace(scatter=Scatter(where, (ROWS,), "int8"))
 
     def drhs(lhs, rhs):
         return jax.grad(lambda w: jnp.sum(dot_general(lhs, w, numbers, config=config) * g))(rhs)
@@ -119,14 +137,14 @@ def test_eight_bits_are_sent_and_each_device_gets_its_part():
 
 def test_rows_that_do_not_divide_are_refused():
     _, rhs, numbers, where, _, _ = operands("as stored")
-    config = DotConfig.qt("int8").replace(scatter=Scatter(where, ROWS, "int8"))
+    config = DotConfig.qt("int8").replace(scatter=Scatter(where, (ROWS,), "int8"))
     with pytest.raises(ValueError, match=r"6 rows do not divide among the 4 devices along \('data', 'fsdp'\), over wh"):
         gradients(config, jnp.ones((6, 4, 64)), rhs, numbers, jnp.ones((6, 4, 32)), {})
 
 
 def test_feedback_needs_its_state():
     lhs, rhs, numbers, where, _, g = operands("as stored")
-    config = DotConfig.qt("int8").replace(scatter=Scatter(where, ROWS, "int8", feedback=True))
+    config = DotConfig.qt("int8").replace(scatter=Scatter(where, (ROWS,), "int8", feedback=True))
     with pytest.raises(ValueError, match=r"needs what was lost before: pass scaling=octavo\.ops\.init_scaling"):
         gradients(config, lhs, rhs, numbers, g, {})
 
@@ -134,7 +152,7 @@ def test_feedback_needs_its_state():
 def test_meshes_with_explicit_axes_are_refused():
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
     where = NamedSharding(mesh, P("fsdp"))
-    config = DotConfig.qt("int8").replace(scatter=Scatter(where, ("fsdp",), "int8"))
+    config = DotConfig.qt("int8").replace(scatter=Scatter(where, (("fsdp",),), "int8"))
     x, w = jax.device_put((jnp.ones((8, 64)), jnp.ones((64, 32))), where)
     numbers = (((1,), (0,)), ((), ()))
     with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="explicit axes adds up gradients in float: leav"):
@@ -143,7 +161,7 @@ def test_meshes_with_explicit_axes_are_refused():
 
 def test_experts_without_parts_are_refused():
     where = NamedSharding(MESH, P(None, "fsdp"))
-    config = DotConfig.qt("int8").replace(scatter=Scatter(where, ROWS, "int8"))
+    config = DotConfig.qt("int8").replace(scatter=Scatter(where, (ROWS,), "int8"))
     sizes = jnp.asarray([4, 4])
     with pytest.raises(ValueError, match="reduce_qtype='int8' adds up what devices have of the gradient of experts, b"):
         jax.eval_shape(
@@ -168,13 +186,18 @@ def test_a_rule_says_where_and_how():
     where = {"up": NamedSharding(MESH, P("fsdp")), "down": NamedSharding(MESH, P(None, "fsdp"))}
     low = octavo.quantized(predict, rule(reduce_qtype="int8", reduce_axes=("data", "fsdp")), shardings=where)
     up, down = (site.config.scatter for site in low.sites(params, jnp.ones((8, 64))))
-    assert (up.rows, up.cut, up.qtype) == (("data", "fsdp"), (0, ("fsdp",)), "int8")
+    assert (up.rows, up.cut, up.qtype) == ((("data", "fsdp"),), (0, ("fsdp",)), "int8")
     assert down.cut == (1, ("fsdp",))
     wrong = octavo.quantized(predict, rule(reduce_qtype="int8", reduce_axes=("rows",)), shardings=where)
     with pytest.raises(
         ValueError, match=r"reduce_axes=\('rows',\): the mesh has the axes \('data', 'fsdp', 'tensor'\)"
     ):
         wrong.sites(params, jnp.ones((8, 64)))
+    both = octavo.quantized(
+        predict, rule(reduce_qtype="int8", reduce_axes=(("data", "fsdp"), ("tensor",))), shardings=where
+    )
+    assert both.sites(params, jnp.ones((8, 4, 64)))[0].config.scatter.rows == (("data", "fsdp"), ("tensor",))
+    assert rule(reduce_qtype="int8", reduce_axes=[["data"]]).reduce_axes == ("data",)
     alone = octavo.quantized(predict, rule(reduce_qtype="int8", reduce_axes=("data",)))
     assert [site.config.scatter for site in alone.sites(params, jnp.ones((8, 64)))] == [None, None]
 
@@ -185,6 +208,7 @@ def test_a_rule_says_where_and_how():
         ({"reduce_axes": ("fsdp",)}, r"reduce_axes=\('fsdp',\) without reduce_qtype: gradients are added up in float"),
         ({"reduce_feedback": True}, "reduce_feedback=True without reduce_qtype"),
         ({"reduce_qtype": "int8"}, "reduce_qtype='int8' needs reduce_axes, the axes of the mesh along which rows are"),
+        ({"reduce_qtype": "int8", "reduce_axes": "fsdp"}, "reduce_axes='fsdp': a tuple of names such as"),
         ({"reduce_qtype": "nvfp4", "reduce_axes": ("fsdp",)}, "reduce_qtype='nvfp4' has tiles of its own"),
     ],
 )

@@ -114,13 +114,13 @@ class Parts:
         """The same, summed as `scatter` says; and what `scaling` is to remember of it."""
 
         def add(out: Array, error: Any) -> tuple[Array, Any]:
-            if rest := tuple(a for a in self.rows if a not in scatter.rows):
+            if rest := tuple(a for a in self.rows if a not in scatter.axes):
                 out = jax.lax.psum(out, rest)
             out, lost = scatter.add(out, error[0] if scatter.feedback else None)
             return out, lost[None] if scatter.feedback else None
 
         error = scaling[LOST]["error"] if scatter.feedback else None
-        lost = PartitionSpec(scatter.rows, *map(_part, (self.experts, self.inputs, self.outputs)))
+        lost = PartitionSpec(scatter.axes, *map(_part, (self.experts, self.inputs, self.outputs)))
         out, error = self._summed(fn, add, (lhs, rhs, sizes, scales, error), scatter.cut, lost)
         return out, {LOST: {"error": error}} if scatter.feedback else {}
 

@@ -27,28 +27,34 @@ LOST = "lost"
 
 @dataclasses.dataclass(frozen=True)
 class Scatter:
-    """How the gradient of a weight is added up: in `qtype`, over the axes `rows` of a mesh, from the slowest.
+    """How the gradient of a weight is added up: in `qtype`, over the axes of a mesh along which rows are cut.
 
-    `where` is how the weight lies. Along those of its axes that cut the weight, devices get their parts alone; over the
-    rest the sum is sent to all. With `feedback`, what a device loses by rounding is added to what it sends the next
-    time. `left`: the weight is the left operand.
+    `rows` has, for each of the rows' axes that is cut, these axes from the slowest. `where` is how the weight lies.
+    Along those of its axes that cut the weight, devices get their parts alone; over the rest the sum is sent to all.
+    With `feedback`, what a device loses by rounding is added to what it sends the next time. `left`: the weight is the
+    left operand.
     """
 
     where: NamedSharding
-    rows: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
     qtype: FormatLike
     feedback: bool = False
     left: bool = False
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes of the mesh over which is summed."""
+        return tuple(axis for names in self.rows for axis in names)
+
+    @property
     def ways(self) -> int:
         """How many devices have rows of their own."""
-        return math.prod(self.where.mesh.shape[axis] for axis in self.rows)
+        return math.prod(self.where.mesh.shape[axis] for axis in self.axes)
 
     @property
     def cut(self) -> tuple[int, tuple[str, ...]]:
-        """The axis of the weight that most devices share along `rows`, and the axes of the mesh that cut it."""
-        found = [tuple(a for a in _sharding.names(part) if a in self.rows) for part in self.where.spec] or [()]
+        """The axis of the weight that most devices share along `axes`, and the axes of the mesh that cut it."""
+        found = [tuple(a for a in _sharding.names(part) if a in self.axes) for part in self.where.spec] or [()]
         ways = [math.prod(self.where.mesh.shape[a] for a in names) for names in found]
         axis = ways.index(max(ways))
         return axis, found[axis]
@@ -60,17 +66,17 @@ class Scatter:
     @property
     def losses_spec(self) -> PartitionSpec:
         """How that lies: each device has its own, cut like the weight along axes other than those of rows."""
-        return PartitionSpec(self.rows, *(names or None for names in self._others(len(self.where.spec))))
+        return PartitionSpec(self.axes, *(names or None for names in self._others(len(self.where.spec))))
 
     def _others(self, ndim: int) -> list[tuple[str, ...]]:
         """For each axis of the weight the axes of the mesh that cut it, besides those of rows."""
         parts = _sharding.partitions(self.where, ndim)
-        return [tuple(a for a in _sharding.names(part) if a not in self.rows) for part in parts]
+        return [tuple(a for a in _sharding.names(part) if a not in self.axes) for part in parts]
 
     def add(self, x: Array, error: Array | None) -> tuple[Array, Array]:
-        """In a shard_map over `rows`: this device's part of the sum of `x`, and what was lost of `x`."""
+        """In a shard_map over `axes`: this device's part of the sum of `x`, and what was lost of `x`."""
         axis, names = self.cut
-        rest = tuple(a for a in self.rows if a not in names)
+        rest = tuple(a for a in self.axes if a not in names)
         if not names:
             return quantized_psum(x, rest, self.qtype, error=error)
         part, lost = quantized_psum_scatter(x, names, self.qtype, scatter_dimension=axis, error=error)
@@ -93,12 +99,15 @@ class Scatter:
     ) -> tuple[Array, dict[str, Any]]:
         """The gradient of the weight, which is `product(lhs, rhs)` of these `dims` and arranged by `gradient`; and what
         `scaling` is to remember."""
-        rows, others = lhs.shape[dims.lhs_contract[0]], self._others(len(gradient.order))
-        if rows % self.ways:
-            raise ValueError(
-                f"{rows} rows do not divide among the {self.ways} devices along {self.rows}, over which the gradient "
-                f"of a weight is added up in {self.qtype}: leave axes out of reduce_axes, or change the batch"
-            )
+        others = self._others(len(gradient.order))
+        for axis, names in self._cuts(dims.lhs_contract).items():
+            ways = math.prod(self.where.mesh.shape[name] for name in names)
+            if lhs.shape[axis] % ways:
+                raise ValueError(
+                    f"{lhs.shape[axis]} rows do not divide among the {ways} devices along {names}, over which the "
+                    f"gradient of a weight is added up in {self.qtype}: leave axes out of reduce_axes, or change the "
+                    "batch"
+                )
         inside = jax.sharding.get_abstract_mesh()
         mesh = self.where.mesh if inside.empty else inside
         left, right = self._operand_specs(dims, [others[gradient.order.index(a)] for a in range(len(others))])
@@ -115,7 +124,7 @@ class Scatter:
             mesh=mesh,
             in_specs=(left, right, error),
             out_specs=(_spec(out), error),
-            axis_names={*self.rows, *(name for other in others for name in other)},
+            axis_names={*self.axes, *(name for other in others for name in other)},
             check_vma=False,
         )
         grad, lost = run(lhs, rhs, scaling[LOST]["error"] if self.feedback else None)
@@ -130,8 +139,16 @@ class Scatter:
             left[axis] = names
         for axis, names in zip((*dims.rhs_batch, *dims.rhs_remaining), (*kept[:first], *kept[last:]), strict=True):
             right[axis] = names
-        left[dims.lhs_contract[0]] = right[dims.rhs_contract[0]] = self.rows
+        for operand, contract in ((left, dims.lhs_contract), (right, dims.rhs_contract)):
+            for axis, names in self._cuts(contract).items():
+                operand[axis] = names
         return _spec(left), _spec(right)
+
+    def _cuts(self, contract: tuple[int, ...]) -> dict[int, tuple[str, ...]]:
+        """The contracted axes of an operand that are cut: the first ones, or one that is all of them in one."""
+        if len(contract) < len(self.rows):
+            return {contract[0]: self.axes}
+        return dict(zip(contract, self.rows, strict=False))
 
 
 def _spec(parts: Sequence[tuple[str, ...]]) -> PartitionSpec:

@@ -181,6 +181,14 @@ def check_names(field: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def check_rows(field: str, value: Any) -> tuple[Any, ...]:
+    """Names of axes that cut the first axis of rows, or a tuple of such names for each of their axes."""
+    if not isinstance(value, str) and value and all(isinstance(names, tuple | list) for names in value):
+        rows = tuple(check_names(field, names) for names in value)
+        return rows if len(rows) > 1 else rows[0]
+    return check_names(field, value)
+
+
 def check_sparsity(field: str, value: Any) -> tuple[int, int] | None:
     """(n, m), n of each m weights kept; also from an object with Qwix's weight_sparsity_n and weight_sparsity_m."""
     if value is None:

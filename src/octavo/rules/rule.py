@@ -133,7 +133,8 @@ class QtRule(QuantizationRule):
     random, or with 8 bits of noise each ("low_bit_uniform"). `residual` is how the gradients take what the forward
     pass saved, as in `Matmul`: by default its codes, or where tiles run the other way values that are quantized again
     along the gradient's contraction. `bwd_rotate` rotates the operands of both gradients. `reduce_qtype` is the type in
-    which devices add up the gradients of weights, over the axes `reduce_axes` of the mesh, along which rows are cut,
+    which devices add up the gradients of weights, over the axes `reduce_axes` of the mesh along which rows are cut (a
+    tuple for each axis of rows where several are, as (("data", "fsdp"), ("context",)) of sequences in parts). That is
     where `quantized(shardings=...)` is told how weights lie; with `reduce_feedback` what rounding loses is added in the
     next step.
 
@@ -161,13 +162,13 @@ class QtRule(QuantizationRule):
     residual: str | None = None
     bwd_rotate: int | None = None
     reduce_qtype: FormatLike | None = None
-    reduce_axes: Collection[str] = ()
+    reduce_axes: Collection[str | Collection[str]] = ()
     reduce_feedback: bool = False
 
     def _normalize(self) -> None:
         super()._normalize()
         self._put(checks.check_qtype, "bwd_qtype", "reduce_qtype")
-        self._put(checks.check_names, "reduce_axes")
+        self._put(checks.check_rows, "reduce_axes")
         self._put(checks.check_calibration, "bwd_calibration_method")
         self._put(checks.check_tile, "bwd_weight_grad_tile_size")
         self._put(checks.check_flag, "disable_channelwise_axes", "reduce_feedback")

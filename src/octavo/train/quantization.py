@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 
+from octavo import _sharding
 from octavo.frameworks.quantizations import aqt_int, constant_bounds
 from octavo.numerics import BlockFormat, get_format
 from octavo.ops import Matmul
 from octavo.rules import QtRule, QuantizationRule, Schedule, as_rules, recipe
 from octavo.train.config import Config
+from octavo.train.reduction import AXIS
 
 _EXPERTS = ("ragged_dot", "gmm")
 _AQT_BITS = {"int8": 8, "int4": 4}
@@ -61,31 +63,27 @@ def schedule_of(config: Config) -> Schedule:
     return Schedule(stages)
 
 
-def sending(schedule: Schedule, config: Config, mesh: Any) -> Schedule:
+def sending(schedule: Schedule, config: Config, mesh: Any, batch: Any) -> Schedule:
     """A schedule whose weights are gathered, whose tokens are sent to experts and whose gradients are added up over the
-    devices of a mesh as the configuration says; but where a rule says something itself."""
-    gathers = config.quantized_all_gather and mesh.shape.get("fsdp", 1) > 1
+    devices of a mesh as the configuration says; but where a rule says something itself. `batch` is how a batch lies."""
+    gathers = ("fsdp",) if config.quantized_all_gather and mesh.shape.get("fsdp", 1) > 1 else ()
     # What gradient_reduce_dtype adds up is added up once.
-    rows = (a for a in config.data_sharding if not (config.gradient_reduce_dtype and a == "data"))
-    rows = tuple(a for a in rows if mesh.shape.get(a, 1) > 1)
+    done = (AXIS,) if config.gradient_reduce_dtype else ()
+    rows = tuple(tuple(a for a in _sharding.names(part) if a not in done) for part in batch)
+    scatters = {
+        "reduce_qtype": config.gradient_scatter_dtype,
+        "reduce_axes": rows,
+        "reduce_feedback": config.gradient_scatter_error_feedback,
+    }
 
     def told(rule: QuantizationRule) -> QuantizationRule:
         if rule.leaves_alone:
             return rule
-        rule = rule.replace(
-            gather_axes=rule.gather_axes or (("fsdp",) if gathers else ()),
-            dispatch_qtype=rule.dispatch_qtype or config.expert_dispatch_dtype or None,
-        )
-        if (
-            not isinstance(rule, QtRule)
-            or rule.reduce_qtype is not None
-            or not (config.gradient_scatter_dtype and rows)
-        ):
-            return rule
+        own = isinstance(rule, QtRule) and rule.reduce_qtype is None and config.gradient_scatter_dtype and any(rows)
         return rule.replace(
-            reduce_qtype=config.gradient_scatter_dtype,
-            reduce_axes=rows,
-            reduce_feedback=config.gradient_scatter_error_feedback,
+            gather_axes=rule.gather_axes or gathers,
+            dispatch_qtype=rule.dispatch_qtype or config.expert_dispatch_dtype or None,
+            **(scatters if own else {}),
         )
 
     stages = [(begin, tuple(map(told, rules)) or None) for begin, rules in schedule.stages]

@@ -85,7 +85,7 @@ class Setup:
             self.model = self.model.replace(placement=sharding.placement(config, self.mesh))
         self.schedule: Schedule = schedule_of(config)
         if not self.is_single:
-            self.schedule = sending(self.schedule, config, self.mesh)
+            self.schedule = sending(self.schedule, config, self.mesh, sharding.batch_spec(config, self.mesh))
         loss = make_loss(self.model, z_loss=config.z_loss_multiplier, load_balance=config.load_balance_loss_weight)
         self.loss = loss if self.is_single else _on(self.mesh, loss)
         self.stepper = Stepper(

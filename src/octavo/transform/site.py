@@ -207,15 +207,17 @@ def _scatter(site: Site, rule: QuantizationRule, stored: NamedSharding) -> Scatt
         batch = site.numbers.rhs_group_dimensions
     else:
         return None
-    if unknown := [axis for axis in rule.reduce_axes if axis not in stored.mesh.axis_names]:
+    given: Any = tuple(rule.reduce_axes)
+    given = given if isinstance(given[0], tuple) else (given,)
+    if unknown := [axis for names in given for axis in names if axis not in stored.mesh.axis_names]:
         raise ValueError(
             f"reduce_axes={rule.reduce_axes}: the mesh has the axes {stored.mesh.axis_names}, and not {unknown[0]!r}"
         )
     # Devices that have matrices of their own, as those of experts, add up nothing.
     parts = _sharding.partitions(stored, 32)
     own = {name for axis in batch for name in _sharding.names(parts[axis])}
-    rows = tuple(axis for axis in rule.reduce_axes if stored.mesh.shape[axis] > 1 and axis not in own)
-    return Scatter(stored, rows, rule.reduce_qtype, rule.reduce_feedback, left) if rows else None
+    rows = tuple(tuple(axis for axis in names if stored.mesh.shape[axis] > 1 and axis not in own) for names in given)
+    return Scatter(stored, rows, rule.reduce_qtype, rule.reduce_feedback, left) if any(rows) else None
 
 
 def _gradient_config(config: DotConfig, gradient: str) -> DotConfig | None:
