@@ -385,6 +385,19 @@ def test_which_arguments_are_weights_may_be_told(mesh):
     assert read_traffic(text, weights="w").weights() == read_traffic(text, weights=lambda n: n == "w").weights() > 0
 
 
+@pytest.mark.usefixtures("compiled_once")
+def test_a_program_in_the_compilation_cache_is_compiled_again(mesh):
+    """The program of the CPU, which has no products of bfloat16, would be read in place of the one that was cut."""
+
+    def lowered():
+        shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 64), (8, 64)))
+        return compiled(mesh, lambda params, x: x @ params, *shapes, specs=[P("d"), P("d")], out=P("d"))
+
+    lowered().compile()
+    assert [c.dtype for c in read_traffic(partitioned_hlo(lowered())).collectives] == ["bf16"]
+    assert jax.config.jax_enable_compilation_cache
+
+
 def test_a_program_that_the_backend_refuses_is_partitioned_all_the_same(mesh):
     def run(params, x):
         return jax.lax.ragged_dot(x, params, jnp.array([4, 4], jnp.int32))

@@ -76,7 +76,7 @@ def step(params: Any, state: Any, model: Cnn, x: jax.Array, y: jax.Array, rate: 
 
 def train(model: Cnn, data: Data, *, epochs: int, batch: int, seed: int) -> Any:
     """Parameters, trained from scratch."""
-    x, y = data
+    x, y = map(np.asarray, data)
     params = jax.jit(model.init)(jax.random.key(seed), x[:1])["params"]
     state, rng, start = ADAM.init(params), np.random.default_rng(seed), time.perf_counter()
     for epoch in range(epochs):

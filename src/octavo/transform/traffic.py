@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
 from octavo.transform import hlo
 from octavo.transform.fate import EXCHANGES, Fates
 from octavo.transform.hlo import Instruction, Module, Shape, group_size
@@ -255,7 +258,8 @@ def compile_partitioned(lowered: Any, directory: str | None = None) -> tuple[str
         folder = directory or stack.enter_context(tempfile.TemporaryDirectory())
         dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
         try:
-            compiled: Any = lowered.compile(compiler_options=dump)
+            with _uncached():
+                compiled: Any = lowered.compile(compiler_options=dump)
         except Exception as error:  # of a backend that cannot run the program: the text is there all the same
             compiled = error
         if (text := partitioned_text(folder)) is not None:
@@ -264,6 +268,19 @@ def compile_partitioned(lowered: Any, directory: str | None = None) -> tuple[str
         raise compiled
     # One device: there was nothing to cut.
     return compiled.as_text(), compiled
+
+
+@contextlib.contextmanager
+def _uncached() -> Iterator[None]:
+    """Without JAX's compilation cache: of a program that comes from there nothing is written."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it remembers whether it is used
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def partitioned_text(directory: str | Path) -> str | None:
