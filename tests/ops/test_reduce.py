@@ -16,16 +16,18 @@ MESH = Mesh(np.array(jax.devices()), ("data",))
 N = MESH.size
 
 
-def summed(x, error=None, qtype="int8"):
-    """The sum over devices of the rows of x, and the rows that were lost."""
-
+@functools.cache
+def sums(qtype):
     def one(x, error):
         total, lost = quantized_psum(x[0], "data", qtype, error=error[0])
         return total, lost[None]
 
-    error = jnp.zeros_like(x) if error is None else error
-    split = jax.shard_map(one, mesh=MESH, in_specs=P("data"), out_specs=(P(), P("data")), check_vma=False)
-    return jax.jit(split)(x, error)
+    return jax.jit(jax.shard_map(one, mesh=MESH, in_specs=P("data"), out_specs=(P(), P("data")), check_vma=False))
+
+
+def summed(x, error=None, qtype="int8"):
+    """The sum over devices of the rows of x, and the rows that were lost."""
+    return sums(qtype)(x, jnp.zeros_like(x) if error is None else error)
 
 
 def rows(*shape, seed=0):
@@ -79,14 +81,26 @@ def test_eight_bits_are_sent(qtype):
     assert sizes["f32"] * 200 < sizes[codes]
 
 
-def test_the_part_of_a_sum_is_that_of_the_whole():
-    x = rows(4096)
-    part = functools.partial(quantized_psum_scatter, axis_name="data")
+@pytest.mark.parametrize(("shape", "axis"), [((4096,), 0), ((3, 16, 5), 1), ((5, 24), 1)])
+def test_the_part_of_a_sum_is_that_of_the_whole(shape, axis):
+    x, spec = rows(*shape), P(*(None,) * axis, "data")
+
+    def one(x):
+        part, lost = quantized_psum_scatter(x[0], "data", scatter_dimension=axis)
+        return part, lost[None]
+
+    split = jax.shard_map(one, mesh=MESH, in_specs=P("data"), out_specs=(spec, P("data")), check_vma=False)
+    parts, lost = jax.jit(split)(x)
+    assert 0 < jnp.abs(parts - x.sum(0)).max() < jnp.abs(x).max() / 254 * N
+    assert jnp.allclose(parts + lost.sum(0), x.sum(0), atol=1e-5)
+
+
+def test_parts_that_are_not_equal_are_refused():
     split = jax.shard_map(
-        lambda x: part(x[0])[0].reshape(-1), mesh=MESH, in_specs=P("data"), out_specs=P("data"), check_vma=False
+        lambda x: quantized_psum_scatter(x[0], "data")[0], mesh=MESH, in_specs=P("data"), out_specs=P("data")
     )
-    parts = split(x)
-    assert jnp.abs(parts - x.sum(0)).max() < jnp.abs(x).max() / 254 * N
+    with pytest.raises(ValueError, match=r"axis 0 of an array \(12,\) has no 8 equal parts: use quantized_psum"):
+        jax.eval_shape(split, rows(12))
 
 
 def test_what_is_not_finite_is_seen_everywhere_it_was():
