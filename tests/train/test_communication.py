@@ -14,7 +14,7 @@ from octavo.train.trainer import Trainer
 from octavo.transform.traffic import partitioned_hlo, read_traffic
 from tests.train.common import EXPERTS, small
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.usefixtures("compiled_once")]
 
 FSDP = {
     "num_devices": 0,
