@@ -346,6 +346,13 @@ class TestDelayedScaling:
             merged["params"]["kernel"], grads[0]["params"]["kernel"] + grads[1]["params"]["kernel"]
         )
 
+    def test_what_was_lost_does_not_merge(self):
+        grads = {"params": jnp.ones(1), "_overwrite_with_gradient": {"scaling": {"lost": {"error": jnp.ones(1)}}}}
+        with pytest.raises(
+            ValueError, match="by reduce_feedback, passes from one microbatch to the next: overwrite it"
+        ):
+            octavo.accumulate_gradients(grads, grads)
+
     def test_the_next_step_reads_the_history(self):
         model = nn.Dense(8, use_bias=False, dot_general_cls=functools.partial(DotGeneral, self.config))
         x = jax.random.normal(KEY, (8, 16))

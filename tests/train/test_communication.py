@@ -9,8 +9,9 @@ import pytest
 
 from octavo.checkpoint import CheckpointError, Checkpoints, CheckpointWarning
 from octavo.train.setup import Setup
-from octavo.train.state import is_lost
+from octavo.train.state import begins_anew
 from octavo.train.trainer import Trainer
+from octavo.transform.provider import OVERWRITE
 from octavo.transform.traffic import partitioned_hlo, read_traffic
 from tests.train.common import EXPERTS, small
 
@@ -188,16 +189,35 @@ def test_what_was_lost_goes_on_on_the_same_mesh_and_begins_anew_on_another(tmp_p
         # The arguments of a step are donated: this is what comes next.
         following = float(first.step()["learning/loss"]), float(first.step()["learning/loss"])
         same = Trainer(small(**{**COPIES, **more, "ici_data_parallelism": 2}))
-        same.resume(checkpoints.restore(same.state, renew=is_lost).state)
+        same.resume(checkpoints.restore(same.state, renew=begins_anew).state)
         assert (float(same.step()["learning/loss"]), float(same.step()["learning/loss"])) == following
         other = Trainer(small(**{**COPIES, **more, "ici_data_parallelism": 1, "ici_tensor_parallelism": 2}))
         with pytest.raises(CheckpointError, match="7 places differ"):
             checkpoints.restore(other.state)
         assert len(jax.tree.leaves(other.state.quant)) == 7
         with pytest.warns(CheckpointWarning, match="has other shapes for 7 arrays that begin anew"):
-            other.resume(checkpoints.restore(other.state, renew=is_lost).state)
+            other.resume(checkpoints.restore(other.state, renew=begins_anew).state)
         assert not any(jnp.any(x != 0) for x in jax.tree.leaves(other.state.quant))
         assert float(other.step()["learning/loss"]) == pytest.approx(following[0], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_parts_of_a_batch_make_up_for_one_another():
+    """What arrives of two parts and what is lost in the end are the gradient; what the first lost counts once."""
+    more = {"quantization": "int8", "gradient_accumulation_steps": 2, "per_device_batch_size": 2}
+    low = {"gradient_scatter_dtype": "int8", "gradient_scatter_error_feedback": True}
+    found = []
+    for changes in (low, {}):
+        trainer = Trainer(small(**{**FSDP, **more, **changes}))
+        gradients = jax.jit(functools.partial(trainer.setup.stepper.gradients, step=0))
+        found.append(gradients(trainer.state, trainer.batch(0))[:2])
+    (sent, quant), (exact, _) = found
+    lost = quant[OVERWRITE]["decoder"]["layers"]["mlp"]
+    for name in ("wi_0", "wi_1", "wo"):
+        arrived, whole = (tree["decoder"]["layers"]["mlp"][name]["kernel"] for tree in (sent, exact))
+        rest, size = lost[name]["dot_general0"]["lost"]["error"].sum(1), float(jnp.abs(whole).max())
+        assert float(jnp.abs(arrived - whole).max()) > 1e-4 * size
+        np.testing.assert_allclose(arrived + rest, whole, rtol=0, atol=1e-5 * size)
 
 
 @pytest.mark.slow

@@ -201,15 +201,6 @@ CONFLICTS = [
         "gradient_scatter_error_feedback=true is about what rounding loses, but gradient_scatter_dtype=",
     ),
     (
-        {
-            "gradient_scatter_dtype": "int8",
-            "gradient_scatter_error_feedback": True,
-            "gradient_accumulation_steps": 2,
-            "per_device_batch_size": 2,
-        },
-        "gradient_scatter_error_feedback=true would count for each of gradient_accumulation_steps=2 parts of a batch",
-    ),
-    (
         {"gradient_scatter_dtype": "int8", "gradient_scatter_error_feedback": True, "gradient_reduce_dtype": "int8"},
         "gradient_scatter_error_feedback=true does not go with gradient_reduce_dtype=int8: that has feedback of its",
     ),

@@ -2,12 +2,15 @@
 
 import json
 
+import jax
 import pytest
+from jax.sharding import PartitionSpec
 
 import octavo
 from octavo.calibration import AbsMax
 from octavo.rules import QtRule, QuantizationRule, dot_config, rules_to_json
-from octavo.train.quantization import rules_of, schedule_of
+from octavo.train.keys import ConfigError
+from octavo.train.quantization import rules_of, schedule_of, sending
 from octavo.train.trainer import Trainer
 from tests.train.common import small
 
@@ -132,6 +135,23 @@ def test_own_rules(tmp_path):
     path = tmp_path / "rules.json"
     path.write_text(rules_to_json([QtRule(weight_qtype="int8")]))
     assert rules_of(small(quantization_rules_path=str(path))) == (QtRule(weight_qtype="int8"),)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"reduce_axes": ("data", "fsdp")}, {"reduce_axes": ("fsdp",), "reduce_feedback": True}]
+)
+def test_own_rules_add_up_gradients_once(tmp_path, changes):
+    path = tmp_path / "rules.json"
+    path.write_text(rules_to_json([QtRule(weight_qtype="int8", reduce_qtype="int8", **changes)]))
+    mesh = {"num_devices": 8, "ici_data_parallelism": 2, "ici_fsdp_parallelism": 4}
+    schedule, spec = schedule_of(small(quantization_rules_path=str(path))), PartitionSpec(("data", "fsdp"))
+    there = jax.make_mesh((2, 4), ("data", "fsdp"))
+    told = sending(schedule, small(**mesh), there, spec)
+    assert told.stages[0][1][0].reduce_axes == changes["reduce_axes"]
+    with pytest.raises(
+        ConfigError, match="gradient_reduce_dtype=int8 adds up all gradients over 'data', with feedback"
+    ):
+        sending(schedule, small(**mesh, gradient_reduce_dtype="int8"), there, spec)
 
 
 def test_manual_quantization_is_for_experts():

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from octavo.ops.scatter import is_lost
 from octavo.transform.provider import OVERWRITE
 
 
@@ -20,6 +21,11 @@ def accumulate_gradients(first: Mapping[str, Any], second: Mapping[str, Any]) ->
     >>> accumulate_gradients(a, b)["_overwrite_with_gradient"].tolist()
     [3.0]
     """
+    if any(is_lost(path) for path, _ in jax.tree_util.tree_leaves_with_path(first.get(OVERWRITE))):
+        raise ValueError(
+            "what was lost of gradients, by reduce_feedback, passes from one microbatch to the next: overwrite it "
+            "after each of them and add up the other gradients, or leave reduce_feedback out"
+        )
     join = {OVERWRITE: jnp.maximum}
     return {name: jax.tree.map(join.get(name, jnp.add), first[name], second[name]) for name in first}
 

@@ -25,6 +25,11 @@ LOST = "lost"
 """The name in a scaling of what rounding has lost of a gradient, on each device."""
 
 
+def is_lost(path: Sequence[Any]) -> bool:
+    """Whether a leaf of a tree of state, by its path there, is what gradients lost."""
+    return any(getattr(entry, "key", None) == LOST for entry in path)
+
+
 @dataclasses.dataclass(frozen=True)
 class Scatter:
     """How the gradient of a weight is added up: in `qtype`, over the axes of a mesh along which rows are cut.

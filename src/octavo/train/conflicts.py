@@ -188,11 +188,6 @@ _MESH = (
         "{gradient_scatter_error_feedback} is about what rounding loses, but {gradient_scatter_dtype}",
     ),
     Conflict(
-        lambda c: c.gradient_scatter_error_feedback and c.gradient_accumulation_steps > 1,
-        "{gradient_scatter_error_feedback} would count for each of {gradient_accumulation_steps} parts of a batch: "
-        "leave one of them out",
-    ),
-    Conflict(
         lambda c: c.gradient_scatter_error_feedback and c.gradient_reduce_dtype,
         "{gradient_scatter_error_feedback} does not go with {gradient_reduce_dtype}: that has feedback of its own",
     ),

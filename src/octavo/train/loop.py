@@ -22,7 +22,7 @@ from octavo.train.metrics import MetricWriter, NoMetrics
 from octavo.train.outcome import DONE, INTERRUPTED, TARGET, TERMINATED, Outcome, complete_text, ended, reached
 from octavo.train.progress import Progress, eval_line
 from octavo.train.setup import STOP
-from octavo.train.state import is_lost
+from octavo.train.state import begins_anew
 from octavo.train.stop import Stop, stopping
 from octavo.train.telemetry import Telemetry
 from octavo.train.trainer import Trainer
@@ -103,7 +103,7 @@ def _restore(trainer: Trainer, checkpoints: Checkpoints, say: Say) -> dict[str, 
         return {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CheckpointWarning)
-        found = checkpoints.restore(trainer.state, renew=is_lost)
+        found = checkpoints.restore(trainer.state, renew=begins_anew)
     for warning in caught:
         say(f"warning: {warning.message}")
     if found is None:

@@ -19,8 +19,14 @@ from octavo.numerics import BlockFormat, get_format
 from octavo.ops import Matmul
 from octavo.rules import QtRule, QuantizationRule, Schedule, as_rules, recipe
 from octavo.train.config import Config
+from octavo.train.keys import ConfigError
 from octavo.train.reduction import AXIS
 
+_TWICE = (
+    "gradient_reduce_dtype={config.gradient_reduce_dtype} adds up all gradients over {axis!r}, with feedback of its "
+    "own, but a rule has reduce_axes={rule.reduce_axes} and reduce_feedback={rule.reduce_feedback}: leave one of the "
+    "two out"
+)
 _EXPERTS = ("ragged_dot", "gmm")
 _AQT_BITS = {"int8": 8, "int4": 4}
 _AQT_NAMES = {"fp8": "fp8_gpu"}
@@ -79,6 +85,8 @@ def sending(schedule: Schedule, config: Config, mesh: Any, batch: Any) -> Schedu
     def told(rule: QuantizationRule) -> QuantizationRule:
         if rule.leaves_alone:
             return rule
+        if done and isinstance(rule, QtRule) and (rule.reduce_feedback or AXIS in _flat(rule.reduce_axes)):
+            raise ConfigError([_TWICE.format(config=config, axis=AXIS, rule=rule)])
         own = isinstance(rule, QtRule) and rule.reduce_qtype is None and config.gradient_scatter_dtype and any(rows)
         return rule.replace(
             gather_axes=rule.gather_axes or gathers,
@@ -88,6 +96,10 @@ def sending(schedule: Schedule, config: Config, mesh: Any, batch: Any) -> Schedu
 
     stages = [(begin, tuple(map(told, rules)) or None) for begin, rules in schedule.stages]
     return Schedule(stages, schedule.freeze_at)
+
+
+def _flat(axes: Any) -> list[str]:
+    return [name for part in axes for name in _sharding.names(part)]
 
 
 def local_shards(config: Config) -> int:

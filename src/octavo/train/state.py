@@ -31,7 +31,7 @@ class TrainState:
     errors: Any = dataclasses.field(default_factory=dict)
 
 
-def is_lost(path: tuple[str, ...]) -> bool:
+def begins_anew(path: tuple[str, ...]) -> bool:
     """Whether an array of the state is what devices lost by rounding: on other devices that begins anew."""
     return path[0] == "errors" or LOST in path
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from octavo.ops.scatter import is_lost
 from octavo.train.loss import Losses, total_weights
 from octavo.train.reduction import Reduction
 from octavo.train.sparse import masked
@@ -42,7 +43,7 @@ class Stepper:
 
         Microbatches are as one batch: the losses are divided by the weights of the whole; histories of delayed
         scaling are those of the step before for each of them, and of what they add the largest magnitudes count; the
-        statistics of static ranges pass from one to the next.
+        statistics of static ranges, and what was lost of gradients, pass from one to the next.
         """
         return self._gradients(state, batch, total_weights(batch), 1.0, step=step)
 
@@ -59,24 +60,27 @@ class Stepper:
 
         differentiate = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)
 
-        def one(stats: Any, micro: Batch, key: jax.Array):
+        def one(overwrite: Any, stats: Any, micro: Batch, key: jax.Array):
             (loss, (losses, stats)), (gradients, new) = differentiate(state.params, overwrite, stats, micro, key)
             return (gradients, losses, loss), new, stats
 
         stats = _without_overwrite(state.quant)
         if self.accumulation == 1:
-            (gradients, losses, loss), new, stats = one(stats, batch, key)
+            (gradients, losses, loss), new, stats = one(overwrite, stats, batch, key)
         else:
             micros = jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
             keys = jax.random.split(key, self.accumulation)
-            shapes = jax.eval_shape(one, stats, jax.tree.map(lambda x: x[0], micros), keys[0])
+            shapes = jax.eval_shape(one, overwrite, stats, jax.tree.map(lambda x: x[0], micros), keys[0])
             summed = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0])
             widest = jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), shapes[1])
+            widest = _where_lost(overwrite, widest)
 
             def body(carry: Any, inputs: Any):
                 summed, widest, stats = carry
-                sums, new, stats = one(stats, *inputs)
-                return (jax.tree.map(jnp.add, summed, sums), jax.tree.map(jnp.maximum, widest, new), stats), None
+                begin = _where_lost(widest, overwrite)
+                sums, new, stats = one(begin, stats, *inputs)
+                widest = _where_lost(new, jax.tree.map(jnp.maximum, widest, new))
+                return (jax.tree.map(jnp.add, summed, sums), widest, stats), None
 
             (sums, new, stats), _ = jax.lax.scan(body, (summed, widest, stats), (micros, keys))
             gradients, losses, loss = sums
@@ -121,6 +125,11 @@ class Stepper:
         """The losses of a batch in the precision of a step; nothing changes."""
         call = self.loss.stateful(state.quant, step=step, key=jax.random.wrap_key_data(state.key), update=False)
         return call(masked(state.params, state.masks), batch, total_weights(batch), 1.0)[0][1]
+
+
+def _where_lost(lost: Any, rest: Any) -> Any:
+    """State of products: of what gradients lost as in the first, of all else as in the second."""
+    return jax.tree_util.tree_map_with_path(lambda path, a, b: a if is_lost(path) else b, lost, rest)
 
 
 def _without_overwrite(quant: dict[str, Any]) -> dict[str, Any]:
