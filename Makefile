@@ -1,11 +1,11 @@
 # `make` lists the targets. The first one that needs Python makes .venv; later runs start at once.
 .DEFAULT_GOAL := help
-.PHONY: help test test-slow test-multiprocess lint format train data bench docs lock clean FORCE
+.PHONY: help test test-slow lint format train data bench docs lock clean FORCE
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
 # Thousands of small programs are compiled once and run once; without LLVM's costly passes that takes half the time.
-# `make test-slow` compiles as users do.
+# Tests marked `codegen` are compiled as for users.
 QUICK := --xla_backend_optimization_level=1
 
 # Install again when the interpreter is gone or the tree was moved: an editable install knows its path.
@@ -21,11 +21,10 @@ help: ## list the targets
 test: $(STAMP) ## run the tests (ARGS="-k rounding" narrows them)
 	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m pytest $(ARGS)
 
-test-slow: $(STAMP) ## run the tests marked slow
-	$(PYTHON) -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]
-
-test-multiprocess: $(STAMP) ## run the tests of several processes on this machine, one after the other
-	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m pytest -n0 -m multiprocess tests/train/multiprocess $(ARGS)
+test-slow: $(STAMP) ## run the tests that `make test` leaves out (needs `make data` and scripts/browser)
+	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m pytest --shapes=trust -m "(slow or data or browser) and not codegen" $(ARGS)
+	$(PYTHON) -m pytest --shapes=trust -m codegen $(ARGS)
+	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m pytest --shapes=trust -n0 -m multiprocess tests/train/multiprocess $(ARGS)
 
 lint: $(STAMP) ## check format, style, types, layers and dependencies
 	$(PYTHON) -m ruff format --check

@@ -3,6 +3,8 @@
 import gc
 import importlib.util
 import os
+import shutil
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -16,18 +18,38 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import pytest
 from hypothesis import settings
-from jax.experimental.compilation_cache import compilation_cache
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / ".cache" / "data"
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):
-    from jaxtyping import install_import_hook
-
-    install_import_hook("octavo", "beartype.beartype")
+# Two thirds of the suite's time is compilation. Workers and later runs read what was compiled before; the key holds
+# the program, the flags and JAX's version. Not for tests that read what XLA writes while it compiles.
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 settings.register_profile("octavo", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("octavo")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--shapes",
+        choices=("check", "trust"),
+        default="check",
+        help="whether jaxtyping's shapes are checked at every call, which makes tracing a third slower",
+    )
+
+
+def pytest_configure(config):
+    found = importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype")
+    if found and config.getoption("--shapes") == "check":
+        from jaxtyping import install_import_hook
+
+        install_import_hook("octavo", "beartype.beartype")
 
 
 @pytest.fixture(autouse=True)
@@ -40,36 +62,19 @@ def _promotion(request):
             yield
 
 
-@pytest.fixture(scope="session")
-def compiled_programs(tmp_path_factory):
-    # Each worker has its own: JAX writes an entry in place, and another process could read half of it.
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(scope="module")
-def compiled_once(compiled_programs):
-    """JAX's compilation cache for the tests of a module: a run and the one that resumes it are one program.
-
-    Not for tests that read what XLA writes while it compiles: a program from the cache was compiled before.
-    """
-    names = {
-        "jax_compilation_cache_dir": str(compiled_programs),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in names.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+def missing(item):
+    """The commands that fetch what a test needs and this machine does not have."""
+    names = [name for marker in item.iter_markers("data") for name in marker.args]
+    absent = sorted({name for name in names if not (DATA / name).exists()})
+    if absent:
+        yield f"make data ARGS={absent[0]!r}" if len(absent) == 1 else f"make data ARGS='{' '.join(absent)}'"
+    if item.get_closest_marker("browser") and not shutil.which("chromium"):
+        yield "scripts/browser"
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Of the cases of a test marked `sampled(n)`, every n-th runs by default; all others are slow."""
+def pytest_collection_modifyitems(config, items):
+    """Deselect the tests that need data or a browser that are not here; the last line of the run says so."""
     seen: dict[str, int] = {}
     for item in items:
         marker = item.get_closest_marker("sampled")
@@ -78,9 +83,39 @@ def pytest_collection_modifyitems(items):
             number = seen[name] = seen.get(name, -1) + 1
             if number % marker.args[0]:
                 item.add_marker("slow")
+    left_out: dict[str, int] = {}
+    here, absent = [], []
+    for item in items:
+        commands = list(missing(item))
+        (absent if commands else here).append(item)
+        for command in commands:
+            left_out[command] = left_out.get(command, 0) + 1
+    if absent:
+        config.hook.pytest_deselected(items=absent)
+        items[:] = here
+    config.stash[LEFT_OUT] = left_out
+
+
+def pytest_sessionfinish(session):
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = session.config.stash.get(LEFT_OUT, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    # Every worker collects the same tests, so one of them speaks for all.
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    left_out = config.stash.get(LEFT_OUT, {})
+    if left_out:
+        commands = "; ".join(f"{count} need {command!r}" for command, count in sorted(left_out.items()))
+        terminalreporter.write_line(f"not run here: {commands}")
 
 
 def pytest_collection_finish():
-    """What was imported stays: the collector need not go through it again and again."""
+    """Imported modules stay: the collector need not visit them again and again."""
     gc.collect()
     gc.freeze()

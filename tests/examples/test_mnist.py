@@ -12,7 +12,7 @@ pytest.importorskip("flax")
 from octavo.examples import mnist
 from tests.ops.walk import dot_types
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.standard_promotion
 
 
 @pytest.mark.sampled(3)

@@ -9,7 +9,7 @@ from octavo.train.loop import train
 from octavo.train.trainer import Trainer
 from tests.train.common import EXPERTS, small
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.standard_promotion
 
 FP8 = {"quantization": "fp8_full", "use_qwix_quantization": True}
 NARROW = {

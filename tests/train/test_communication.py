@@ -15,7 +15,7 @@ from octavo.transform.provider import OVERWRITE
 from octavo.transform.traffic import partitioned_hlo, read_traffic
 from tests.train.common import EXPERTS, small
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.standard_promotion
 
 FSDP = {
     "num_devices": 0,

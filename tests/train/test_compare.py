@@ -13,7 +13,7 @@ from octavo.train import compare
 from octavo.train.compare import Comparison, Result, interval
 from tests.train.common import small, words
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.standard_promotion
 
 
 def result(name: str, seed: int, loss: float, seconds: float = 1.0, floats: float = 1.0, memory: int = 100) -> Result:

@@ -21,7 +21,7 @@ from octavo.train.telemetry import Telemetry
 from octavo.train.trainer import Trainer
 from tests.train.common import EXPERTS, small, words
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.standard_promotion
 
 MESHES = {
     "fsdp8": {"ici_fsdp_parallelism": 8},

@@ -12,7 +12,7 @@ from octavo.train.setup import Setup
 from octavo.train.sources import load
 from octavo.train.trainer import Trainer
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.standard_promotion
 
 AQT = ("int8", "int4", "fp8", "fp8_full", "fp8_e4m3", "fp8_e5m2", "fp4", "aqt_fp8_full")
 WEIGHT_ONLY = ("int8w", "int4w")

@@ -18,7 +18,7 @@ from octavo.train.metrics import read_metrics
 from octavo.train.trainer import Trainer
 from tests.train.common import small, words
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.standard_promotion
 
 
 def saved(directory, name):

@@ -21,7 +21,7 @@ from octavo.train.stop import stopping
 from octavo.train.trainer import Trainer
 from tests.train.common import small, words
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.standard_promotion
 
 
 def lines_of(**changes):

@@ -16,7 +16,7 @@ from octavo.train.telemetry import Telemetry
 from octavo.train.trainer import Trainer
 from tests.train.common import EXPERTS, small
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.standard_promotion
 
 
 def losses(trainer: Trainer, steps: int) -> list[float]:

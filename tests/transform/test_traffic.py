@@ -385,7 +385,6 @@ def test_which_arguments_are_weights_may_be_told(mesh):
     assert read_traffic(text, weights="w").weights() == read_traffic(text, weights=lambda n: n == "w").weights() > 0
 
 
-@pytest.mark.usefixtures("compiled_once")
 def test_a_program_in_the_compilation_cache_is_compiled_again(mesh):
     """The program of the CPU, which has no products of bfloat16, would be read in place of the one that was cut."""
 
