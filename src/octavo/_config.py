@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 class Config:
     """Base of the frozen dataclasses that describe formats, calibrations, roundings and quantizers.
 
-    A subclass is found again by its class name, so `Config.from_json(c.to_json()) == c` for every description,
-    also for one that a user wrote.
+    JSON names the class of a description: Octavo's own by the name alone, any other with its module, so that a class
+    of a user never stands for a built-in one. `Config.from_json(c.to_json()) == c` for all of them.
     """
 
     _classes: ClassVar[dict[str, type["Config"]]] = {}
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        Config._classes[cls.__name__] = cls
+        Config._classes[_class_name(cls)] = cls
 
     def replace[T: "Config"](self: T, **changes: Any) -> T:
         """A copy with some fields changed, validated like a new one."""
@@ -51,10 +51,14 @@ class Config:
         return f"<div><b>{type(self).__name__}</b>{f'<table>{rows}</table>' if rows else ''}</div>"
 
 
+def _class_name(cls: type) -> str:
+    return cls.__name__ if cls.__module__.startswith("octavo.") else f"{cls.__module__}.{cls.__qualname__}"
+
+
 def _encode(value: Any) -> Any:
     if isinstance(value, Config):
         fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}  # pyrefly: ignore
-        return {"class": type(value).__name__, **fields}
+        return {"class": _class_name(type(value)), **fields}
     if isinstance(value, tuple):
         return [_encode(v) for v in value]
     return value
