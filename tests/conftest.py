@@ -15,21 +15,22 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+ROOT = Path(__file__).parents[1]
+# Two thirds of the suite's time is compilation. Workers, subprocesses and later runs read what was compiled before; the
+# key holds the program, the flags and JAX's version. Tests that read what XLA writes while it compiles switch it off.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
 import jax
 import pytest
 from hypothesis import settings
 
-ROOT = Path(__file__).parents[1]
 DATA = ROOT / ".cache" / "data"
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Two thirds of the suite's time is compilation. Workers and later runs read what was compiled before; the key holds
-# the program, the flags and JAX's version. Not for tests that read what XLA writes while it compiles.
-jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 settings.register_profile("octavo", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("octavo")
