@@ -15,18 +15,19 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-ROOT = Path(__file__).parents[1]
 # Two thirds of the suite's time is compilation. Workers, subprocesses and later runs read what was compiled before; the
 # key holds the program, the flags and JAX's version. Tests that read what XLA writes while it compiles switch it off.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax")
+)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import pytest
 from hypothesis import settings
 
-DATA = ROOT / ".cache" / "data"
+DATA = Path(__file__).parents[1] / ".cache" / "data"
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
