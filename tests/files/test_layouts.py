@@ -116,15 +116,12 @@ def test_turned_to_inputs_first_codes_stay_packed_along_the_inputs():
     assert np.array_equal(values(x.T), values(x).T)
 
 
-@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("case", [case for case, fmt in FORMATS.items() if fmt is not None])
 @pytest.mark.parametrize("method", ["compressed-tensors", "gptq", "awq"])
-@pytest.mark.sampled(3)
 def test_whatever_is_written_reads_back(case, method, tmp_path):
     file, config = golden(case)
     name, x = weight(layout_of(config), file)
     kind = get_layout(method)
-    if not isinstance(x, QArray):
-        pytest.skip("read as values")
     scheme = Scheme.of(x)
     try:
         written = kind.write(name, x)

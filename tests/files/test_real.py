@@ -14,19 +14,13 @@ DATA = Path(__file__).parents[2] / ".cache" / "data"
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "real.json").read_text())
 
 
-def fetched(name):
-    if not (DATA / name).is_dir():
-        pytest.skip(f"needs `make data ARGS={name}`")
-    return DATA / name
-
-
 @pytest.fixture(scope="module")
 def smollm2():
-    with Gguf(fetched("smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf") as file:
+    with Gguf(DATA / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf") as file:
         yield file
 
 
-@pytest.mark.slow
+@pytest.mark.data("smollm2")
 def test_smollm2_has_the_values_of_the_reference(smollm2):
     assert smollm2.metadata["llama.attention.head_count_kv"] == 3
     assert len(smollm2.names()) == 272
@@ -34,6 +28,7 @@ def test_smollm2_has_the_values_of_the_reference(smollm2):
         assert hashlib.sha256(smollm2.read(name).tobytes()).hexdigest() == wanted, name
 
 
+@pytest.mark.data("smollm2")
 def test_smollm2_keeps_its_embedding_in_codes(smollm2):
     q = smollm2.read_quantized("token_embd.weight")
     assert (q.shape, q.qtype.name, q.scale.shape) == ((49152, 576), "int8", (49152, 18))
@@ -42,8 +37,8 @@ def test_smollm2_keeps_its_embedding_in_codes(smollm2):
     assert smollm2.read_quantized("blk.0.attn_q.weight") is None
 
 
+@pytest.mark.data("smollm2")
 def test_smollm2_tokens_are_those_of_llama_cpp(smollm2):
-    pytest.importorskip("tokenizers")
     tokenizer = tokenizer_of(smollm2)
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.add_bos) == (1, (2, 0), False)
     assert "<|im_start|>" in tokenizer.chat_template
@@ -53,8 +48,9 @@ def test_smollm2_tokens_are_those_of_llama_cpp(smollm2):
         assert tokenizer.tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.data("stories15m")
 def test_stories15m():
-    folder = fetched("stories15m")
+    folder = DATA / "stories15m"
     with Llama2c(folder / "model.bin") as file:
         assert file.config == Llama2cConfig(288, 768, 6, 6, 6, 32000, 256, shared=True)
         assert len(file.names()) == 56

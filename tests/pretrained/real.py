@@ -1,9 +1,9 @@
-"""Real models for tests: opened once, or skipped with the command that fetches them."""
+"""Real models for tests marked `data`, opened once."""
 
 import functools
 from pathlib import Path
 
-import pytest
+import numpy as np
 
 from octavo.pretrained import Source, open_model
 
@@ -13,17 +13,17 @@ FILES = {"stories15m": "", "smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "minilm
 
 def path_of(name: str) -> Path:
     """Where `make data` puts a model."""
-    path = ROOT / ".cache" / "data" / name / FILES[name]
-    if not path.exists():
-        pytest.skip(f"the model is not there: make data ARGS={name}")
-    return path
+    return ROOT / ".cache" / "data" / name / FILES[name]
 
 
 @functools.cache
-def _opened(path: Path) -> Source:
-    return open_model(path)
-
-
 def real(name: str) -> Source:
     """An opened model."""
-    return _opened(path_of(name))
+    return open_model(path_of(name))
+
+
+@functools.cache
+def golden(name: str) -> dict[str, np.ndarray]:
+    """What an independent implementation makes of a model: see golden/make.py."""
+    with np.load(Path(__file__).parent / "golden" / f"{name}.npz") as file:
+        return dict(file)

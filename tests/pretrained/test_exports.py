@@ -87,7 +87,7 @@ def test_a_model_for_which_gguf_has_no_place_is_refused(tmp_path):
         write_as_gguf(source_of(SMALL.replace(rope_scaling=(8.0, 1.0, 4.0, 32.0))), "int8", tmp_path / "m.gguf")
 
 
-@pytest.mark.slow
+@pytest.mark.data("stories15m", "smollm2")
 def test_real_models_go_to_gguf_with_their_tokenizers(tmp_path):
     text = "Once upon a time, there was a dog named Max. He said: “Hi, 42!” naïve\n\n  ok"
     for name in ("stories15m", "smollm2"):

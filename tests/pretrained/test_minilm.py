@@ -1,15 +1,15 @@
 """Sentences as all-MiniLM-L6-v2 embeds them: in float as transformers does (golden/make.py), then in fewer bits."""
 
 import functools
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from octavo.pretrained.bert import open_encoder
-from tests.pretrained.real import path_of
+from tests.pretrained.real import golden, path_of
 
-GOLDEN = np.load(Path(__file__).parent / "golden" / "minilm.npz")
+pytestmark = pytest.mark.data("minilm")
+GOLDEN = golden("minilm")
 SENTENCES = GOLDEN["sentences"].tolist()
 
 
@@ -47,7 +47,6 @@ def test_batches_change_nothing():
     np.testing.assert_allclose(encoder().embed(few, batch_size=2), embedded()[3:8], rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["int8:g32", "int8"])
 def test_neighbours_and_padding_change_nothing_in_low_precision(how):
     tokens, mask = GOLDEN["tokens"][:4, :32], GOLDEN["mask"][:4, :32]
@@ -57,18 +56,17 @@ def test_neighbours_and_padding_change_nothing_in_low_precision(how):
     np.testing.assert_array_equal(low.embed_tokens(tokens, mask)[0], changed[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "activations", "least", "mebibytes"),
     [
         ("int8", None, 0.999, 22.5),
-        pytest.param("int8:g32", "int8", 0.999, 23.6, marks=pytest.mark.slow),
+        ("int8:g32", "int8", 0.999, 23.6),
         # A scale for each token is too coarse for the few large values that BERT's layers have: 0.9948 to 0.9956 were
         # measured, by the shape of the batch.
-        pytest.param("int8", "int8", 0.99, 22.5, marks=pytest.mark.slow),
-        pytest.param("fp8", None, 0.9965, 22.5, marks=pytest.mark.slow),
-        pytest.param("nf4", None, 0.955, 18.6, marks=pytest.mark.slow),
-        pytest.param("int4", None, 0.935, 18.6, marks=pytest.mark.slow),
+        ("int8", "int8", 0.99, 22.5),
+        ("fp8", None, 0.9965, 22.5),
+        ("nf4", None, 0.955, 18.6),
+        ("int4", None, 0.935, 18.6),
     ],
 )
 def test_embeddings_in_fewer_bits(how, activations, least, mebibytes):
@@ -78,7 +76,6 @@ def test_embeddings_in_fewer_bits(how, activations, least, mebibytes):
     assert low.nbytes / 2**20 < mebibytes < 0.3 * encoder().nbytes / 2**20
 
 
-@pytest.mark.slow
 def test_the_recipe_with_int8_activations_is_the_same_as_asked_by_format():
     one, other = encoder().quantize("recipe:qat_int8"), encoder().quantize("int8", activations="int8")
     np.testing.assert_array_equal(one.embed(SENTENCES[:4]), other.embed(SENTENCES[:4]))

@@ -12,7 +12,7 @@ from octavo.serve import Engine, KVConfig, SamplingParams
 from octavo.serve.evaluate import evaluate
 from tests.pretrained.real import real
 
-pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]
+pytestmark = [pytest.mark.data("stories15m", "smollm2"), pytest.mark.standard_promotion]
 
 STARTS = ["Once upon a time", "One day, a", "Lily and", "There was a", "In a small house", "Tom had a"]
 

@@ -10,8 +10,9 @@ from octavo.files import FileError
 from octavo.files.gguf import TYPES, Gguf, Tensor, write_gguf
 from octavo.files.gguf.encode import encode
 
-GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "gguf.npz")
-DECODED = sorted(name.partition("/")[0] for name in GOLDEN.files if name.endswith("/bytes"))
+with np.load(Path(__file__).parents[1] / "golden" / "gguf.npz") as file:
+    GOLDEN = dict(file)
+DECODED = sorted(name.partition("/")[0] for name in GOLDEN if name.endswith("/bytes"))
 
 
 def same(a, b):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,8 +10,6 @@ from octavo.files import FileError
 from octavo.files.gguf import Gguf, tokenizer_of, write_gguf
 from octavo.files.gguf.splits import SPLITS
 from octavo.files.llama2c import Llama2cTokenizer
-
-tokenizers = pytest.importorskip("tokenizers")
 
 BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 
