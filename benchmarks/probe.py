@@ -15,7 +15,7 @@ import step
 from timing import Results, arguments, side_by_side, spreads
 
 import octavo
-from octavo.transform import probe
+from octavo.inspect import probe
 
 RECIPES = ("int8", "fp8_full", "mxfp8", "te_fp8_currentscaling")
 

@@ -14,6 +14,7 @@ from octavo.frameworks import (
     served,
     split_gradients,
 )
+from octavo.inspect import verify
 from octavo.numerics import formats, get_format, register_format
 from octavo.ops import (
     DotConfig,
@@ -30,14 +31,7 @@ from octavo.ops import (
 )
 from octavo.qarray import QArray, Quantizer, dequantize, fake_quant, quantize
 from octavo.rules import QtRule, QuantizationRule, recipe, recipes, register_recipe
-from octavo.transform import (
-    PtqProvider,
-    QtProvider,
-    QuantizationProvider,
-    get_current_rule,
-    quantized,
-    verify,
-)
+from octavo.transform import PtqProvider, QtProvider, QuantizationProvider, get_current_rule, quantized
 
 __version__ = "0.1.0"
 

@@ -8,8 +8,9 @@ import pytest
 
 import octavo
 from octavo.frameworks.equinox import equinox_sites, quantize_equinox
+from octavo.inspect import verify
 from octavo.rules import QtRule, QuantizationRule, dot_config
-from octavo.transform import PtqProvider, QtProvider, verify
+from octavo.transform import PtqProvider, QtProvider
 
 pytestmark = pytest.mark.standard_promotion
 

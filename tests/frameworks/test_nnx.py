@@ -10,8 +10,9 @@ import octavo
 from octavo.calibration import AmaxHistory
 from octavo.frameworks.nnx import OverwriteWithGradient, QuantStat, nnx_sites, quantize_nnx
 from octavo.frameworks.params import WithAux, quantize_params
+from octavo.inspect import verify
 from octavo.rules import QtRule, QuantizationRule, dot_config
-from octavo.transform import PtqProvider, QtProvider, QuantizationProvider, verify
+from octavo.transform import PtqProvider, QtProvider, QuantizationProvider
 
 pytestmark = pytest.mark.standard_promotion
 

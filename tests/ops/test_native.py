@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import octavo
 from octavo import kernels
+from octavo.hlo.collectives import read_traffic
 from octavo.ops import Dims
 from octavo.ops.multiply import describe, multiply
-from octavo.transform.traffic import read_traffic
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.status())
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from octavo.hlo.collectives import partitioned_hlo, read_traffic
 from octavo.ops import DotConfig, init_ragged_scaling, ragged_dot
 from octavo.ops.dispatch import Dispatch, collect, route, spread
 from octavo.ops.parts import Parts
 from octavo.ops.scatter import Scatter
 from octavo.qarray import Quantizer
-from octavo.transform.traffic import partitioned_hlo, read_traffic
 
 EXPERTS, INPUTS, OUTPUTS, ROWS = 4, 16, 24, 12
 CONFIGS = {

@@ -126,7 +126,7 @@ def test_eight_bits_are_sent_and_each_device_gets_its_part():
 
     rows = NamedSharding(MESH, P(ROWS))
     text = jax.jit(drhs, in_shardings=(rows, where), out_shardings=where).lower(lhs, rhs).compile().as_text()
-    from octavo.transform.traffic import read_traffic
+    from octavo.hlo.collectives import read_traffic
 
     sent = read_traffic(text).collectives
     exchanged = {(c.kind, c.dtype) for c in sent if c.kind == "all-to-all"}

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import octavo
+from octavo.hlo.collectives import Collective, Traffic
 from octavo.report import tables, write_report
 from octavo.report.run import read_run
 from octavo.train.metrics import MetricWriter
-from octavo.transform.traffic import Collective, Traffic
 from tests.report.page import SIGNS, Page, check
 
 HOSTILE = "<script>alert('x')</script>\"&'</svg></title>"

@@ -5,14 +5,14 @@ import functools
 
 import pytest
 
+from octavo.hlo.collectives import Collective, Traffic, partitioned_hlo, read_traffic
+from octavo.hlo.text import Shape
+from octavo.hlo.work import Work
 from octavo.train.ahead import AheadError, Look, look, look_ahead, multiplied, sides
 from octavo.train.chips import Topology, chip, chips, topology
 from octavo.train.config import Config, ConfigError
 from octavo.train.roofline import Roofline, estimate, flops_by_type, memory_bytes
 from octavo.train.setup import Setup
-from octavo.transform.hlo import Shape
-from octavo.transform.traffic import Collective, Traffic, partitioned_hlo, read_traffic
-from octavo.transform.work import Work
 
 pytestmark = pytest.mark.standard_promotion  # Optax promotes
 

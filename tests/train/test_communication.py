@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from octavo.checkpoint import CheckpointError, Checkpoints, CheckpointWarning
+from octavo.hlo.collectives import partitioned_hlo, read_traffic
 from octavo.train.setup import Setup
 from octavo.train.state import begins_anew
 from octavo.train.trainer import Trainer
 from octavo.transform.provider import OVERWRITE
-from octavo.transform.traffic import partitioned_hlo, read_traffic
 from tests.train.common import EXPERTS, small
 
 pytestmark = pytest.mark.standard_promotion

@@ -11,9 +11,9 @@ import jax
 
 import octavo
 from octavo.cli.target import Asked, UsageError, answering, explaining
-from octavo.transform import Plan
-from octavo.transform.paths import argument_names, is_quantized, leaf_paths, weight_names
-from octavo.transform.traffic import Traffic, partitioned_hlo, read_traffic
+from octavo.hlo.collectives import Traffic, partitioned_hlo, read_traffic
+from octavo.inspect import Plan
+from octavo.transform.arguments import argument_names, is_quantized, leaf_paths, weight_names
 
 _PAGE = """<!doctype html>
 <meta charset="utf-8">

@@ -23,7 +23,7 @@ import octavo
 from octavo.frameworks.model import framework_of
 from octavo.numerics import nearest_names
 from octavo.rules import QuantizationRule, as_rules, get_recipe, recipes
-from octavo.transform.paths import argument_names
+from octavo.transform.arguments import argument_names
 
 EXAMPLES = "example_inputs"
 """The attribute of a target's module that gives its inputs where the command line does not."""

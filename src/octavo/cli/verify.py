@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import octavo
 from octavo.cli.target import Asked, Target, UsageError, answering, explaining
 from octavo.transform import QtProvider
-from octavo.transform.jaxprs import of_arrays
-from octavo.transform.paths import PARAMETERS, argument_names
+from octavo.transform.arguments import PARAMETERS, argument_names
+from octavo.transform.jaxpr import of_arrays
 
 # The random streams that Linen models ask for, as octavo.plan gives them.
 _STREAMS = ("params", "dropout", "stochastic_rounding")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from octavo.frameworks.crossing import Crossing, public_methods, scoped
 from octavo.frameworks.params import is_stored
 from octavo.qarray import QArray, Quantizer
-from octavo.transform.paths import key_name
+from octavo.transform.arguments import key_name
 from octavo.transform.provider import QuantizationProvider
 from octavo.transform.site import Site
 

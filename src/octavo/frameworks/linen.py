@@ -20,7 +20,7 @@ from octavo.frameworks.linen_state import PARAMS, host, leaf_names, nest, plain,
 from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
 from octavo.transform.provider import OVERWRITE, QUANT_STATS, module_path
-from octavo.transform.scheduled import StageProvider, united
+from octavo.transform.schedule import StageProvider, united
 from octavo.transform.state import flat, keeping, merged, nested
 
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("octavo_linen", default=False)

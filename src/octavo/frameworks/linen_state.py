@@ -10,8 +10,8 @@ from flax.core import meta
 from octavo.frameworks.params import WithAux, unwrap
 from octavo.qarray import QArray, shardings
 from octavo.transform import Site
+from octavo.transform.arguments import is_quantized, key_name
 from octavo.transform.frame import Frame, Key
-from octavo.transform.paths import is_quantized, key_name
 from octavo.transform.provider import OVERWRITE
 
 PARAMS = "params"

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 from octavo.frameworks.scheduled import ScheduledLinen, ScheduledModel, ScheduledNnx
+from octavo.inspect import Plan
+from octavo.inspect import plan as plan_function
+from octavo.inspect.plan import plan_of
 from octavo.rules.schedule import Schedule
-from octavo.transform import Plan, QtProvider, QuantizationProvider
-from octavo.transform import plan as plan_function
-from octavo.transform.plan import plan_of
+from octavo.transform import QtProvider, QuantizationProvider
 
 
 def _is_a(model: Any, module: str, name: str) -> bool:

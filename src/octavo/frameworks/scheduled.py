@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 from octavo.rules.schedule import Schedule
-from octavo.transform.scheduled import StageProvider
+from octavo.transform.schedule import StageProvider
 
 
 class ScheduledModel:

@@ -13,7 +13,7 @@ import jax
 from octavo.frameworks.model import framework_of, quantize_model
 from octavo.qarray import QArray, Quantizer, shardings
 from octavo.transform import PtqProvider, Quantized
-from octavo.transform.paths import is_quantized, leaf_paths, weight_names
+from octavo.transform.arguments import is_quantized, leaf_paths, weight_names
 
 
 def served(model: Any, rules: Any = ()) -> Any:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from octavo.hlo.collectives import sent_size
 from octavo.report.markup import Cell, details, missing, note, section, table
 from octavo.report.words import TIMES, percent, size
-from octavo.transform.traffic import sent_size
 
 _MOST_ROWS = 1500
 _PLAN = (

@@ -3,12 +3,12 @@
 from octavo.rules import named as named  # registers the recipes
 from octavo.rules.compile import dot_config
 from octavo.rules.exclusion import SENSITIVE
-from octavo.rules.matching import Site, find, nearest, shadowed, unused
-from octavo.rules.mixed import mixed_precision
+from octavo.rules.intmp import mixed_precision
+from octavo.rules.io import RulesLike, as_rules, rules_from_json, rules_from_yaml, rules_to_json, rules_to_yaml
+from octavo.rules.match import Site, find, nearest, shadowed, unused
 from octavo.rules.registry import Recipe, get_recipe, recipe, recipes, register_recipe
 from octavo.rules.rule import QtRule, QuantizationRule
 from octavo.rules.schedule import Schedule
-from octavo.rules.text import RulesLike, as_rules, rules_from_json, rules_from_yaml, rules_to_json, rules_to_yaml
 
 __all__ = [
     "SENSITIVE",

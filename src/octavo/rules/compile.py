@@ -5,7 +5,7 @@ from typing import Any
 from octavo.numerics import Rounding, Stochastic, get_format
 from octavo.ops import DotConfig, Matmul, Operand
 from octavo.rules.checks import contraction_or_square
-from octavo.rules.overrides import swap_sides
+from octavo.rules.qwix_config import swap_sides
 from octavo.rules.rule import QtRule, QuantizationRule
 
 _FLOAT = Matmul(residual="original")

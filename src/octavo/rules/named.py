@@ -2,7 +2,7 @@
 
 from octavo.calibration import AmaxHistory
 from octavo.ops import Matmul, Operand
-from octavo.rules.mixed import MIXED
+from octavo.rules.intmp import MIXED
 from octavo.rules.registry import Recipe, register_recipe
 from octavo.rules.rule import QtRule, QuantizationRule
 

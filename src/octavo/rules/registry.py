@@ -9,7 +9,7 @@ from octavo._config import Config
 from octavo.numerics import nearest_names
 from octavo.rules.checks import check_op_names, check_regex, nearest_name
 from octavo.rules.exclusion import SENSITIVE, excluding
-from octavo.rules.mixed import MIXED, mixed_precision
+from octavo.rules.intmp import MIXED, mixed_precision
 from octavo.rules.rule import QuantizationRule
 
 

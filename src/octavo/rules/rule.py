@@ -12,7 +12,7 @@ from octavo.ops import Matmul, lowerings
 from octavo.qarray.arithmetic import ARITHMETICS
 from octavo.rules import checks
 from octavo.rules.conflicts import check_backward, check_forward
-from octavo.rules.overrides import check_overrides
+from octavo.rules.qwix_config import check_overrides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)

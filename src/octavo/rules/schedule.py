@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 from octavo._config import Config
+from octavo.rules.io import as_rules
 from octavo.rules.rule import QuantizationRule
-from octavo.rules.text import as_rules
 
 type Stages = tuple[tuple[int, tuple[QuantizationRule, ...]], ...]
 

@@ -106,7 +106,7 @@ class _Child:
 
     def result(self) -> Look:
         """What it found, once it is done."""
-        from octavo.transform.traffic import partitioned_text
+        from octavo.hlo.collectives import partitioned_text
 
         status = self.process.wait()
         if status < 0 and partitioned_text(self.dump) is not None:
@@ -137,12 +137,12 @@ def look(name: str, config: Config, where: Topology, *, dump: str | None = None,
     XLA's texts go to the directory `dump`; after a compilation that `crashed`, they are taken from there.
     """
     from octavo.data import make_dataset
+    from octavo.hlo import text as hlo
+    from octavo.hlo.collectives import compile_partitioned, partitioned_text, read_traffic
+    from octavo.hlo.work import products
     from octavo.train.mesh import make_mesh, sizes_of
     from octavo.train.roofline import estimate, flops_by_type, memory_bytes
     from octavo.train.setup import Setup
-    from octavo.transform import hlo
-    from octavo.transform.traffic import compile_partitioned, partitioned_text, read_traffic
-    from octavo.transform.work import products
 
     begin = time.perf_counter()
     mesh = make_mesh(config, _devices(where.devices))
@@ -227,7 +227,7 @@ def _held(setup: Any) -> dict[str, int]:
 
 def _temporaries(compiled: Any, module: Any) -> tuple[int, list[str]]:
     """The bytes of a device beside its state: as this machine's compiler lays them out, or else as an estimate."""
-    from octavo.transform.live import peak_bytes
+    from octavo.hlo.live import peak_bytes
 
     stats = None if isinstance(compiled, Exception) else compiled.memory_analysis()
     if stats is not None:
@@ -249,7 +249,7 @@ def multiplied(text: str) -> list[dict[str, Any]]:
     >>> multiplied("%0 = stablehlo.dot_general %a, %b : (tensor<8x4xi8>, tensor<4x2xi8>) -> tensor<8x2xi32>")
     [{'op': 'dot_general', 'lhs': 'i8', 'rhs': 'i8', 'out': 'i32', 'count': 1}]
     """
-    from octavo.transform.verify import read_stablehlo
+    from octavo.inspect.verify import read_stablehlo
 
     found: dict[tuple[str, ...], int] = {}
     for row in read_stablehlo(text):

@@ -7,9 +7,9 @@ from pathlib import Path
 import jax
 import yaml
 
+from octavo.inspect import Plan
 from octavo.train.config import Config
 from octavo.train.trainer import Trainer
-from octavo.transform import Plan
 
 type Say = Callable[[str], None]
 

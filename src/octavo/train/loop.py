@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from octavo.checkpoint import Checkpoints, CheckpointWarning
+from octavo.hlo.collectives import read_traffic
 from octavo.train import distributed
 from octavo.train.bounds import clipping, proposal, propose
 from octavo.train.config import Config
@@ -26,7 +27,6 @@ from octavo.train.state import begins_anew
 from octavo.train.stop import Stop, stopping
 from octavo.train.telemetry import Telemetry
 from octavo.train.trainer import Trainer
-from octavo.transform.traffic import read_traffic
 
 
 def train(config: Config, *, say: Say | None = None) -> Outcome:

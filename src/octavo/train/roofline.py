@@ -8,9 +8,9 @@ overlapped perfectly, a step would take the longest of them; if not at all, thei
 import dataclasses
 from collections.abc import Iterable
 
+from octavo.hlo.collectives import Traffic
+from octavo.hlo.work import Work
 from octavo.train.chips import Chip
-from octavo.transform.traffic import Traffic
-from octavo.transform.work import Work
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo.data.rows import KEYS
+from octavo.inspect import Plan, Verification, plan, verify
 from octavo.models import ModelConfig, abstract_params
 from octavo.ops.scatter import LOST
 from octavo.rules import QtRule, QuantizationRule, Schedule, recipe
@@ -26,7 +27,7 @@ from octavo.train.reduction import Reduction
 from octavo.train.sparse import make_masks
 from octavo.train.state import TrainState, initial_state
 from octavo.train.step import Batch, Stepper
-from octavo.transform import Plan, Verification, plan, quantized, scheduled, verify
+from octavo.transform import quantized, scheduled
 
 STOP = "stop"
 """The metric that says by which signal a process was asked to stop, where there are several."""

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from octavo.inspect.telemetry import by_class, probe, summarize
 from octavo.train.loss import total_weights
 from octavo.train.setup import Setup
 from octavo.train.sparse import masked
 from octavo.train.state import TrainState
 from octavo.train.step import Batch
 from octavo.train.trainer import Trainer
-from octavo.transform.probe import by_class, probe, summarize
 
 SHARE = 4
 """A quarter of a microbatch is enough for shares and ratios, and takes a quarter of the time."""

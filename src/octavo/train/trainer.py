@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from octavo.data import make_dataset
+from octavo.inspect import Plan, Verification
 from octavo.models import init_params
 from octavo.qarray import QArray, dequantize, shardings
 from octavo.rules import QuantizationRule
@@ -19,7 +20,7 @@ from octavo.train.setup import Setup, model_of
 from octavo.train.sparse import masked, updates_masks
 from octavo.train.state import TrainState
 from octavo.train.step import Batch, Metrics
-from octavo.transform import Plan, Verification, quantized
+from octavo.transform import quantized
 
 __all__ = ["Trainer", "model_of"]
 

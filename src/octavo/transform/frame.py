@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from octavo._typing import PRNGKeyArray
-from octavo.transform.origin import Origin
+from octavo.transform.weights import Origin
 
 if TYPE_CHECKING:
     from octavo.transform.provider import QuantizationProvider

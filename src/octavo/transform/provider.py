@@ -92,7 +92,7 @@ class QuantizationProvider:
     """
 
     probing: bool = False
-    """Whether operations also tell how well their number formats fit; see `octavo.transform.probe`."""
+    """Whether operations also tell how well their number formats fit; see `octavo.inspect.telemetry`."""
 
     def __init__(self, rules: Any, *, disable_jit: bool = False):
         del disable_jit  # Qwix needs it to see through jit; here jit is seen through anyway.

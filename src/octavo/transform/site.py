@@ -12,10 +12,10 @@ from octavo.ops.ragged import GMM
 from octavo.ops.scatter import Scatter
 from octavo.qarray import QArray
 from octavo.rules import QtRule, QuantizationRule, dot_config, find
-from octavo.transform.arithmetic import product_flops
 from octavo.transform.frame import BACKWARD, Context, Frame, Value, is_einsum, module_of, scope_names
-from octavo.transform.jaxprs import PRODUCTS, Equation, scope
-from octavo.transform.origin import Origin, common_module
+from octavo.transform.jaxpr import PRODUCTS, Equation, scope
+from octavo.transform.matmul_flops import product_flops
+from octavo.transform.weights import Origin, common_module
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 

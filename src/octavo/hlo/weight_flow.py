@@ -10,7 +10,7 @@ is known which weights a value is of.
 import functools
 from collections.abc import Callable
 
-from octavo.transform.hlo import Instruction, Module
+from octavo.hlo.text import Instruction, Module
 
 DATA = 1
 _FRESH = frozenset({"constant", "iota", "rng", "rng-bit-generator", "partition-id", "replica-id", "after-all"})

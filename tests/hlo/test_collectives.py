@@ -6,8 +6,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from octavo.transform.hlo import Shape, bits, read
-from octavo.transform.traffic import (
+from octavo.hlo.collectives import (
     Collective,
     Traffic,
     compile_partitioned,
@@ -15,7 +14,8 @@ from octavo.transform.traffic import (
     partitioned_hlo,
     read_traffic,
 )
-from octavo.transform.work import products
+from octavo.hlo.text import Shape, bits, read
+from octavo.hlo.work import products
 
 
 @pytest.fixture(scope="module")

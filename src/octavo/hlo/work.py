@@ -5,10 +5,10 @@ import math
 import re
 from collections.abc import Iterator
 
+from octavo.hlo.text import Instruction, Module, Shape, bits
+from octavo.hlo.visit import Walk
 from octavo.kernels import pallas
 from octavo.ops.parts import SHARE
-from octavo.transform.hlo import Instruction, Module, Shape, bits
-from octavo.transform.walk import Walk
 
 
 @dataclasses.dataclass(frozen=True)

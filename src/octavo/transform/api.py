@@ -11,15 +11,15 @@ import numpy as np
 
 from octavo._typing import PRNGKeyArray
 from octavo.qarray import QArray, Quantizer
-from octavo.transform import jaxprs
+from octavo.transform import jaxpr as jaxprs
+from octavo.transform.arguments import PARAMETERS, Weights, argument_names, is_quantized, leaf_paths, weight_names
+from octavo.transform.evaluate import evaluate
 from octavo.transform.frame import Context, Frame, Host, Key, Value
-from octavo.transform.interpret import evaluate
-from octavo.transform.origin import ACTIVATION, Origin, of_leaf, stored_quantizer
-from octavo.transform.paths import PARAMETERS, Weights, argument_names, is_quantized, leaf_paths, weight_names
 from octavo.transform.provider import QtProvider, QuantizationProvider, tracing
+from octavo.transform.rearrange import as_array
 from octavo.transform.site import Site
 from octavo.transform.state import check_calibrated, flat, nested
-from octavo.transform.structure import as_array
+from octavo.transform.weights import ACTIVATION, Origin, of_leaf, stored_quantizer
 
 _ON_UNMATCHED = ("error", "warn", "ignore")
 

@@ -10,8 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import octavo
-from octavo.transform.paths import weights_of_arguments
-from octavo.transform.traffic import Collective, Traffic, read_traffic
+from octavo.hlo.collectives import Collective, Traffic, read_traffic
+from octavo.transform.arguments import weights_of_arguments
 
 INT8 = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
 

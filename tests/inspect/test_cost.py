@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import octavo
+from octavo.inspect import Cost, cost
+from octavo.inspect.cost import Compute, Memory
 from octavo.qarray import Quantizer
-from octavo.transform import Cost, cost
-from octavo.transform.cost import Compute, Memory
 
 PARAMS, X = {"w": jax.ShapeDtypeStruct((64, 32), jnp.float32)}, jax.ShapeDtypeStruct((16, 64), jnp.float32)
 MACS = 16 * 64 * 32

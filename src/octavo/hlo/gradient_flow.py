@@ -11,8 +11,8 @@ import math
 import re
 from collections.abc import Callable
 
-from octavo.transform.hlo import Instruction, Module, group_size
-from octavo.transform.lineage import CALLS, PRODUCTS
+from octavo.hlo.text import Instruction, Module, group_size
+from octavo.hlo.weight_flow import CALLS, PRODUCTS
 
 NONE, WHOLE, UNCLEAR = 0, 1, -1
 

@@ -9,7 +9,7 @@ state in place, and slices of it are updated in place.
 import functools
 from collections.abc import Iterable
 
-from octavo.transform.hlo import Instruction, Module, shapes_of
+from octavo.hlo.text import Instruction, Module, shapes_of
 
 _PRODUCTS = frozenset({"dot", "ragged-dot", "convolution"})
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-all-")

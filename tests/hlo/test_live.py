@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from octavo.transform.hlo import read
-from octavo.transform.live import peak_bytes
-from octavo.transform.traffic import compile_partitioned
+from octavo.hlo.collectives import compile_partitioned
+from octavo.hlo.live import peak_bytes
+from octavo.hlo.text import read
 
 
 def test_products_lie_in_memory_until_they_are_last_read():

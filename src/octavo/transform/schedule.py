@@ -5,10 +5,10 @@ from typing import Any, SupportsIndex
 
 from octavo._typing import PRNGKeyArray
 from octavo.rules.schedule import Schedule
+from octavo.transform.api import Quantized, quantized
+from octavo.transform.arguments import Weights
 from octavo.transform.frame import Key
-from octavo.transform.paths import Weights
 from octavo.transform.provider import OVERWRITE, QtProvider
-from octavo.transform.quantized import Quantized, quantized
 from octavo.transform.state import keeping, kind_of, merged, nested, without
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from octavo.hlo.collectives import Traffic, read_traffic, sent_size
+from octavo.inspect.unmatched import unmatched
 from octavo.ops import DotConfig, Matmul, Operand, lowering_of
 from octavo.qarray import QArray
 from octavo.rules import QuantizationRule
-from octavo.transform.paths import weights_of_arguments
-from octavo.transform.quantized import Quantized, operand_axes, quantized
+from octavo.transform.api import Quantized, operand_axes, quantized
+from octavo.transform.arguments import weights_of_arguments
 from octavo.transform.site import Site
-from octavo.transform.traffic import Traffic, read_traffic, sent_size
-from octavo.transform.unmatched import unmatched
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,9 @@ from octavo._typing import Array
 from octavo.ops import KnownCall, known_call
 from octavo.ops.dispatch import DISPATCH, spread
 from octavo.qarray import QArray
-from octavo.transform import control
+from octavo.transform import control_flow as control
 from octavo.transform.frame import Frame, Value
-from octavo.transform.jaxprs import (
+from octavo.transform.jaxpr import (
     CUSTOM,
     PRODUCTS,
     Equation,
@@ -26,10 +26,10 @@ from octavo.transform.jaxprs import (
     scope,
 )
 from octavo.transform.notation import subscripts
-from octavo.transform.origin import CONSTANT, Origin, flow
 from octavo.transform.provider import Operation, operating
+from octavo.transform.rearrange import as_array, rearranged
 from octavo.transform.site import Site, find_site, own_site, rule_of
-from octavo.transform.structure import as_array, rearranged
+from octavo.transform.weights import CONSTANT, Origin, flow
 
 
 def evaluate(jaxpr: Jaxpr, values: list[Value], frame: Frame) -> list[Value]:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import octavo
 from octavo import DotConfig
-from octavo.transform.verify import Verification, read_stablehlo, verify
+from octavo.inspect.verify import Verification, read_stablehlo, verify
 
 PLAIN = (((1,), (0,)), ((), ()))
 X, W = jax.ShapeDtypeStruct((16, 64), jnp.float32), jax.ShapeDtypeStruct((64, 32), jnp.float32)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from octavo.qarray import QArray, shardings
-from octavo.transform import jaxprs
+from octavo.transform import jaxpr as jaxprs
 from octavo.transform.frame import Frame, Key, Value
-from octavo.transform.jaxprs import Equation, Jaxpr, scope
-from octavo.transform.origin import ACTIVATION, Origin, combine, scanned
-from octavo.transform.structure import as_array
+from octavo.transform.jaxpr import Equation, Jaxpr, scope
+from octavo.transform.rearrange import as_array
+from octavo.transform.weights import ACTIVATION, Origin, combine, scanned
 
 
 def concerns(eqn: Equation, values: list[Value], frame: Frame) -> bool:

@@ -17,9 +17,9 @@ import numpy as np
 
 from octavo._typing import PRNGKeyArray
 from octavo.ops.watch import SUMS, watchable
+from octavo.transform.api import Quantized, quantized
+from octavo.transform.arguments import Weights
 from octavo.transform.frame import Key
-from octavo.transform.paths import Weights
-from octavo.transform.quantized import Quantized, quantized
 from octavo.transform.site import Site
 from octavo.transform.state import nested
 from octavo.transform.watching import FITS

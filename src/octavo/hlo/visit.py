@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from octavo.transform.hlo import Instruction, Module
+from octavo.hlo.text import Instruction, Module
 
 
 class Counted(NamedTuple):

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import octavo
+from octavo.inspect import Stats, by_class, probe, summarize
 from octavo.ops.watch import SUMS, fit
-from octavo.transform import Stats, by_class, probe, summarize
 
 INT8 = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
 

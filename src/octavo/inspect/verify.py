@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 from jax import export
 
+from octavo.inspect.flops import Product, tally
 from octavo.kernels import pallas
-from octavo.transform.arithmetic import Window, conv_flops, dot_flops
-from octavo.transform.flops import Product, tally
-from octavo.transform.jaxprs import live, of_arrays, this_platform
+from octavo.transform.jaxpr import live, of_arrays, this_platform
+from octavo.transform.matmul_flops import Window, conv_flops, dot_flops
 
 LOW = ("native", "emulated")
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")

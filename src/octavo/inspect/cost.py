@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from octavo.inspect.flops import tally
 from octavo.numerics import FormatLike, get_format
 from octavo.qarray import QArray
-from octavo.transform.flops import tally
-from octavo.transform.jaxprs import live, of_arrays, this_platform
-from octavo.transform.paths import Weights, argument_names, is_quantized, leaf_paths, weight_names
+from octavo.transform.arguments import Weights, argument_names, is_quantized, leaf_paths, weight_names
+from octavo.transform.jaxpr import live, of_arrays, this_platform
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from octavo.qarray import QArray
-from octavo.transform.jaxprs import Equation
+from octavo.transform.jaxpr import Equation
 
 
 def as_array(data: Any) -> Any:

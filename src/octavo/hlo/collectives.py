@@ -17,11 +17,11 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from octavo.transform import hlo
-from octavo.transform.fate import EXCHANGES, Fates
-from octavo.transform.hlo import Instruction, Module, Shape, group_size
-from octavo.transform.lineage import Lineage
-from octavo.transform.walk import Walk
+from octavo.hlo import text as hlo
+from octavo.hlo.gradient_flow import EXCHANGES, Fates
+from octavo.hlo.text import Instruction, Module, Shape, group_size
+from octavo.hlo.visit import Walk
+from octavo.hlo.weight_flow import Lineage
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 _STARTS = {f"{kind}-start": kind for kind in KINDS} | {kind: kind for kind in KINDS}
