@@ -9,7 +9,7 @@ from octavo.cli.arguments import make_parser
 
 __all__ = ["main"]
 
-_WORDS = {"train": "train", "compare": "compare", "compile": "compile"}
+_WORDS = {"train": "train", "compare": "compare"}
 """Commands that take key=value words and print their own help, by the module that runs them."""
 _COMMANDS = {
     "doctor": "doctor",

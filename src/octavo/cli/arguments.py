@@ -53,7 +53,6 @@ def make_parser() -> argparse.ArgumentParser:
     # These take key=value words and print their own help, so `main` passes their words on.
     commands.add_parser("train", add_help=False, help="train a language model in a number format")
     commands.add_parser("compare", add_help=False, help="train in float and in recipes side by side, over seeds")
-    commands.add_parser("compile", add_help=False, help="what a step will be on devices that are not here")
     return parser
 
 
@@ -85,7 +84,7 @@ def _add_plan(commands: Any) -> None:
         "--sent",
         action="store_true",
         help="compile the function in low precision for the devices on which its inputs lie, and tell what each of "
-        "them sends; for the training step of a configuration see octavo compile",
+        "them sends; octavo train prints the same for its step",
     )
     form = plan.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the plan as JSON")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.train.sources import Sources
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
-_TRAINING = {"yaml": "pyyaml", "flax": "flax", "optax": "optax", "orbax": "orbax-checkpoint"}
+_TRAINING = {"yaml": "pyyaml", "pydantic": "pydantic", "flax": "flax", "optax": "optax", "orbax": "orbax-checkpoint"}
 
 
 def run(argv: Sequence[str]) -> int:
