@@ -15,4 +15,5 @@ def slow_except(keep, cases):
     unknown = [case for case in keep if case not in cases]
     if unknown:
         raise ValueError(f"{unknown} are not among the cases {cases}")
-    return [case if case in keep else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    slow = lambda case: pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)  # noqa: E731
+    return [case if case in keep else slow(case) for case in cases]
