@@ -1,5 +1,7 @@
 """Flax Linen models: quantized through a lifted transformation, checkpoints interchangeable with the float model."""
 
+import itertools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import pytest
 
 import octavo
 from octavo.rules import dot_config
+from tests.cases import slow_except
 from tests.ops.walk import dot_types
 
 pytestmark = pytest.mark.standard_promotion
@@ -125,9 +128,9 @@ class Layer(nn.Module):
         return x + nn.Dense(16)(nn.tanh(nn.Dense(16)(x))), None
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("scanned", "remat"), slow_except([(True, True)], itertools.product([False, True], [False, True]))
+)
 def test_scanned_and_rematerialized_layers(scanned, remat):
     model = Stack(scanned, remat)
     low = octavo.quantize_model(model, INT8)

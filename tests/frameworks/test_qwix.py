@@ -8,6 +8,7 @@ import pytest
 import qwix
 
 import octavo
+from tests.cases import slow_except
 
 pytestmark = [
     pytest.mark.standard_promotion,
@@ -38,8 +39,7 @@ RULES = {
 }
 
 
-@pytest.mark.sampled(18)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", slow_except(["qt"], RULES))
 def test_values_and_gradients_are_those_of_qwix(name):
     variables = Model().init(KEY, X)
     ours = octavo.quantize_model(Model(), octavo.QtProvider([octavo.QtRule(**RULES[name], arithmetic="qwix")]))

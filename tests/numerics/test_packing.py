@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.numerics import formats, pack_bits, packed_size, unpack_bits
+from octavo.numerics import formats, pack_bits, unpack_bits
 
 
 @given(bits=st.integers(1, 8), size=st.integers(0, 40), seed=st.integers(0, 99))
 def test_unpacking_inverts_packing(bits, size, seed):
     codes = np.random.default_rng(seed).integers(0, 2**bits, (3, size), np.uint8)
     packed = pack_bits(jnp.asarray(codes), bits)
-    assert packed.shape == (3, packed_size(size, bits))
+    assert packed.shape == (3, -(-size * bits // 8))
     np.testing.assert_array_equal(unpack_bits(packed, bits, size), codes)
 
 
@@ -37,13 +37,17 @@ def test_the_stream_is_little_endian():
 
 
 @pytest.mark.parametrize("name", sorted(n for n, f in formats().items() if f.bits <= 8))
-@pytest.mark.sampled(8)
 def test_every_format_goes_through_bits_and_back(name):
     fmt = formats()[name]
-    codes = fmt.encode(jnp.asarray(fmt.grid(), jnp.float32))
-    bits = fmt.to_bits(codes)
+
+    @jax.jit
+    def run(grid):
+        bits = fmt.to_bits(fmt.encode(grid))
+        back = fmt.from_bits(unpack_bits(pack_bits(bits, fmt.bits), fmt.bits, bits.size))
+        return bits, back, fmt.decode(back)
+
+    bits, back, values = run(jnp.asarray(fmt.grid(), jnp.float32))
     assert bits.dtype == jnp.uint8
     assert int(bits.max()) < 2**fmt.bits
-    back = fmt.from_bits(unpack_bits(pack_bits(bits, fmt.bits), fmt.bits, bits.size))
     assert back.dtype == fmt.storage
-    np.testing.assert_array_equal(fmt.decode(back), fmt.grid())
+    np.testing.assert_array_equal(values, fmt.grid())

@@ -1,5 +1,7 @@
 """Stochastic rounding is unbiased for every format, in every bucket, the last one included."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,25 +15,28 @@ ALL = sorted(formats())
 DRAWS = 20_000
 
 
-@pytest.mark.sampled(14)
-@pytest.mark.parametrize("bits", [24, 8])
+@functools.cache
+def noise(bits):
+    return Stochastic(bits=bits).noise(jax.random.key(1), (DRAWS, 40))
+
+
 @pytest.mark.parametrize("name", ALL)
-def test_mean_of_stochastic_rounding_is_the_value(name, bits):
+def test_mean_of_stochastic_rounding_is_the_value(name):
     fmt = formats()[name]
     rng = np.random.default_rng(0)
     grid = fmt.grid() if fmt.bits <= 8 else np.arange(-40.0, 41.0)
     place = rng.integers(0, len(grid) - 1, 40)
     fraction = rng.uniform(size=40)
     x = np.asarray(grid[place] + fraction * (grid[place + 1] - grid[place]), np.float32)
-    noise = Stochastic(bits=bits).noise(jax.random.key(1), (DRAWS, 40))
-    got = np.asarray(jax.jit(fmt.round)(jnp.broadcast_to(x, (DRAWS, 40)), noise), np.float64)
-    step = grid[place + 1] - grid[place]
-    assert np.all(np.isin(got, [grid[place], grid[place + 1]]))
-    bias = 0 if bits == 24 else 0.5 * 2.0**-bits
-    # A mean of DRAWS Bernoulli draws; 5 standard errors, and float32's resolution of x within a step.
-    error = np.abs(got.mean(axis=0) - x) / step
-    allowed = bias + 5 * np.sqrt(np.maximum(fraction * (1 - fraction), 1e-4) / DRAWS) + 2.0**-22 * np.abs(x) / step
-    assert np.all(error <= allowed)
+    low, high = grid[place], grid[place + 1]
+    rounded = jax.jit(lambda x, noise: fmt.round(jnp.broadcast_to(x, noise.shape), noise))
+    for bits, bias in ((24, 0), (8, 2.0**-9)):
+        got = np.asarray(rounded(x, noise(bits)), np.float64)
+        assert np.all((got == low) | (got == high))
+        # A mean of DRAWS Bernoulli draws; 5 standard errors, and float32's resolution of x within a step.
+        error = np.abs(got.mean(axis=0) - x) / (high - low)
+        spread = np.sqrt(np.maximum(fraction * (1 - fraction), 1e-4) / DRAWS)
+        assert np.all(error <= bias + 5 * spread + 2.0**-22 * np.abs(x) / (high - low))
 
 
 @given(st.integers(0, 255), st.floats(0, 1, width=32, exclude_max=True))
@@ -41,15 +46,6 @@ def test_eight_bit_noise_has_a_bias_of_at_most_a_512th_of_a_step(code, fraction)
     x = np.float32(code + fraction)
     mean = np.mean(np.asarray(fmt.round(jnp.full(256, x), noise), np.float64))
     assert abs(mean - x) <= 1 / 512 + 1e-12
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.sampled(8)
-def test_representable_values_never_move(name):
-    fmt = formats()[name]
-    grid = jnp.asarray(fmt.grid(), jnp.float32)
-    for value in (0.0, 0.5, 1 - 2.0**-24):
-        np.testing.assert_array_equal(fmt.round(grid, jnp.full_like(grid, value)), grid)
 
 
 def test_noise_is_shared_along_chosen_axes():

@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from octavo import Quantizer, fake_quant, formats
+from octavo import Quantizer, fake_quant
 
 X = jnp.asarray(np.random.default_rng(0).standard_t(3, size=(5, 48)), jnp.float32)
 
 
-@pytest.mark.sampled(18)
-@pytest.mark.parametrize("name", sorted(n for n, f in formats().items() if f.signed))
+@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn", "nf4", "nvfp4"])
 def test_values_are_those_of_the_quantizer(name):
-    np.testing.assert_array_equal(fake_quant(X, name), Quantizer(name).quantize(X).dequantize())
+    run = jax.jit(lambda x: (fake_quant(x, name), Quantizer(name).quantize(x).dequantize()))
+    np.testing.assert_array_equal(*run(X))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -27,22 +27,20 @@ def test_gradient_is_straight_through_without_clipping(dtype):
 @pytest.mark.parametrize(
     "calibration", ["fixed,1", "absmax,0.5", "rms,1", "percentile,90", "mse,9,0.3", "fixed,-0.5,1"]
 )
-@pytest.mark.sampled(6)
 def test_gradient_is_zero_exactly_where_values_are_clipped(calibration):
     how = Quantizer(
         "int2" if "mse" in calibration else "int8", calibration=calibration, channelwise_axes=(0,), tiled_axes={1: 16}
     )
-    grad = np.asarray(jax.jit(jax.grad(lambda x: jnp.sum(fake_quant(x, how))))(X))
-    bounds = {
-        k: np.repeat(np.broadcast_to(v, (5, v.shape[1])), 48 // v.shape[1], axis=1) for k, v in how.measure(X).items()
-    }
+    total = lambda x, clip: jnp.sum(fake_quant(x, how, clip_gradient=clip))  # noqa: E731
+    run = jax.jit(lambda x: (*(jax.grad(total)(x, clip) for clip in (True, False)), how.measure(x)))
+    grad, unclipped, measured = run(X)
+    bounds = {k: np.repeat(np.broadcast_to(v, (5, v.shape[1])), 48 // v.shape[1], axis=1) for k, v in measured.items()}
     high = bounds.get("absmax", bounds.get("max"))
     low = -high if "absmax" in bounds else bounds["min"]
     clipped = (np.asarray(X) > high) | (np.asarray(X) < low)
     assert clipped.any()
     np.testing.assert_array_equal(grad, ~clipped)
-    whole = jax.grad(lambda x: jnp.sum(fake_quant(x, how, clip_gradient=False)))(X)
-    np.testing.assert_array_equal(whole, 1)
+    np.testing.assert_array_equal(unclipped, 1)
 
 
 def test_the_maximum_itself_keeps_its_gradient():
