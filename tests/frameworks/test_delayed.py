@@ -8,11 +8,11 @@ import pytest
 
 import octavo
 from octavo.calibration import AmaxHistory
-from octavo.frameworks import quantizations
-from octavo.frameworks.injected import DotGeneral, Einsum
-from octavo.frameworks.quantizations import Quantization
+from octavo.compat import maxtext
+from octavo.compat.maxtext import Quantization
+from octavo.frameworks.linen_ops import DotGeneral, Einsum
 from octavo.rules import dot_config, recipe
-from octavo.transform.provider import OVERWRITE
+from octavo.transform.provider import GRADIENT_STATE
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -43,8 +43,8 @@ class TestEinsum:
     def run(self, op, w=None):
         """Outputs and gradients of steps whose operands grow and shrink, and the state that is left."""
         w = self.w if w is None else w
-        state = op.init(KEY, EQUATION, self.x, w).get(OVERWRITE, {})
-        apply = lambda x, w, state: op.apply({OVERWRITE: state}, EQUATION, x, w)  # noqa: E731
+        state = op.init(KEY, EQUATION, self.x, w).get(GRADIENT_STATE, {})
+        apply = lambda x, w, state: op.apply({GRADIENT_STATE: state}, EQUATION, x, w)  # noqa: E731
 
         @jax.jit
         def step(x, w, state, g):
@@ -101,13 +101,15 @@ class TestEinsum:
         )
         for wanted, got in zip(exact, (out, dx, dw), strict=True):
             assert 0 < jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted) < 0.15
-        fwd = jax.make_jaxpr(lambda s: op.apply({OVERWRITE: s}, EQUATION, self.x, self.w))(state)
-        grad = jax.make_jaxpr(jax.grad(lambda s: jnp.sum(op.apply({OVERWRITE: s}, EQUATION, self.x, self.w))))(state)
+        fwd = jax.make_jaxpr(lambda s: op.apply({GRADIENT_STATE: s}, EQUATION, self.x, self.w))(state)
+        grad = jax.make_jaxpr(jax.grad(lambda s: jnp.sum(op.apply({GRADIENT_STATE: s}, EQUATION, self.x, self.w))))(
+            state
+        )
         assert f"{short(dtypes[0])}[16,4,8]" in str(fwd)
         assert f"{short(dtypes[1])}[4,6,4,8]" in str(grad)
 
     def test_nanoo_has_an_einsum(self):
-        quant = quantizations.NANOOFp8Quantization()
+        quant = maxtext.NANOOFp8Quantization()
         seen, state = self.run(quant.einsum(dtype=jnp.float32))
         wanted, _ = self.run(Einsum(config_of("nanoo_fp8")))
         jax.tree.map(np.testing.assert_array_equal, seen, wanted)
@@ -120,9 +122,9 @@ class TestEinsum:
         op, x, v = Einsum(FP8), jax.random.normal(KEY, (4, 8)), jax.random.normal(KEY, (6, 5))
         w = 3 * jax.random.normal(KEY, (8, 6))
         operands = ("bi,ij,jk->bk", x, w, v)
-        state = op.init(KEY, *operands)[OVERWRITE]
+        state = op.init(KEY, *operands)[GRADIENT_STATE]
         assert sorted(state) == ["product0", "product1"]
-        new = jax.grad(lambda s: jnp.sum(op.apply({OVERWRITE: s}, *operands)))(state)
+        new = jax.grad(lambda s: jnp.sum(op.apply({GRADIENT_STATE: s}, *operands)))(state)
         scaling = octavo.ops.init_einsum_scaling(FP8, *operands)
         fn = lambda s: jnp.sum(octavo.einsum(*operands, config=FP8, scaling=s))  # noqa: E731
         by_hand = jax.grad(fn)(scaling)

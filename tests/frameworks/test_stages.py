@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import octavo
-from octavo.frameworks.injected import DotGeneral, Einsum
+from octavo.frameworks.linen_ops import DotGeneral, Einsum
 from octavo.rules import dot_config, recipe
-from octavo.transform.provider import OVERWRITE
+from octavo.transform.provider import GRADIENT_STATE
 
 KEY = jax.random.key(0)
 FP8 = dot_config(recipe("te_fp8_delayedscaling", exclude=None)[0], lhs_weight=False, rhs_weight=True)
 STAGES, STEPS = 2, 2
-AXES = {"params": 0, OVERWRITE: 0}
+AXES = {"params": 0, GRADIENT_STATE: 0}
 X = jax.random.normal(jax.random.key(1), (8, 16))
 
 
@@ -64,8 +64,8 @@ def batches(shape):
 
 
 def assert_same_and_of_their_own(ours, theirs):
-    jax.tree.map(np.testing.assert_array_equal, ours[OVERWRITE], theirs[OVERWRITE])
-    for history in jax.tree.leaves(ours[OVERWRITE]):
+    jax.tree.map(np.testing.assert_array_equal, ours[GRADIENT_STATE], theirs[GRADIENT_STATE])
+    for history in jax.tree.leaves(ours[GRADIENT_STATE]):
         newest = np.asarray(history)[..., :STEPS, :, :].reshape(STAGES, -1)
         assert len(np.unique(newest, axis=0)) == STAGES  # no stage has another's
         assert np.all(newest > 0)
@@ -116,12 +116,16 @@ class TestInjected:
                 return x, x
 
         model = nn.scan(
-            Turn, variable_axes={OVERWRITE: 0}, variable_broadcast="params", split_rngs={"params": False}, length=turns
+            Turn,
+            variable_axes={GRADIENT_STATE: 0},
+            variable_broadcast="params",
+            split_rngs={"params": False},
+            length=turns,
         )()
         start = jnp.ones((STAGES, *X.shape))
         rows = jnp.stack([X] * turns)
         variables = model.init(KEY, start, rows)
-        assert jax.tree.leaves(variables[OVERWRITE])[0].shape[:2] == (turns, STAGES)
+        assert jax.tree.leaves(variables[GRADIENT_STATE])[0].shape[:2] == (turns, STAGES)
 
         def loop(v, rows):
             x, seen = list(start), []
@@ -129,7 +133,7 @@ class TestInjected:
                 x = [rows[t], *x[:-1]]
                 own = lambda i, t=t: {  # noqa: E731
                     "params": slice_of(v["params"]["stages"], i),
-                    OVERWRITE: slice_of(slice_of(v[OVERWRITE]["stages"], t), i),
+                    GRADIENT_STATE: slice_of(slice_of(v[GRADIENT_STATE]["stages"], t), i),
                 }
                 x = [Layer().apply(own(i), x[i])[0] for i in range(STAGES)]
                 seen.append(jnp.stack(x))
@@ -137,7 +141,7 @@ class TestInjected:
 
         run = lambda v, x: model.apply(v, start, x)[1]  # noqa: E731
         ours, theirs = both(run, loop, variables, rows.shape)
-        jax.tree.map(np.testing.assert_array_equal, ours[OVERWRITE], theirs[OVERWRITE])
+        jax.tree.map(np.testing.assert_array_equal, ours[GRADIENT_STATE], theirs[GRADIENT_STATE])
 
     @pytest.mark.parametrize("kind", ["dot", "layer", "broadcast"])
     def test_state_that_two_products_would_share_is_refused(self, kind):
@@ -152,7 +156,7 @@ class TestInjected:
                 if kind == "layer":
                     dense = nn.Dense(16, dot_general_cls=functools.partial(DotGeneral, FP8))
                     return dense(dense(x))
-                shared = {"variable_axes": {"params": 0}, "variable_broadcast": OVERWRITE}
+                shared = {"variable_axes": {"params": 0}, "variable_broadcast": GRADIENT_STATE}
                 return nn.scan(Layer, **shared, split_rngs={"params": True}, length=2)()(x)[0]
 
         with pytest.raises(ValueError, match=r"is used by two products, but delayed scaling keeps.*dot_general_cls="):
@@ -214,6 +218,6 @@ class TestFunctions:
         x = jnp.stack([X, 3 * X])
         variables = self.variables(low, x)
         grads = jax.grad(lambda v: jnp.sum(self.applied(low)(v, x)))(variables)
-        history = grads[OVERWRITE]["dot_general0"]["lhs"]["amax_history"]
+        history = grads[GRADIENT_STATE]["dot_general0"]["lhs"]["amax_history"]
         assert history.shape == (1024, 1, 1, 1)
         assert history.ravel()[0] == 3 * jnp.max(jnp.abs(X))

@@ -40,7 +40,7 @@ pytestmark = [
 # 14 slicing by a traced index, and of biases       qarray/test_structure.py, test_a_traced_index_works and
 #                                                   test_slicing_is_slicing_the_values
 # 15 residuals are saved three times                test_aqt_15_one_residual_per_operand; ops/test_dot.py
-# 16 serving quantizes the float weight again       frameworks/test_injected.py, test_aqt_16_*
+# 16 serving quantizes the float weight again       frameworks/test_linen_ops.py, test_aqt_16_*
 # 17 a config is copied at every call               test_aqt_17_configs_are_hashable_and_traced_once
 # 18 int4 is widened on CPUs by a stale workaround  test_aqt_18_int4_runs_as_the_plan_says_on_every_platform
 # 19 interception replaces jax.lax.dot_general      transform/test_peer_bugs.py, test_aqt_19_*

@@ -12,7 +12,7 @@ from octavo.hlo.collectives import partitioned_hlo, read_traffic
 from octavo.train.setup import Setup
 from octavo.train.state import begins_anew
 from octavo.train.trainer import Trainer
-from octavo.transform.provider import OVERWRITE
+from octavo.transform.provider import GRADIENT_STATE
 from tests.train.common import EXPERTS, small
 
 pytestmark = pytest.mark.standard_promotion
@@ -212,7 +212,7 @@ def test_parts_of_a_batch_make_up_for_one_another():
         gradients = jax.jit(functools.partial(trainer.setup.stepper.gradients, step=0))
         found.append(gradients(trainer.state, trainer.batch(0))[:2])
     (sent, quant), (exact, _) = found
-    lost = quant[OVERWRITE]["decoder"]["layers"]["mlp"]
+    lost = quant[GRADIENT_STATE]["decoder"]["layers"]["mlp"]
     for name in ("wi_0", "wi_1", "wo"):
         arrived, whole = (tree["decoder"]["layers"]["mlp"][name]["kernel"] for tree in (sent, exact))
         rest, size = lost[name]["dot_general0"]["lost"]["error"].sum(1), float(jnp.abs(whole).max())

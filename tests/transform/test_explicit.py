@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import octavo
 from octavo import DotConfig, Matmul, Operand
-from octavo.frameworks.quantizations import manual_quantize
+from octavo.compat.maxtext import manual_quantize
 from octavo.qarray import shardings
 
 ROWS = ("data", "fsdp")

@@ -12,7 +12,7 @@ import numpy as np
 from octavo._config import Config
 from octavo.checkpoint.errors import CheckpointError
 from octavo.numerics import formats
-from octavo.qarray import QArray
+from octavo.qarray import QArray, is_qarray
 
 type Path = tuple[str, ...]
 
@@ -66,7 +66,7 @@ def leaves_of(tree: Any) -> dict[Path, tuple[Leaf, Any]]:
 
 def qarrays_of(tree: Any) -> dict[Path, QArray]:
     """The QArrays of a pytree by their paths."""
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, QArray))
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_qarray)
     return {_names(keys): node for keys, node in nodes if isinstance(node, QArray)}
 
 

@@ -13,7 +13,8 @@ import octavo
 from octavo.cli.target import Asked, UsageError, answering, explaining
 from octavo.hlo.collectives import Traffic, partitioned_hlo, read_traffic
 from octavo.inspect import Plan
-from octavo.transform.arguments import argument_names, is_quantized, leaf_paths, weight_names
+from octavo.qarray import is_qarray
+from octavo.transform.arguments import argument_names, leaf_paths, weight_names
 
 _PAGE = """<!doctype html>
 <meta charset="utf-8">
@@ -53,7 +54,7 @@ def _traffic(asked: Asked) -> Traffic:
     fn, inputs, name = asked.target.value, asked.inputs, asked.target.name
     if asked.target.framework is not None:
         raise UsageError(f"--sent is for functions: the shapes of the model {name} do not tell where its weights lie")
-    flat = jax.tree_util.tree_leaves_with_path(inputs, is_leaf=is_quantized)
+    flat = jax.tree_util.tree_leaves_with_path(inputs, is_leaf=is_qarray)
     names = weight_names(
         leaf_paths(fn, inputs, {}), [leaf for _, leaf in flat], asked.weights, argument_names(fn, len(inputs))
     )

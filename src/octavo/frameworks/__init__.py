@@ -1,7 +1,7 @@
 """Model objects: Flax Linen, Flax NNX and Equinox, each a thin way into the transformation."""
 
+from octavo.frameworks.gradient_state import accumulate_gradients, overwrite_with_gradients, split_gradients
 from octavo.frameworks.model import plan, quantize_model
-from octavo.frameworks.overwrite import accumulate_gradients, overwrite_with_gradients, split_gradients
 from octavo.frameworks.params import WithAux, quantize_params
 from octavo.frameworks.serving import convert, served
 

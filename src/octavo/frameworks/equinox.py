@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from octavo.frameworks.crossing import Crossing, public_methods, scoped
+from octavo.frameworks.module_call import ModuleCall, public_methods, scoped
 from octavo.frameworks.params import is_stored
 from octavo.qarray import QArray, Quantizer
 from octavo.transform.arguments import key_name
@@ -77,13 +77,13 @@ def quantize_equinox[M](
         )
     quantizers: dict[str, Quantizer] = {}
     for name in methods or ("__call__",):
-        quantizers |= _crossing(name, (result, *inputs), kwargs, on_unmatched="error").stored_quantizers()
+        quantizers |= _module_call(name, (result, *inputs), kwargs, on_unmatched="error").stored_quantizers()
     return _quantize(result, quantizers)
 
 
 def equinox_sites(model: eqx.Module, provider: QuantizationProvider, *args: Any, **kwargs: Any) -> list[Site]:
     """Every multiplication of a model called with arguments like these, and what the rules decide about it."""
-    return _crossing("__call__", (_converted(model, Family(provider, ())), *args), kwargs).sites()
+    return _module_call("__call__", (_converted(model, Family(provider, ())), *args), kwargs).sites()
 
 
 def _converted(model: Any, family: Family) -> Any:
@@ -139,12 +139,12 @@ def _turned(tree: Any, which: int) -> Any:
 def _entry(name: str, method: Any) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _crossing(name, args, kwargs).run({}, None, True)[0]
+        return _module_call(name, args, kwargs).run({}, None, True)[0]
 
     return call
 
 
-def _crossing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Crossing:
+def _module_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> ModuleCall:
     family, _, _ = args[0]._octavo
 
     def run(tree: Any) -> Any:
@@ -153,7 +153,7 @@ def _crossing(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], **option
 
     run.__name__ = run.__qualname__ = f"{type(args[0]).__name__}.{name}"
     tree = args, kwargs
-    return Crossing(run, tree, _names(tree), _paths(tree), family.provider, family.cache, **options)
+    return ModuleCall(run, tree, _names(tree), _paths(tree), family.provider, family.cache, **options)
 
 
 def _names(tree: Any) -> list[str | None]:

@@ -19,7 +19,7 @@ from flax.linen import transforms
 from octavo.frameworks.linen_state import PARAMS, host, leaf_names, nest, plain, replaced
 from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
-from octavo.transform.provider import OVERWRITE, QUANT_STATS, module_path
+from octavo.transform.provider import GRADIENT_STATE, QUANT_STATS, module_path
 from octavo.transform.schedule import StageProvider, united
 from octavo.transform.state import flat, keeping, merged, nested
 
@@ -184,10 +184,10 @@ class _Call:
 
     def _unused(self, pure: Callable[..., Any], args: Any, kwargs: Any, state: Mapping[str, Any]) -> Any:
         """What delayed scaling keeps for other stages and not for this one."""
-        if not (others := self._others()) or OVERWRITE not in state:
+        if not (others := self._others()) or GRADIENT_STATE not in state:
             return {}
         own, *rest = (self._quantized(pure, p)._discover(args, kwargs)[1] for p in (self.provider, *others))
-        keys = {key: None for known in rest for key in known if key.collection == OVERWRITE and key not in own}
+        keys = {key: None for known in rest for key in known if key.collection == GRADIENT_STATE and key not in own}
         return list(flat(state, keys).values())
 
     def _key(self) -> Any:

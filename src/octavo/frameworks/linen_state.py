@@ -8,11 +8,11 @@ import jax
 from flax.core import meta
 
 from octavo.frameworks.params import WithAux, unwrap
-from octavo.qarray import QArray, shardings
+from octavo.qarray import QArray, is_qarray, shardings
 from octavo.transform import Site
-from octavo.transform.arguments import is_quantized, key_name
+from octavo.transform.arguments import key_name
 from octavo.transform.frame import Frame, Key
-from octavo.transform.provider import OVERWRITE
+from octavo.transform.provider import GRADIENT_STATE
 
 PARAMS = "params"
 
@@ -54,7 +54,7 @@ def nest(tree: Any, prefix: str) -> Any:
 def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str = "") -> list[str | None]:
     """Parameters, in the first argument, by their path in the model; everything else is none."""
     names: list[str | None] = []
-    for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_quantized):
+    for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_qarray):
         keys = [key_name(k) for k in path]
         if keys[:2] != ["0", "0"] or PARAMS not in keys:
             names.append(None)
@@ -87,7 +87,7 @@ def host(frame: Frame, site: Site, call: Callable[[], Any]) -> Any:
     for key, value in frame.state.items():
         if key.path == path and key.name == site.op_id:
             variables.setdefault(key.collection, {})[key.name] = value
-    mutable = [c for c in variables if c != OVERWRITE] if frame.context.update else []
+    mutable = [c for c in variables if c != GRADIENT_STATE] if frame.context.update else []
     rngs = {} if frame.key is None else {"params": frame.key}
     out, after = place.apply(variables, mutable=mutable or ["intermediates"], rngs=rngs)  # pyrefly: ignore
     for collection in mutable:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, overload
 
-from octavo.frameworks.scheduled import ScheduledLinen, ScheduledModel, ScheduledNnx
+from octavo.frameworks.schedule import ScheduledLinen, ScheduledModel, ScheduledNnx
 from octavo.inspect import Plan
 from octavo.inspect import plan as plan_function
 from octavo.inspect.plan import plan_of

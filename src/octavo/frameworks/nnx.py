@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from octavo.frameworks.crossing import Crossing, public_methods, scoped
+from octavo.frameworks.module_call import ModuleCall, public_methods, scoped
 from octavo.frameworks.nnx_state import OverwriteWithGradient, QuantStat, is_member, level, put, state_places, updating
 from octavo.frameworks.params import WithAux, is_stored
 from octavo.transform.provider import QuantizationProvider
@@ -93,8 +93,8 @@ def nnx_sites(model: Any, provider: QuantizationProvider, *args: Any, **kwargs: 
     """Every multiplication of a model called with arguments like these, and what the rules decide about it."""
     model = _converted(model, provider, ())
     with nnx.update_context(_TAG):
-        crossing, _ = _crossing(type(model)._octavo[0], "__call__", (model, *_arrays(args)), _arrays(kwargs))
-        return crossing.sites()
+        call, _ = _module_call(type(model)._octavo[0], "__call__", (model, *_arrays(args)), _arrays(kwargs))
+        return call.sites()
 
 
 def staged(model: Any, provider: QuantizationProvider, methods: Collection[str] | None) -> Any:
@@ -162,8 +162,8 @@ def _call(family: Family, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     for place, variable in places.items():
         level(state, place)[place.name] = variable.get_value()
     with nnx.update_context(_TAG):
-        crossing, graphdefs = _crossing(family, name, args, kwargs)
-        result, new = crossing.run(state, key, updating(args, kwargs))
+        call, graphdefs = _module_call(family, name, args, kwargs)
+        result, new = call.run(state, key, updating(args, kwargs))
         if graphdefs[-1] is None:
             after, out = result
             _write((args, kwargs), after)
@@ -177,7 +177,7 @@ def _call(family: Family, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     return out
 
 
-def _crossing(family: Family, name: str, args: Any, kwargs: Any, **options: Any) -> tuple[Crossing, list[Any]]:
+def _module_call(family: Family, name: str, args: Any, kwargs: Any, **options: Any) -> tuple[ModuleCall, list[Any]]:
     """The call, and a list that is told when it is traced: the new structure of arguments and result, or None if they
     are what they were but for the values of variables.
     """
@@ -209,7 +209,7 @@ def _crossing(family: Family, name: str, args: Any, kwargs: Any, **options: Any)
     stored = {path for path, leaf in leaves if is_stored(leaf)}
     names = [known.get(path) for path, _ in leaves]
     modules = [_path(node) for _, node in nnx.iter_graph((args, kwargs)) if is_member(node)]
-    return Crossing(run, state, names, modules, family.provider, family.cache, **options), graphdefs
+    return ModuleCall(run, state, names, modules, family.provider, family.cache, **options), graphdefs
 
 
 def _turn(tree: Any, which: int) -> None:
@@ -258,9 +258,9 @@ def _initialize(model: Any, name: str, inputs: tuple[Any, ...], kwargs: dict[str
     family = type(model)._octavo[0]
     provider = family.provider
     with nnx.update_context(_TAG):
-        crossing, _ = _crossing(family, name, (model, *inputs), kwargs, on_unmatched="error")
-        quantizers = crossing.stored_quantizers()
-        state = crossing.initial() if provider.stateful else {}
+        call, _ = _module_call(family, name, (model, *inputs), kwargs, on_unmatched="error")
+        quantizers = call.stored_quantizers()
+        state = call.initial() if provider.stateful else {}
     modules = {_path(module): module for _, module in nnx.iter_modules(model)}
     for key, value in state.items():
         put(modules, key, value)

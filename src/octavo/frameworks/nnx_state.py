@@ -5,7 +5,7 @@ from typing import Any
 from flax import nnx
 
 from octavo.transform.frame import Key
-from octavo.transform.provider import OVERWRITE, QUANT_STATS
+from octavo.transform.provider import GRADIENT_STATE, QUANT_STATS
 from octavo.transform.state import kind_of
 
 
@@ -17,7 +17,7 @@ class OverwriteWithGradient(nnx.Variable):
     """State of delayed scaling, whose gradient is its new value."""
 
 
-VARIABLES = {QUANT_STATS: QuantStat, OVERWRITE: OverwriteWithGradient}
+VARIABLES = {QUANT_STATS: QuantStat, GRADIENT_STATE: OverwriteWithGradient}
 
 
 def is_member(node: Any) -> bool:

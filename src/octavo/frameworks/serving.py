@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from octavo.frameworks.model import framework_of, quantize_model
-from octavo.qarray import QArray, Quantizer, shardings
+from octavo.qarray import QArray, Quantizer, is_qarray, shardings
 from octavo.transform import PtqProvider, Quantized
-from octavo.transform.arguments import is_quantized, leaf_paths, weight_names
+from octavo.transform.arguments import leaf_paths, weight_names
 
 
 def served(model: Any, rules: Any = ()) -> Any:
@@ -68,14 +68,14 @@ def convert(
 
 def _is_whole(x: Any) -> bool:
     """A parameter: an array, a QArray, or one in a box of Flax's that names its axes."""
-    return is_quantized(x) or hasattr(x, "replace_boxed")
+    return is_qarray(x) or hasattr(x, "replace_boxed")
 
 
 def _names(params: Any) -> list[str | None]:
     fn: Callable[..., Any] = lambda params: None  # noqa: E731
     bare = jax.tree.map(lambda x: x.value if hasattr(x, "replace_boxed") else x, params, is_leaf=_is_whole)
     paths = leaf_paths(fn, (bare,), {})
-    return weight_names(paths, jax.tree.leaves(bare, is_leaf=is_quantized), "params", ["params"])
+    return weight_names(paths, jax.tree.leaves(bare, is_leaf=is_qarray), "params", ["params"])
 
 
 def _quantizers(model: Any, provider: PtqProvider, params: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]):

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from octavo.inspect.flops import tally
 from octavo.numerics import FormatLike, get_format
-from octavo.qarray import QArray
-from octavo.transform.arguments import Weights, argument_names, is_quantized, leaf_paths, weight_names
+from octavo.qarray import QArray, is_qarray
+from octavo.transform.arguments import Weights, argument_names, leaf_paths, weight_names
 from octavo.transform.jaxpr import live, of_arrays, this_platform
 
 
@@ -149,7 +149,7 @@ def cost(fn: Any, *args: Any, formats: Mapping[str, FormatLike] | None = None, w
     """
     if not callable(fn):
         raise TypeError(f"cost takes a function and its arguments, got {type(fn).__name__}: cost(fn, *args)")
-    whole = jax.tree.leaves(args, is_leaf=is_quantized)
+    whole = jax.tree.leaves(args, is_leaf=is_qarray)
     codes = _codes(whole)
     known = {q.qtype.name: q.qtype for q in codes.values()} | dict(formats or {})
     jaxpr, names = live(*of_arrays(fn, args, {})), {i: q.qtype.name for i, q in codes.items()}

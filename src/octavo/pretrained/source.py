@@ -12,7 +12,7 @@ import numpy as np
 from octavo.frameworks import served
 from octavo.models import ModelConfig, abstract_params, apply
 from octavo.pretrained.tokenizer import TextTokenizer
-from octavo.qarray import QArray
+from octavo.qarray import QArray, is_qarray
 from octavo.rules import QuantizationRule
 
 
@@ -99,7 +99,7 @@ def on_device(value: np.ndarray | jax.Array | QArray, dtype: str) -> Any:
 
 def paths_of(params: Any) -> dict[str, Any]:
     """The leaves of a tree of parameters by their paths; a QArray is one of them."""
-    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, QArray))
+    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_qarray)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in found}
 
 

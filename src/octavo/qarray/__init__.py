@@ -2,7 +2,7 @@
 
 from octavo.qarray.api import dequantize, fake_quant, from_numpy, inside, quantize, shardings, stack, to_numpy
 from octavo.qarray.arithmetic import ARITHMETICS, Arithmetic
-from octavo.qarray.qarray import QArray
+from octavo.qarray.qarray import QArray, is_qarray
 from octavo.qarray.quantizer import Quantizer
 from octavo.qarray.tiles import Tiles
 
@@ -16,6 +16,7 @@ __all__ = [
     "fake_quant",
     "from_numpy",
     "inside",
+    "is_qarray",
     "quantize",
     "shardings",
     "stack",

@@ -201,6 +201,11 @@ class QArray:
         return display.html(self)
 
 
+def is_qarray(x: Any) -> bool:
+    """Whether `x` is a QArray: the `is_leaf` of tree functions that take QArrays as leaves."""
+    return isinstance(x, QArray)
+
+
 def _validate(q: QArray) -> None:
     if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in (q.qvalue, q.scale)):
         return

@@ -13,7 +13,7 @@ from octavo import kernels, models
 from octavo._typing import Array, Bool, Shaped
 from octavo.frameworks import served
 from octavo.models import ModelConfig, apply, unstack_layers
-from octavo.qarray import QArray
+from octavo.qarray import QArray, is_qarray
 from octavo.serve import engine_native
 from octavo.serve.cache import KVCache, KVConfig
 from octavo.serve.sampling import MAX_LOGPROBS, Choice, Settings, choose, likeliest
@@ -195,4 +195,4 @@ def prepared(config: ModelConfig, load: Callable[[], Any], *, fuse: bool) -> tup
 
 
 def _stored(params: Any) -> list[Any]:
-    return jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QArray))
+    return jax.tree.leaves(params, is_leaf=is_qarray)

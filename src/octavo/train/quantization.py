@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from octavo import _sharding
-from octavo.frameworks.quantizations import aqt_int, constant_bounds
+from octavo.compat.maxtext import aqt_int, constant_bounds
 from octavo.numerics import BlockFormat, get_format
 from octavo.ops import Matmul
 from octavo.rules import QtRule, QuantizationRule, Schedule, as_rules, recipe

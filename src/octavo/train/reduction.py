@@ -13,7 +13,7 @@ from octavo import _sharding
 from octavo.ops.reduce import quantized_psum
 from octavo.train.loss import Losses
 from octavo.train.state import TrainState
-from octavo.transform.provider import OVERWRITE
+from octavo.transform.provider import GRADIENT_STATE
 
 AXIS = "data"
 """The axis of the mesh whose devices have copies of the parameters."""
@@ -98,6 +98,6 @@ def _alike(quant: dict[str, Any]) -> dict[str, Any]:
     mean = functools.partial(jax.lax.pmean, axis_name=AXIS)
 
     def shared(name: str, x: Any) -> Any:
-        return largest(x) if name == OVERWRITE or not jnp.issubdtype(x.dtype, jnp.floating) else mean(x)
+        return largest(x) if name == GRADIENT_STATE or not jnp.issubdtype(x.dtype, jnp.floating) else mean(x)
 
     return {name: jax.tree.map(functools.partial(shared, name), tree) for name, tree in quant.items()}

@@ -15,7 +15,7 @@ from octavo.train.reduction import Reduction
 from octavo.train.sparse import masked
 from octavo.train.state import TrainState
 from octavo.transform import Scheduled
-from octavo.transform.provider import OVERWRITE
+from octavo.transform.provider import GRADIENT_STATE
 
 type Batch = dict[str, Any]
 type Metrics = dict[str, jax.Array]
@@ -51,10 +51,10 @@ class Stepper:
         """The same of some of a batch's rows, where `weights` are those of all, and `share` is theirs in it."""
         share = share / self.accumulation
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        overwrite = state.quant.get(OVERWRITE, {})
+        overwrite = state.quant.get(GRADIENT_STATE, {})
 
         def value(params: Any, overwrite: Any, stats: Any, micro: Batch, key: jax.Array):
-            call = self.loss.stateful({**stats, OVERWRITE: overwrite}, step=step, key=key)
+            call = self.loss.stateful({**stats, GRADIENT_STATE: overwrite}, step=step, key=key)
             (loss, losses), new = call(masked(params, state.masks), micro, weights, share)
             return loss, (losses, _without_overwrite(new))
 
@@ -84,7 +84,7 @@ class Stepper:
 
             (sums, new, stats), _ = jax.lax.scan(body, (summed, widest, stats), (micros, keys))
             gradients, losses, loss = sums
-        quant = {**stats, OVERWRITE: new} if new else stats
+        quant = {**stats, GRADIENT_STATE: new} if new else stats
         return gradients, quant, losses, loss
 
     def train(self, state: TrainState, batch: Batch, *, step: int) -> tuple[TrainState, Metrics]:
@@ -133,4 +133,4 @@ def _where_lost(lost: Any, rest: Any) -> Any:
 
 
 def _without_overwrite(quant: dict[str, Any]) -> dict[str, Any]:
-    return {name: tree for name, tree in quant.items() if name != OVERWRITE}
+    return {name: tree for name, tree in quant.items() if name != GRADIENT_STATE}

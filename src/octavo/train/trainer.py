@@ -10,7 +10,7 @@ import jax
 from octavo.data import make_dataset
 from octavo.inspect import Plan, Verification
 from octavo.models import init_params
-from octavo.qarray import QArray, dequantize, shardings
+from octavo.qarray import QArray, dequantize, is_qarray, shardings
 from octavo.rules import QuantizationRule
 from octavo.train import distributed
 from octavo.train.config import Config
@@ -97,9 +97,7 @@ class Trainer:
         if not self.config.checkpoint_is_quantized:
             return load(path, params, part="params").state
         found = load(path, part="params").state
-        floats = jax.tree.map(
-            lambda x: dequantize(x) if isinstance(x, QArray) else x, found, is_leaf=lambda x: isinstance(x, QArray)
-        )
+        floats = jax.tree.map(lambda x: dequantize(x) if isinstance(x, QArray) else x, found, is_leaf=is_qarray)
         return floats if self.setup.is_single else distributed.spread(floats, self.setup.shardings.params)
 
     def quantized_params(self) -> Any:

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from octavo._typing import PRNGKeyArray
-from octavo.qarray import QArray, Quantizer
+from octavo.qarray import QArray, Quantizer, is_qarray
 from octavo.transform import jaxpr as jaxprs
-from octavo.transform.arguments import PARAMETERS, Weights, argument_names, is_quantized, leaf_paths, weight_names
+from octavo.transform.arguments import PARAMETERS, Weights, argument_names, leaf_paths, weight_names
 from octavo.transform.evaluate import evaluate
 from octavo.transform.frame import Context, Frame, Host, Key, Value
 from octavo.transform.provider import QtProvider, QuantizationProvider, tracing
@@ -171,7 +171,7 @@ class Quantized:
     # How it is done.
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_quantized)
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_qarray)
         if self._names is not None:
             names = self._names(args, kwargs)
         else:

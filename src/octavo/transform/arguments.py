@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from octavo.qarray import QArray
+from octavo.qarray import QArray, is_qarray
 
 PARAMETERS = (
     "params",
@@ -35,10 +35,6 @@ def key_name(entry: Any) -> str:
     return str(entry)
 
 
-def is_quantized(x: Any) -> bool:
-    return isinstance(x, QArray)
-
-
 def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     """The names of positional arguments, as far as the signature tells."""
     try:
@@ -58,7 +54,7 @@ def leaf_paths(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """The path of every leaf of (args, kwargs), beginning with its argument's name."""
     names = argument_names(fn, len(args))
     paths = []
-    for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_quantized):
+    for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_qarray):
         parts = [key_name(entry) for entry in path[1:]]
         if key_name(path[0]) == "0":
             parts[0] = names[int(parts[0])]

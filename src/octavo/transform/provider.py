@@ -21,7 +21,7 @@ from octavo.transform.ranges import QUANT_STATS, static_ranges
 from octavo.transform.site import Site
 from octavo.transform.watching import watch
 
-OVERWRITE = "_overwrite_with_gradient"
+GRADIENT_STATE = "_overwrite_with_gradient"
 
 
 @dataclasses.dataclass
@@ -271,7 +271,7 @@ def _run(
         ]
         return op(*quantized, *args, **kwargs)
     if ops.trackers_of(config) or (config.scatter is not None and config.scatter.feedback):
-        key = Key(OVERWRITE, site.path, site.op_id)
+        key = Key(GRADIENT_STATE, site.path, site.op_id)
         scaling |= frame.read(key, lambda: init_scaling(config))
     if frame.context.provider.probing:
         scaling |= watch(site, frame, config, operands)

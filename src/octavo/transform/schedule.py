@@ -8,7 +8,7 @@ from octavo.rules.schedule import Schedule
 from octavo.transform.api import Quantized, quantized
 from octavo.transform.arguments import Weights
 from octavo.transform.frame import Key
-from octavo.transform.provider import OVERWRITE, QtProvider
+from octavo.transform.provider import GRADIENT_STATE, QtProvider
 from octavo.transform.state import keeping, kind_of, merged, nested, without
 
 
@@ -83,7 +83,7 @@ class Scheduled:
         def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
             whole = dict(state or {})
             out, new = stage.stateful(whole, key=key, update=update and updates)(*args, **kwargs)
-            unused = without(whole.get(OVERWRITE, {}), new.get(OVERWRITE, {}))
+            unused = without(whole.get(GRADIENT_STATE, {}), new.get(GRADIENT_STATE, {}))
             return keeping(out, unused), merged(whole, new)
 
         return call

@@ -12,7 +12,7 @@ from flax import nnx
 import octavo
 from octavo.frameworks.nnx import OverwriteWithGradient, QuantStat
 from octavo.rules.schedule import Schedule
-from octavo.transform.provider import OVERWRITE
+from octavo.transform.provider import GRADIENT_STATE
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -75,10 +75,10 @@ class TestLinen:
         variables = low.init(KEY, X)
         alone = octavo.quantize_model(self.model, DELAYED)
         same(variables, alone.init(KEY, X))
-        warm = {**variables, OVERWRITE: jax.tree.map(lambda x: x + 3, variables[OVERWRITE])}
+        warm = {**variables, GRADIENT_STATE: jax.tree.map(lambda x: x + 3, variables[GRADIENT_STATE])}
         grad = lambda model: jax.grad(lambda v: jnp.sum(model.apply(v, X) ** 2))(warm)  # noqa: E731
-        same(grad(low.at(0))[OVERWRITE], warm[OVERWRITE])
-        same(grad(low.at(3))[OVERWRITE], warm[OVERWRITE])
+        same(grad(low.at(0))[GRADIENT_STATE], warm[GRADIENT_STATE])
+        same(grad(low.at(3))[GRADIENT_STATE], warm[GRADIENT_STATE])
         same(grad(low.at(2)), grad(alone))
         same(grad(low.at(0))["params"], grad(octavo.quantize_model(self.model, INT8))["params"])
 

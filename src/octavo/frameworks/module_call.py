@@ -13,11 +13,11 @@ from octavo.frameworks.params import is_stored, unwrap
 from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
 from octavo.transform.frame import FROM_ROOT
-from octavo.transform.provider import OVERWRITE, module_path
+from octavo.transform.provider import GRADIENT_STATE, module_path
 from octavo.transform.state import keeping, without
 
 
-class Crossing:
+class ModuleCall:
     """One call of `fn(tree)` in low precision, where `names` says which leaves of the tree are parameters.
 
     `modules` are the paths of the modules in the tree, one of which every multiplication belongs to.
@@ -60,7 +60,7 @@ class Crossing:
     def run(self, state: Mapping[str, Any], key: Any, update: bool | frozenset[str]) -> tuple[Any, dict[str, Any]]:
         """The result and the new state of operations; that of others has itself for a gradient, so that it is kept."""
         arrays, new = self.quantized._run((self.inputs,), {}, state, key, update)
-        computed = iter(keeping(arrays, without(state.get(OVERWRITE, {}), new.get(OVERWRITE, {}))))
+        computed = iter(keeping(arrays, without(state.get(GRADIENT_STATE, {}), new.get(GRADIENT_STATE, {}))))
         leaves = [leaf if passed else next(computed) for passed, leaf in self.passed]
         return jax.tree.unflatten(self.out_tree, leaves), new
 

@@ -10,7 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from octavo.frameworks.quantizations import Quantization
+from octavo.compat.quantization import Quantization
 
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "te_fp8_delayedscaling": ("DelayedScaling", {}),

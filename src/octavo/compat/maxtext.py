@@ -1,64 +1,43 @@
-"""Quantization objects as MaxText's layers take them: each gives a `dot_general_cls` and an `einsum` to inject.
-
-All of them are faces of one thing, a config or rules; only Flax's own float8 operations, which keep amax histories
-themselves, stand for themselves.
-"""
+"""MaxText's `quantizations.py`: the quantization that its config asks for, and the functions around it."""
 
 import dataclasses
-import functools
 import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from octavo._names import unknown_name
 from octavo.calibration import Fixed, get_calibration
-from octavo.frameworks.injected import ConvGeneralDilated, DotGeneral, Einsum
-from octavo.numerics import nearest_names
+from octavo.compat import transformer_engine
+from octavo.compat.quantization import (
+    AqtQuantization,
+    Fp8Quantization,
+    NANOOFp8Quantization,
+    Quantization,
+    get_quant_mode,
+)
 from octavo.ops import DotConfig, aqt
-from octavo.qarray import QArray, quantize
+from octavo.qarray import QArray, is_qarray, quantize
 from octavo.rules import dot_config, mixed_precision, recipe, recipes
 
-MODES = ("train", "calibrate", "convert", "serve")
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantization:
-    """A config (or rules by the path of the layer) as operations for Flax Linen layers.
-
-    `mesh_axes` are accepted where MaxText passes them: scales take their sharding from the parameter's own when it is
-    converted, so they are not needed. `static` remembers the range of activations, which mode "calibrate" collects.
-    """
-
-    how: Any = None
-    quant_mode: str = "train"
-    static: bool = False
-    replicate_scale: bool = False
-
-    def __post_init__(self):
-        object.__setattr__(self, "quant_mode", get_quant_mode(self.quant_mode))
-
-    def dot_general_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
-        """What `nn.Dense` and its like take as `dot_general_cls`."""
-        del mesh_axes
-        return functools.partial(DotGeneral, self.how, static=self.static)
-
-    def einsum(self, mesh_axes: Sequence[str] = ()) -> Any:
-        """A module that is called as `jnp.einsum` is."""
-        del mesh_axes
-        return Einsum(self.how, static=self.static)
-
-    def conv_general_dilated_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
-        """What `nn.Conv` takes as `conv_general_dilated_cls`."""
-        del mesh_axes
-        return functools.partial(ConvGeneralDilated, self.how, static=self.static)
-
-
-class AqtQuantization(Quantization):
-    """AQT's numerics: `how` is a config that `octavo.ops.aqt` makes, or the rules of a mixed-precision table."""
+__all__ = [
+    "AqtQuantization",
+    "Fp8Quantization",
+    "NANOOFp8Quantization",
+    "Quantization",
+    "aqt_int",
+    "configure_quantization",
+    "constant_bounds",
+    "get_quant_mode",
+    "in_convert_mode",
+    "in_serve_mode",
+    "manual_quantize",
+    "match_quantized_params",
+    "qwix_quantization",
+    "remove_quantized_params",
+]
 
 
 def qwix_quantization(
@@ -76,43 +55,6 @@ def qwix_quantization(
         bwd_calibration_method=methods[2],
     )
     return Quantization(rules)
-
-
-@dataclasses.dataclass(frozen=True)
-class Fp8Quantization(Quantization):
-    """Delayed scaling by Flax's own operations, for NVIDIA's float8 formats."""
-
-    def dot_general_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
-        del mesh_axes
-        return nn.Fp8DirectDotGeneralOp
-
-    def einsum(self, mesh_axes: Sequence[str] = (), dtype: Any = jnp.float32) -> Any:
-        del mesh_axes
-        return _Fp8Einsum(dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class NANOOFp8Quantization(Quantization):
-    """Delayed scaling for the fnuz formats of AMD's MI300: Flax's own operation, and an einsum, which Flax has not."""
-
-    def dot_general_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
-        del mesh_axes
-        return nn.NANOOFp8DotGeneralOp
-
-    def einsum(self, mesh_axes: Sequence[str] = (), dtype: Any = jnp.float32) -> Any:
-        del mesh_axes
-        return _Fp8Einsum(dtype, functools.partial(Einsum, recipe("nanoo_fp8", exclude=None)))
-
-
-class _Fp8Einsum(nn.Module):
-    dtype: Any
-    op: Callable[..., Any] = nn.Fp8Einsum
-
-    @nn.compact
-    def __call__(self, subscripts: str, lhs: Any, rhs: Any, **kwargs: Any) -> Any:
-        # The right operand is the weight; Flax takes the dtype of the computation from it.
-        lhs, rhs = (x.astype(self.dtype) for x in (lhs, rhs))
-        return self.op(name="fp8_einsum")(subscripts, lhs, rhs, **kwargs)
 
 
 def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quantization | None:
@@ -152,10 +94,7 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
             found = qwix_quantization(*(methods[side] for side in ("act", "weight", "bwd")))
             return dataclasses.replace(found, **options)
     if name not in recipes():
-        raise ValueError(f"quantization={name!r} is no recipe: {nearest_names(name, recipes())}")
-    # It subclasses what is here.
-    from octavo.frameworks import transformer_engine
-
+        raise ValueError(f"quantization={name!r} is no recipe: {unknown_name(name, recipes())}")
     if name in transformer_engine.RECIPES and transformer_engine.is_usable():
         return transformer_engine.TransformerEngineQuantization(recipe(name, exclude=None), name=name, **options)
     return Quantization(recipe(name, exclude=None), **options)
@@ -204,17 +143,6 @@ def manual_quantize(tensor: Any, calibration_method: str, dtype: Any = jnp.float
     return quantize(tensor, dtype, calibration_method=method)
 
 
-def get_quant_mode(mode: str = "train") -> str:
-    """A mode by its name.
-
-    >>> get_quant_mode("serve")
-    'serve'
-    """
-    if mode not in MODES:
-        raise ValueError(f"a mode is one of {', '.join(MODES)}; got {mode!r}")
-    return mode
-
-
 def in_convert_mode(quant: Quantization | None) -> bool:
     """Whether a quantization is to convert."""
     return quant is not None and quant.quant_mode == "convert"
@@ -227,7 +155,7 @@ def in_serve_mode(quant: Quantization | None) -> bool:
 
 def match_quantized_params(quantized: Any, params: Any) -> list[tuple[Any, ...]]:
     """The paths of the float parameters that have a counterpart in low precision."""
-    stored = {path for path, leaf in _leaves(quantized) if isinstance(leaf, QArray)}
+    stored = {path for path, leaf in _leaves(quantized) if is_qarray(leaf)}
     found = [path for path, _ in _leaves(params) if path in stored]
     if missing := stored - set(found):
         raise ValueError(f"quantized parameters without a float one: {sorted(map(str, missing))[:5]}")
@@ -247,4 +175,4 @@ def remove_quantized_params(params: Any, quantized: Any) -> Any:
 
 
 def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, QArray))
+    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_qarray)

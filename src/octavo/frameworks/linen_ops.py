@@ -13,13 +13,13 @@ from octavo.calibration import RunningMean
 from octavo.ops import DotConfig, Operand
 from octavo.qarray import Quantizer
 from octavo.rules import QuantizationRule, dot_config, find
-from octavo.transform.provider import OVERWRITE, QUANT_STATS
+from octavo.transform.provider import GRADIENT_STATE, QUANT_STATS
 
 type How = DotConfig | tuple[QuantizationRule, ...] | None
 """A config; or rules, of which the first that matches the path of the layer decides; or nothing: float."""
 
 
-class _Injected(nn.Module):
+class _LinenOp(nn.Module):
     """What the injected operations share: their config, remembered ranges and random keys.
 
     `how` is a `DotConfig`, or rules whose `module_path` is matched with the path of the layer that this is injected
@@ -63,13 +63,13 @@ class _Injected(nn.Module):
 
     def _own_state(self, init: Callable[[], Any]) -> dict[str, Any]:
         """The state of trackers, of one product only: the gradients of two would be added up, and they are states."""
-        if self.is_initializing() and self.has_variable(OVERWRITE, "scaling"):
+        if self.is_initializing() and self.has_variable(GRADIENT_STATE, "scaling"):
             raise ValueError(
                 f"{type(self).__name__} at {'/'.join(self.path)!r} is used by two products, but delayed scaling keeps "
                 "the state of one: give each layer an operation of its own (dot_general_cls=, not one dot_general= for "
-                f"all), and in nn.scan and nn.vmap give the state an axis, variable_axes={{{OVERWRITE!r}: 0}}"
+                f"all), and in nn.scan and nn.vmap give the state an axis, variable_axes={{{GRADIENT_STATE!r}: 0}}"
             )
-        return self.variable(OVERWRITE, "scaling", init).value
+        return self.variable(GRADIENT_STATE, "scaling", init).value
 
     def _static_range(self, side: str, how: Quantizer, x: Array) -> dict[str, Array]:
         measured = {k: v.astype(jnp.float32) for k, v in how.measure(jax.lax.stop_gradient(x)).items()}
@@ -86,7 +86,7 @@ class _Injected(nn.Module):
         return tracker.read(stat.value, measured)
 
 
-class DotGeneral(_Injected):
+class DotGeneral(_LinenOp):
     """`jax.lax.dot_general` in low precision, for layers that take a `dot_general` or a `dot_general_cls`.
 
     >>> import functools
@@ -118,7 +118,7 @@ class DotGeneral(_Injected):
         return ops.dot_general(lhs, rhs, dimension_numbers, **kinds, config=config, key=self._key(), scaling=scaling)
 
 
-class Einsum(_Injected):
+class Einsum(_LinenOp):
     """`jax.numpy.einsum` in low precision, for layers that take an einsum.
 
     Each contraction of two operands is a `DotGeneral` of its own, named "product0" and so on, with ranges of its own.
@@ -140,7 +140,7 @@ class Einsum(_Injected):
         return ops.pairwise(product, subscripts, *operands, **kwargs)
 
 
-class ConvGeneralDilated(_Injected):
+class ConvGeneralDilated(_LinenOp):
     """`jax.lax.conv_general_dilated` in low precision, for layers that take a `conv_general_dilated_cls`.
 
     >>> import functools

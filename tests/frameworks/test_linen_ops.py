@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import octavo
-from octavo.frameworks import quantizations
-from octavo.frameworks.injected import ConvGeneralDilated, DotGeneral, Einsum
+from octavo.compat import maxtext
+from octavo.frameworks.linen_ops import ConvGeneralDilated, DotGeneral, Einsum
 from octavo.ops import aqt
 from octavo.rules import mixed_precision
 from tests.cases import slow_except
@@ -210,22 +210,22 @@ class TestModes:
             self.model.apply(self.model.init(KEY, X), X)
 
     def test_names(self):
-        quant = quantizations.configure_quantization(types.SimpleNamespace(quantization="int8"), "serve")
-        assert quantizations.in_serve_mode(quant)
-        assert not quantizations.in_convert_mode(quant)
-        assert not quantizations.in_serve_mode(None)
+        quant = maxtext.configure_quantization(types.SimpleNamespace(quantization="int8"), "serve")
+        assert maxtext.in_serve_mode(quant)
+        assert not maxtext.in_convert_mode(quant)
+        assert not maxtext.in_serve_mode(None)
         with pytest.raises(ValueError, match="a mode is one of train, calibrate, convert, serve; got 'sreve'"):
-            quantizations.get_quant_mode("sreve")
+            maxtext.get_quant_mode("sreve")
 
     def test_quantized_parameters_are_matched_and_removed(self):
         model = Model(CONFIGS["int8"], experts=False)
         variables = trained(model)
         converted = octavo.convert(model, variables, X)
-        left = quantizations.remove_quantized_params(variables["params"], converted["params"])
+        left = maxtext.remove_quantized_params(variables["params"], converted["params"])
         assert isinstance(left["first"]["kernel"], dict)
         np.testing.assert_array_equal(left["first"]["bias"], variables["params"]["first"]["bias"])
         with pytest.raises(ValueError, match="quantized parameters without a float one"):
-            quantizations.match_quantized_params(converted["params"], {"other": jnp.ones(3)})
+            maxtext.match_quantized_params(converted["params"], {"other": jnp.ones(3)})
 
 
 def test_a_function_is_converted_and_served():
@@ -384,7 +384,7 @@ class TestConfigure:
     )
     def test_every_kind_trains_a_layer(self, name, kind, forward):
         config = types.SimpleNamespace(quantization=name, quantization_local_shard_count=2)
-        quant = quantizations.configure_quantization(config)
+        quant = maxtext.configure_quantization(config)
         assert type(quant).__name__ == kind
         model = nn.Dense(32, use_bias=False, dot_general_cls=quant.dot_general_cls(("embed", "mlp")))
         x = jax.random.normal(KEY, (64, 32))
@@ -400,7 +400,7 @@ class TestConfigure:
 
     def test_constant_bounds(self):
         config = types.SimpleNamespace(quantization="aqt_fp8_full", constant_bound_config=[1, 2, 3, 4, 5, 6])
-        how = quantizations.configure_quantization(config).how
+        how = maxtext.configure_quantization(config).how
         assert [m.calibration.bound for x in (how.fwd, how.dlhs, how.drhs) for m in (x.lhs, x.rhs)] == [
             1,
             2,
@@ -410,7 +410,7 @@ class TestConfigure:
             6,
         ]
         with pytest.raises(ValueError, match="six bounds"):
-            quantizations.configure_quantization(
+            maxtext.configure_quantization(
                 types.SimpleNamespace(quantization="aqt_fp8_full", constant_bound_config=[1])
             )
 
@@ -418,17 +418,17 @@ class TestConfigure:
         path = tmp_path / "bits.json"
         path.write_text('{"__default__": {"w_bits": 8}, "first": {"w_bits": 4}}')
         config = types.SimpleNamespace(quantization="intmp", quant_cfg_path=str(path))
-        quant = quantizations.configure_quantization(config)
+        quant = maxtext.configure_quantization(config)
         model = Model(quant.how, conv=False, experts=False)
         params = octavo.convert(model, trained(model), X)["params"]
         assert (params["first"]["kernel"].qtype.name, params["second"]["kernel"].qtype.name) == ("int4", "int8")
         with pytest.raises(ValueError, match="needs quant_cfg_path"):
-            quantizations.configure_quantization(types.SimpleNamespace(quantization="intmp"))
+            maxtext.configure_quantization(types.SimpleNamespace(quantization="intmp"))
 
     def test_nothing_and_a_typo(self):
-        assert quantizations.configure_quantization(types.SimpleNamespace(quantization="")) is None
+        assert maxtext.configure_quantization(types.SimpleNamespace(quantization="")) is None
         with pytest.raises(ValueError, match="quantization='int9' is no recipe: did you mean"):
-            quantizations.configure_quantization(types.SimpleNamespace(quantization="int9"))
+            maxtext.configure_quantization(types.SimpleNamespace(quantization="int9"))
 
 
 @pytest.mark.parametrize("fields", [{"rotate": 32}, {"sparsity": (2, 4)}])

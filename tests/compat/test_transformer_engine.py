@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from octavo.frameworks import transformer_engine
-from octavo.frameworks.quantizations import Quantization, configure_quantization
+from octavo.compat import transformer_engine
+from octavo.compat.maxtext import Quantization, configure_quantization
 from octavo.rules import recipes
 
 pytestmark = pytest.mark.standard_promotion
