@@ -89,14 +89,16 @@ def inputs(dtype):
     return {name: np.asarray(value).astype(DTYPES[dtype]) for name, value in arrays.items()}
 
 
-def program(quantizer):
+def program(quantizer, thorough):
     """What the checks look at, of one input."""
 
     def run(x):
         q = quantizer.quantize(x)
-        packed = q.pack()
         values = q.dequantize()
-        again = quantizer.quantize(values.astype(x.dtype), bounds=quantizer.measure(x))
+        if not thorough:
+            return {"codes": q.qvalue, "values": values}
+        packed = q.pack()
+        again = quantizer.quantize(values, bounds=quantizer.measure(x))
         return {
             "codes": q.qvalue,
             "numbers": q.qtype.decode(q.qvalue),
@@ -147,7 +149,8 @@ def check_the_relative_error_is_kept_at_every_magnitude(quantizer, dtype, arrays
 def check_packing_is_exact_and_small(quantizer, found):
     for one in found.values():
         np.testing.assert_array_equal(one["packed values"], one["values"])
-        np.testing.assert_array_equal(one["unpacked"], one["codes"])
+        assert one["unpacked"].dtype == one["codes"].dtype
+        assert one["unpacked"].tobytes() == one["codes"].tobytes()  # NaN included
         assert one["packed"].nbytes == one["codes"].size * quantizer.qtype.bits / 8
 
 
@@ -191,7 +194,9 @@ def check_negation_negates(quantizer, arrays, found):
 
 def check_contract(name, granularity, dtype):
     how, arrays = quantizer(name, granularity), inputs(dtype)
-    stacked = jax.device_get(jax.jit(jax.vmap(program(how)))(np.stack(list(arrays.values()))))
+    # Groups are formed before values are rounded: what is not about values is checked for two kinds of groups.
+    thorough = dtype == "float32" and granularity in (("row", "square") if how.qtype.tile else ("tensor", "padded"))
+    stacked = jax.device_get(jax.jit(jax.vmap(program(how, thorough)))(np.stack(list(arrays.values()))))
     found = {name: {k: v[i] for k, v in stacked.items()} for i, name in enumerate(arrays)}
     assert stacked["values"].shape[1:] == SHAPE
     assert stacked["values"].dtype == DTYPES[dtype]
@@ -201,10 +206,11 @@ def check_contract(name, granularity, dtype):
     if granularity == "row":
         check_the_relative_error_is_kept_at_every_magnitude(how, dtype, arrays, found)
     if dtype == "float32":
-        check_packing_is_exact_and_small(how, found)
         check_a_power_of_two_changes_no_code(found)
-        check_a_second_quantization_with_the_same_bounds_changes_nothing(found)
         check_a_non_finite_value_shows_and_stays_in_its_group(how, found)
+    if thorough:
+        check_packing_is_exact_and_small(how, found)
+        check_a_second_quantization_with_the_same_bounds_changes_nothing(found)
         check_negation_negates(how, arrays, found)
 
 
