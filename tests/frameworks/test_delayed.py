@@ -12,7 +12,7 @@ from octavo.compat import maxtext
 from octavo.compat.maxtext import Quantization
 from octavo.frameworks.linen_ops import DotGeneral, Einsum
 from octavo.rules import dot_config, recipe
-from octavo.transform.provider import GRADIENT_STATE
+from octavo.transform.state import GRADIENT_STATE
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -12,7 +12,7 @@ from flax import nnx
 import octavo
 from octavo.frameworks.nnx import OverwriteWithGradient, QuantStat
 from octavo.rules.schedule import Schedule
-from octavo.transform.provider import GRADIENT_STATE
+from octavo.transform.state import GRADIENT_STATE
 
 pytestmark = pytest.mark.standard_promotion
 

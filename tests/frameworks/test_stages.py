@@ -11,7 +11,7 @@ import pytest
 import octavo
 from octavo.frameworks.linen_ops import DotGeneral, Einsum
 from octavo.rules import dot_config, recipe
-from octavo.transform.provider import GRADIENT_STATE
+from octavo.transform.state import GRADIENT_STATE
 
 KEY = jax.random.key(0)
 FP8 = dot_config(recipe("te_fp8_delayedscaling", exclude=None)[0], lhs_weight=False, rhs_weight=True)

@@ -381,7 +381,7 @@ def test_a_quantized_function_and_a_provider_of_ones_own():
     seen = jax.jit(probe(octavo.quantized(linear, provider)))(WEIGHT, X)["out/dot_general0"]
     same(seen["rhs"], plain()["out/dot_general0"]["rhs"])
     np.testing.assert_allclose(4 * seen["dlhs"].signal, plain()["out/dot_general0"]["dlhs"].signal, rtol=1e-4)
-    assert not provider.probing
+    assert not provider.telemetry
     with pytest.raises(ValueError, match="has its rules and weights already"):
         probe(octavo.quantized(linear, provider), INT8)
 

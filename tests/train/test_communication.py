@@ -12,7 +12,7 @@ from octavo.hlo.collectives import partitioned_hlo, read_traffic
 from octavo.train.setup import Setup
 from octavo.train.state import begins_anew
 from octavo.train.trainer import Trainer
-from octavo.transform.provider import GRADIENT_STATE
+from octavo.transform.state import GRADIENT_STATE
 from tests.train.common import EXPERTS, small
 
 pytestmark = pytest.mark.standard_promotion

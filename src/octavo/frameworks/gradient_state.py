@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from octavo.ops.scatter import is_lost
-from octavo.transform.provider import GRADIENT_STATE
+from octavo.transform.state import GRADIENT_STATE
 
 
 def accumulate_gradients(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

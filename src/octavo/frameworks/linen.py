@@ -19,9 +19,9 @@ from flax.linen import transforms
 from octavo.frameworks.linen_state import PARAMS, host, leaf_names, nest, plain, replaced
 from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
-from octavo.transform.provider import GRADIENT_STATE, QUANT_STATS, module_path
+from octavo.transform.provider import module_path
 from octavo.transform.schedule import StageProvider, united
-from octavo.transform.state import flat, keeping, merged, nested
+from octavo.transform.state import GRADIENT_STATE, QUANT_STATS, flat, keeping, merged, nested
 
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("octavo_linen", default=False)
 _STREAM = "stochastic_rounding"

@@ -13,7 +13,7 @@ from octavo.calibration import RunningMean
 from octavo.ops import DotConfig, Operand
 from octavo.qarray import Quantizer
 from octavo.rules import QuantizationRule, dot_config, find
-from octavo.transform.provider import GRADIENT_STATE, QUANT_STATS
+from octavo.transform.state import GRADIENT_STATE, QUANT_STATS
 
 type How = DotConfig | tuple[QuantizationRule, ...] | None
 """A config; or rules, of which the first that matches the path of the layer decides; or nothing: float."""

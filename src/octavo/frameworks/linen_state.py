@@ -12,7 +12,7 @@ from octavo.qarray import QArray, is_qarray, shardings
 from octavo.transform import Site
 from octavo.transform.arguments import key_name
 from octavo.transform.frame import Frame, Key
-from octavo.transform.provider import GRADIENT_STATE
+from octavo.transform.state import GRADIENT_STATE
 
 PARAMS = "params"
 

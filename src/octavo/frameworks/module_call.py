@@ -12,9 +12,9 @@ import numpy as np
 from octavo.frameworks.params import is_stored, unwrap
 from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
-from octavo.transform.frame import FROM_ROOT
-from octavo.transform.provider import GRADIENT_STATE, module_path
-from octavo.transform.state import keeping, without
+from octavo.transform.jaxpr import FROM_ROOT
+from octavo.transform.provider import module_path
+from octavo.transform.state import GRADIENT_STATE, keeping, without
 
 
 class ModuleCall:

@@ -5,8 +5,7 @@ from typing import Any
 from flax import nnx
 
 from octavo.transform.frame import Key
-from octavo.transform.provider import GRADIENT_STATE, QUANT_STATS
-from octavo.transform.state import kind_of
+from octavo.transform.state import GRADIENT_STATE, QUANT_STATS, kind_of
 
 
 class QuantStat(nnx.Variable):

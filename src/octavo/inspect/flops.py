@@ -22,8 +22,18 @@ from octavo import kernels
 from octavo.kernels import pallas
 from octavo.ops.grouped import TURNS
 from octavo.ops.parts import SHARE
-from octavo.transform.frame import BACKWARD, scope_names
-from octavo.transform.jaxpr import PRODUCTS, Equation, Jaxpr, bodies, is_literal, scan_parts, scope, while_parts
+from octavo.transform.jaxpr import (
+    BACKWARD,
+    PRODUCTS,
+    Equation,
+    Jaxpr,
+    bodies,
+    is_literal,
+    scan_parts,
+    scope,
+    scope_names,
+    while_parts,
+)
 from octavo.transform.matmul_flops import product_flops
 
 SCALE = 8  # codes, at least, for each entry of a scale

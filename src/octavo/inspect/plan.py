@@ -16,9 +16,9 @@ from octavo.inspect.unmatched import unmatched
 from octavo.ops import DotConfig, Matmul, Operand, lowering_of
 from octavo.qarray import QArray
 from octavo.rules import QuantizationRule
-from octavo.transform.api import Quantized, operand_axes, quantized
+from octavo.transform.api import Quantized, quantized
 from octavo.transform.arguments import weights_of_arguments
-from octavo.transform.site import Site
+from octavo.transform.site import Site, operand_axes
 
 
 @dataclasses.dataclass(frozen=True)

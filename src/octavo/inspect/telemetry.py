@@ -21,8 +21,7 @@ from octavo.transform.api import Quantized, quantized
 from octavo.transform.arguments import Weights
 from octavo.transform.frame import Key
 from octavo.transform.site import Site
-from octavo.transform.state import nested
-from octavo.transform.watching import FITS
+from octavo.transform.state import TELEMETRY, nested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Probe:
 
     def __init__(self, low: Quantized):
         provider = copy.copy(low.provider)
-        provider.probing, provider._seen = True, set()
+        provider.telemetry, provider._seen = True, set()
         self._low = Quantized(
             low.fn,
             provider,
@@ -111,7 +110,7 @@ class Probe:
 
         def call(*args: Any, **kwargs: Any) -> Fits:
             context, known = self._low._discover(args, kwargs)
-            zeros = {k: jax.tree.map(_zeros, x) for k, x in known.items() if k.collection == FITS}
+            zeros = {k: jax.tree.map(_zeros, x) for k, x in known.items() if k.collection == TELEMETRY}
             if not zeros:
                 raise ValueError(
                     f"there is nothing to probe in {_name(self._low.fn)}: its rules quantize no product of float arrays"

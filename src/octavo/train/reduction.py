@@ -13,7 +13,7 @@ from octavo import _sharding
 from octavo.ops.reduce import quantized_psum
 from octavo.train.loss import Losses
 from octavo.train.state import TrainState
-from octavo.transform.provider import GRADIENT_STATE
+from octavo.transform.state import GRADIENT_STATE
 
 AXIS = "data"
 """The axis of the mesh whose devices have copies of the parameters."""

@@ -15,7 +15,7 @@ from octavo.train.reduction import Reduction
 from octavo.train.sparse import masked
 from octavo.train.state import TrainState
 from octavo.transform import Scheduled
-from octavo.transform.provider import GRADIENT_STATE
+from octavo.transform.state import GRADIENT_STATE
 
 type Batch = dict[str, Any]
 type Metrics = dict[str, jax.Array]

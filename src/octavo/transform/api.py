@@ -17,9 +17,9 @@ from octavo.transform.evaluate import evaluate
 from octavo.transform.frame import Context, Frame, Host, Key, Value
 from octavo.transform.provider import QtProvider, QuantizationProvider, tracing
 from octavo.transform.rearrange import as_array
-from octavo.transform.site import Site
+from octavo.transform.site import Site, site_quantizer
 from octavo.transform.state import check_calibrated, flat, nested
-from octavo.transform.weights import ACTIVATION, Origin, of_leaf, stored_quantizer
+from octavo.transform.weights import ACTIVATION, Origin, of_leaf
 
 _ON_UNMATCHED = ("error", "warn", "ignore")
 
@@ -254,30 +254,3 @@ class Quantized:
 
 def _values(arrays: list[Any], origins: list[Origin]) -> list[Value]:
     return [Value(x, o) for x, o in zip(arrays, origins, strict=True)]
-
-
-def site_quantizer(site: Site, shapes: Mapping[str, tuple[int, ...]]) -> Quantizer | None:
-    """How the parameter of a site is stored in low precision; None if it is not one, or cannot be."""
-    lhs, rhs = site.weights
-    if site.config is None or not (lhs or rhs):
-        return None
-    operand = site.config.fwd.rhs if rhs else site.config.fwd.lhs
-    origin = site.origins[1] if rhs else site.origins[0]
-    if operand is None or not origin.is_stored or site.leaf is None:
-        return None
-    if site.config.fwd.rotate is not None or site.config.sparsity is not None:
-        # Its codes are those of the rotated or masked weight: it stays in float, and is rounded in every product.
-        return None
-    shape = (site.rhs if rhs else site.lhs)[0]
-    how = operand.quantizer(len(shape), **operand_axes(site, right=rhs))
-    return stored_quantizer(how, origin, shape, len(shapes[site.leaf]))
-
-
-def operand_axes(site: Site, *, right: bool) -> dict[str, tuple[int, ...]]:
-    """Which axes of an operand are contracted and which are batch axes."""
-    side = 1 if right else 0
-    if site.op == "conv_general_dilated":
-        spec = site.numbers.rhs_spec if right else site.numbers.lhs_spec
-        return {"contracting": tuple(a for a in range(len(spec)) if a != spec[0]), "batch": ()}
-    numbers = getattr(site.numbers, "dot_dimension_numbers", site.numbers)
-    return {"contracting": tuple(numbers[0][side]), "batch": tuple(numbers[1][side])}

@@ -28,7 +28,8 @@ from octavo.transform.jaxpr import (
 from octavo.transform.notation import subscripts
 from octavo.transform.provider import Operation, operating
 from octavo.transform.rearrange import as_array, rearranged
-from octavo.transform.site import Site, find_site, own_site, rule_of
+from octavo.transform.resolve import find_site, own_site, rule_of
+from octavo.transform.site import Site
 from octavo.transform.weights import CONSTANT, Origin, flow
 
 

@@ -1,19 +1,16 @@
 """What the rewriting of one function carries along: rules, names, counters, and state that goes in and comes out."""
 
 import dataclasses
-import re
 import zlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from octavo._typing import PRNGKeyArray
+from octavo.rules import QuantizationRule
+from octavo.transform.site import Site
 from octavo.transform.weights import Origin
-
-if TYPE_CHECKING:
-    from octavo.transform.provider import QuantizationProvider
-    from octavo.transform.site import Site
 
 
 class Value(NamedTuple):
@@ -31,7 +28,26 @@ class Key(NamedTuple):
     name: str
 
 
-type Host = Callable[["Frame", "Site", Callable[[], Any]], Any]
+class Provider(Protocol):
+    """What evaluation needs of a `QuantizationProvider`, which itself needs the frame of its operation."""
+
+    rules: tuple[QuantizationRule, ...]
+    telemetry: bool
+    _seen: set[QuantizationRule]
+    dot_general: Callable[..., Any]
+    einsum: Callable[..., Any]
+    conv_general_dilated: Callable[..., Any]
+    ragged_dot: Callable[..., Any]
+    gmm: Callable[..., Any]
+
+    @property
+    def overrides(self) -> frozenset[str]: ...
+
+    @property
+    def stateful(self) -> bool: ...
+
+
+type Host = Callable[["Frame", Site, Callable[[], Any]], Any]
 """Runs an overridden operation in a place where a framework keeps state for it."""
 
 
@@ -39,7 +55,7 @@ type Host = Callable[["Frame", "Site", Callable[[], Any]], Any]
 class Context:
     """What stays the same while one call is rewritten."""
 
-    provider: "QuantizationProvider"
+    provider: Provider
     evaluate: Callable[[Any, list[Value], "Frame"], list[Value]]
     """Evaluates a jaxpr; bodies of loops and calls are evaluated by the same function as the whole."""
     strict_paths: bool = False
@@ -55,7 +71,7 @@ class Context:
     host: Host | None = None
     shardings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Where each weight lies, by its name, as far as that is known."""
-    sites: dict[Any, "Site"] = dataclasses.field(default_factory=dict)
+    sites: dict[Any, Site] = dataclasses.field(default_factory=dict)
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -114,53 +130,3 @@ class Frame:
     def write(self, key: Key, value: Any) -> None:
         """Replace a piece of state."""
         self.new[key] = value
-
-
-_WRAPPER = re.compile(r"^\w+\((.*)\)$")
-BACKWARD = "transpose("
-
-
-def scope_names(scope: str) -> list[str]:
-    """The names that people gave to scopes, without those that transformations and libraries add."""
-    return [n for n in _all_names(scope) if n and "->" not in n and "." not in n and n not in _NOISE]
-
-
-def module_of(scope: str, modules: frozenset[str]) -> str:
-    """The innermost of these modules that a scope is in; the paths above each of them have to be among them."""
-    path = ""
-    for name in _all_names(scope):
-        longer = f"{path}/{name}" if path else name
-        path = "" if name == FROM_ROOT else longer if longer in modules else path
-    return path
-
-
-def _all_names(scope: str) -> list[str]:
-    names = []
-    for name in _outer_split(scope):
-        while match := _WRAPPER.match(name):
-            name = match[1]
-        names += name.split("/")
-    return names
-
-
-FROM_ROOT = "~"
-"""The name after which a scope's names begin at the root again, as for a module that is called from elsewhere."""
-_NOISE = (FROM_ROOT, "rematted_computation", "checkpoint")
-
-
-def _outer_split(scope: str) -> list[str]:
-    """Split at the slashes that are not within parentheses."""
-    parts, depth, current = [], 0, ""
-    for char in scope:
-        depth += (char == "(") - (char == ")")
-        if char == "/" and depth == 0:
-            parts.append(current)
-            current = ""
-        else:
-            current += char
-    return [*parts, current]
-
-
-def is_einsum(scope: str) -> bool:
-    """Whether the innermost name is the formula that `jnp.einsum` runs under."""
-    return "->" in _outer_split(scope)[-1]

@@ -6,6 +6,7 @@ again) is here; the rest of the transformation speaks in the terms of this file.
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -183,3 +184,53 @@ def products_within(jaxpr: Jaxpr, opaque: bool) -> bool:
         if any(products_within(body, opaque) for body in bodies(eqn)):
             return True
     return False
+
+
+_WRAPPER = re.compile(r"^\w+\((.*)\)$")
+BACKWARD = "transpose("
+
+
+def scope_names(scope: str) -> list[str]:
+    """The names that people gave to scopes, without those that transformations and libraries add."""
+    return [n for n in _all_names(scope) if n and "->" not in n and "." not in n and n not in _NOISE]
+
+
+def module_of(scope: str, modules: frozenset[str]) -> str:
+    """The innermost of these modules that a scope is in; the paths above each of them have to be among them."""
+    path = ""
+    for name in _all_names(scope):
+        longer = f"{path}/{name}" if path else name
+        path = "" if name == FROM_ROOT else longer if longer in modules else path
+    return path
+
+
+def _all_names(scope: str) -> list[str]:
+    names = []
+    for name in _outer_split(scope):
+        while match := _WRAPPER.match(name):
+            name = match[1]
+        names += name.split("/")
+    return names
+
+
+FROM_ROOT = "~"
+"""The name after which a scope's names begin at the root again, as for a module that is called from elsewhere."""
+_NOISE = (FROM_ROOT, "rematted_computation", "checkpoint")
+
+
+def _outer_split(scope: str) -> list[str]:
+    """Split at the slashes that are not within parentheses."""
+    parts, depth, current = [], 0, ""
+    for char in scope:
+        depth += (char == "(") - (char == ")")
+        if char == "/" and depth == 0:
+            parts.append(current)
+            current = ""
+        else:
+            current += char
+    return [*parts, current]
+
+
+def is_einsum(scope: str) -> bool:
+    """Whether the innermost name is the formula that `jnp.einsum` runs under."""
+    return "->" in _outer_split(scope)[-1]

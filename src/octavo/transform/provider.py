@@ -17,11 +17,8 @@ from octavo.qarray import QArray, Quantizer
 from octavo.rules import QuantizationRule, as_rules, find
 from octavo.transform.frame import Frame, Key
 from octavo.transform.notation import dimension_numbers
-from octavo.transform.ranges import QUANT_STATS, static_ranges
 from octavo.transform.site import Site
-from octavo.transform.watching import watch
-
-GRADIENT_STATE = "_overwrite_with_gradient"
+from octavo.transform.state import GRADIENT_STATE, QUANT_STATS, static_ranges, watch
 
 
 @dataclasses.dataclass
@@ -91,7 +88,7 @@ class QuantizationProvider:
     ...         return super().dot_general(*args, **kwargs) / 2
     """
 
-    probing: bool = False
+    telemetry: bool = False
     """Whether operations also tell how well their number formats fit; see `octavo.inspect.telemetry`."""
 
     def __init__(self, rules: Any, *, disable_jit: bool = False):
@@ -107,7 +104,7 @@ class QuantizationProvider:
     @property
     def stateful(self) -> bool:
         """Whether any operation may keep state."""
-        return self.probing or bool(self.overrides) or any(_has_state(rule) for rule in self.rules)
+        return self.telemetry or bool(self.overrides) or any(_has_state(rule) for rule in self.rules)
 
     @property
     def quantizes_params(self) -> bool:
@@ -273,7 +270,7 @@ def _run(
     if ops.trackers_of(config) or (config.scatter is not None and config.scatter.feedback):
         key = Key(GRADIENT_STATE, site.path, site.op_id)
         scaling |= frame.read(key, lambda: init_scaling(config))
-    if frame.context.provider.probing:
+    if frame.context.provider.telemetry:
         scaling |= watch(site, frame, config, operands)
     return op(*operands, *args, **kwargs, config=config, key=_rounding_key(operation, config), scaling=scaling)
 

@@ -8,8 +8,8 @@ from octavo.rules.schedule import Schedule
 from octavo.transform.api import Quantized, quantized
 from octavo.transform.arguments import Weights
 from octavo.transform.frame import Key
-from octavo.transform.provider import GRADIENT_STATE, QtProvider
-from octavo.transform.state import keeping, kind_of, merged, nested, without
+from octavo.transform.provider import QtProvider
+from octavo.transform.state import GRADIENT_STATE, keeping, kind_of, merged, nested, without
 
 
 def scheduled(

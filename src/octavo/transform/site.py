@@ -1,23 +1,13 @@
 """One multiplication in a function: where it is, what it multiplies, and which rule decides about it."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from jax.sharding import NamedSharding, PartitionSpec
-
-from octavo import _sharding
-from octavo.ops import DotConfig, KnownCall, Matmul
-from octavo.ops.gather import Gather, gather_of
-from octavo.ops.ragged import GMM
-from octavo.ops.scatter import Scatter
-from octavo.qarray import QArray
-from octavo.rules import QtRule, QuantizationRule, dot_config, find
-from octavo.transform.frame import BACKWARD, Context, Frame, Value, is_einsum, module_of, scope_names
-from octavo.transform.jaxpr import PRODUCTS, Equation, scope
-from octavo.transform.matmul_flops import product_flops
-from octavo.transform.weights import Origin, common_module
-
-_FLOATS = ("bfloat16", "float16", "float32", "float64")
+from octavo.ops import DotConfig
+from octavo.qarray import Quantizer
+from octavo.rules import QuantizationRule
+from octavo.transform.weights import Origin, stored_quantizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,172 +55,28 @@ class Site:
         return (self.path,) if self.leaf is None else (self.path, self.leaf)
 
 
-def find_site(eqn: Equation, values: list[Value], frame: Frame) -> Site:
-    """The site of an equation that multiplies, with its rule; counts its operation."""
-    names = _names(eqn, frame)
-    op = PRODUCTS[eqn.primitive.name]
-    if op == "dot_general" and is_einsum(names):
-        op = "einsum"
-    if op == "ragged_dot" and GMM in names:
-        op = "gmm"
-    draft = _draft(eqn, eqn.invars[:2], values[:2], frame, op, eqn.primitive.name, eqn.params)
-    if BACKWARD in names:
-        draft = dataclasses.replace(draft, gradient="dlhs" if draft.weights[1] else "drhs")
-    return _ruled(draft, frame)
-
-
-def own_site(eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame, known: KnownCall) -> Site:
-    """The site of a product of ours: rules have no say in one that was written with a config of its own."""
-    op = "gmm" if GMM in _names(eqn, frame) else known.op
-    draft = _draft(eqn, atoms, values, frame, op, known.primitive, known.params)
-    if known.config is None:
-        return _ruled(draft, frame)
-    return _noted(dataclasses.replace(draft, config=known.config), frame)
-
-
-def rule_of(path: str, op: str, context: Context) -> QuantizationRule | None:
-    """The rule for something that is done with a weight of this name."""
-    return find(context.provider.rules, path, op, weights=True)
-
-
-def _ruled(draft: Site, frame: Frame) -> Site:
-    """A site with what the rules say about it."""
-    rule = _rule(draft, frame.context)
-    reason, config = _decide(draft, rule)
-    if config is not None and rule is not None and (stored := _stored(draft, frame.context)) is not None:
-        config = config.replace(gather=_gather(draft, rule, stored), scatter=_scatter(draft, rule, stored))
-    return _noted(dataclasses.replace(draft, rule=rule, config=config, reason=reason), frame)
-
-
-def _names(eqn: Equation, frame: Frame) -> str:
-    return "/".join(s for s in (frame.scope, scope(eqn)) if s)
-
-
-def _noted(site: Site, frame: Frame) -> Site:
-    frame.context.sites[site.path, site.op_id, site.gradient] = site
-    return site
-
-
-def _draft(
-    eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame, op: str, primitive: str, params: dict[str, Any]
-) -> Site:
-    lhs, rhs = values
-    path = _path(_names(eqn, frame), lhs.origin, rhs.origin, frame.context)
-    left, right, out = (_type(v.aval) for v in (*atoms, *eqn.outvars))
-    # On a mesh there is room for all rows on every device that has experts, and each has one expert in the end.
-    parts = params.get("parts")
-    copies = 1 if parts is None else parts.ways(parts.experts)
-    return Site(
-        path=path,
-        op=op,
-        op_id=frame.op_id(path, op),
-        lhs=left,
-        rhs=right,
-        out=out,
-        origins=(lhs.origin, rhs.origin),
-        numbers=params.get("dimension_numbers") or params.get("ragged_dot_dimension_numbers"),
-        trips=frame.trips,
-        flops=frame.trips * product_flops(primitive, params, left[0], right[0], out[0]) // copies,
-        quantized=(isinstance(lhs.data, QArray), isinstance(rhs.data, QArray)),
-    )
-
-
-def _path(names: str, lhs: Origin, rhs: Origin, context: Context) -> str:
-    for origin in (rhs, lhs):
-        if origin.is_weight and origin.module is not None:
-            return origin.module
-    if context.modules is not None:
-        return module_of(names, context.modules)
-    given = scope_names(names)
-    if context.root is not None and given[:1] == [context.root]:
-        return "/".join(given[1:])
-    return "/".join(given) if given else common_module([lhs, rhs]) or ""
-
-
-def _rule(site: Site, context: Context) -> QuantizationRule | None:
-    paths = site.candidates[:1] if context.strict_paths else site.candidates
-    for rule in context.provider.rules:
-        if any(find([rule], path, site.op, weights=any(site.weights)) for path in paths):
-            return rule
-    return None
-
-
-def _decide(site: Site, rule: QuantizationRule | None) -> tuple[str | None, DotConfig | None]:
-    """Why a site is left alone, or how it is quantized."""
-    if rule is None:
-        return "no rule matches", None
-    if rule.leaves_alone:
-        return "a rule leaves it alone", None
-    if site.lhs[1] not in _FLOATS or site.rhs[1] not in _FLOATS:
-        return f"{site.lhs[1]} x {site.rhs[1]} is no product of floats", None
-    if site.op in ("dot_general", "einsum") and not site.numbers[0][0]:
-        return "an outer product: nothing is summed", None
+def site_quantizer(site: Site, shapes: Mapping[str, tuple[int, ...]]) -> Quantizer | None:
+    """How the parameter of a site is stored in low precision; None if it is not one, or cannot be."""
     lhs, rhs = site.weights
-    config = dot_config(rule, lhs_weight=lhs, rhs_weight=rhs)
-    if config is None:
-        return "two activations, and the rule has no act_qtype", None
-    if site.gradient is not None:
-        gradient = _gradient_config(config, site.gradient)
-        return (None, gradient) if gradient is not None else ("the rule keeps gradients in float", None)
-    return None, config
-
-
-def _stored(site: Site, context: Context) -> NamedSharding | None:
-    """How the weight of a site lies, from where its parameter does; None if that is not known.
-
-    An axis of the operand lies as that axis of the parameter which it is, the whole of it or its outer part.
-    """
-    lhs, rhs = site.weights
+    if site.config is None or not (lhs or rhs):
+        return None
+    operand = site.config.fwd.rhs if rhs else site.config.fwd.lhs
     origin = site.origins[1] if rhs else site.origins[0]
-    where = context.shardings.get(site.leaf or "")
-    if where is None or not (lhs or rhs) or origin.axes is None:
+    if operand is None or not origin.is_stored or site.leaf is None:
         return None
-    parts = _sharding.partitions(where, 32)
-    spec = [parts[max(axis, key=lambda part: part.stride).axis] if axis else None for axis in origin.axes]
-    named = [name for part in spec for name in _sharding.names(part)]
-    return None if len(named) != len(set(named)) else NamedSharding(where.mesh, PartitionSpec(*spec))
-
-
-def _gather(site: Site, rule: QuantizationRule, stored: NamedSharding) -> Gather | None:
-    """How the weight of a site comes together; None if it need not."""
-    return gather_of(stored, tuple(rule.gather_axes), left=not site.weights[1]) if rule.gather_axes else None
-
-
-def _scatter(site: Site, rule: QuantizationRule, stored: NamedSharding) -> Scatter | None:
-    """How the gradient of a site's weight is added up; None if that is in float, or on one device."""
-    if not isinstance(rule, QtRule) or rule.reduce_qtype is None or site.gradient is not None:
+    if site.config.fwd.rotate is not None or site.config.sparsity is not None:
+        # Its codes are those of the rotated or masked weight: it stays in float, and is rounded in every product.
         return None
-    left = not site.weights[1]
-    if site.op in ("dot_general", "einsum"):
-        batch = site.numbers[1][0 if left else 1]
-    elif site.op in ("ragged_dot", "gmm"):
-        batch = site.numbers.rhs_group_dimensions
-    else:
-        return None
-    given: Any = tuple(rule.reduce_axes)
-    given = given if isinstance(given[0], tuple) else (given,)
-    if unknown := [axis for names in given for axis in names if axis not in stored.mesh.axis_names]:
-        raise ValueError(
-            f"reduce_axes={rule.reduce_axes}: the mesh has the axes {stored.mesh.axis_names}, and not {unknown[0]!r}"
-        )
-    # Devices that have matrices of their own, as those of experts, add up nothing.
-    parts = _sharding.partitions(stored, 32)
-    own = {name for axis in batch for name in _sharding.names(parts[axis])}
-    rows = tuple(tuple(axis for axis in names if stored.mesh.shape[axis] > 1 and axis not in own) for names in given)
-    return Scatter(stored, rows, rule.reduce_qtype, rule.reduce_feedback, left) if any(rows) else None
+    shape = (site.rhs if rhs else site.lhs)[0]
+    how = operand.quantizer(len(shape), **operand_axes(site, right=rhs))
+    return stored_quantizer(how, origin, shape, len(shapes[site.leaf]))
 
 
-def _gradient_config(config: DotConfig, gradient: str) -> DotConfig | None:
-    """A gradient that stands in the function itself, as a product of its own: the gradient first, then the residual."""
-    matmul = config.dlhs if gradient == "dlhs" else config.drhs
-    if matmul.lhs is None and matmul.rhs is None:
-        return None
-    residual = config.fwd.rhs if gradient == "dlhs" else config.fwd.lhs
-    rhs = matmul.rhs if matmul.rhs is not None or matmul.residual == "original" else residual
-    without = [None if o is None else o.replace(tracker=None) for o in (matmul.lhs, rhs)]
-    fwd = Matmul(without[0], without[1], rotate=matmul.rotate, accumulator=matmul.accumulator)
-    return DotConfig(fwd, lowering=config.lowering, clip_gradient=config.clip_gradient)
-
-
-def _type(aval: Any) -> tuple[tuple[int, ...], str]:
-    return tuple(aval.shape), str(aval.dtype)
+def operand_axes(site: Site, *, right: bool) -> dict[str, tuple[int, ...]]:
+    """Which axes of an operand are contracted and which are batch axes."""
+    side = 1 if right else 0
+    if site.op == "conv_general_dilated":
+        spec = site.numbers.rhs_spec if right else site.numbers.lhs_spec
+        return {"contracting": tuple(a for a in range(len(spec)) if a != spec[0]), "batch": ()}
+    numbers = getattr(site.numbers, "dot_dimension_numbers", site.numbers)
+    return {"contracting": tuple(numbers[0][side]), "batch": tuple(numbers[1][side])}
