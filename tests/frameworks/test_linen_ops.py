@@ -48,22 +48,22 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    how: object
+    config: object
     conv: bool = True
     experts: bool = True
     static: bool = False
 
     @nn.compact
     def __call__(self, x):
-        dot = functools.partial(DotGeneral, self.how, static=self.static)
+        dot = functools.partial(DotGeneral, self.config, static=self.static)
         if self.conv:
-            cls = functools.partial(ConvGeneralDilated, self.how, static=self.static)
+            cls = functools.partial(ConvGeneralDilated, self.config, static=self.static)
             x = nn.relu(nn.Conv(8, (3, 3), strides=2, conv_general_dilated_cls=cls)(x))
         x = x.reshape(-1, 32)
         x = nn.relu(nn.Dense(64, dot_general_cls=dot, name="first")(x))
         x = nn.Dense(32, dot_general_cls=dot, name="second")(x)
         if self.experts:
-            x = Experts(self.how)(x)
+            x = Experts(self.config)(x)
         return x
 
 
@@ -400,8 +400,8 @@ class TestConfigure:
 
     def test_constant_bounds(self):
         config = types.SimpleNamespace(quantization="aqt_fp8_full", constant_bound_config=[1, 2, 3, 4, 5, 6])
-        how = maxtext.configure_quantization(config).how
-        assert [m.calibration.bound for x in (how.fwd, how.dlhs, how.drhs) for m in (x.lhs, x.rhs)] == [
+        dot = maxtext.configure_quantization(config).config
+        assert [m.calibration.bound for x in (dot.fwd, dot.dlhs, dot.drhs) for m in (x.lhs, x.rhs)] == [
             1,
             2,
             3,
@@ -419,7 +419,7 @@ class TestConfigure:
         path.write_text('{"__default__": {"w_bits": 8}, "first": {"w_bits": 4}}')
         config = types.SimpleNamespace(quantization="intmp", quant_cfg_path=str(path))
         quant = maxtext.configure_quantization(config)
-        model = Model(quant.how, conv=False, experts=False)
+        model = Model(quant.config, conv=False, experts=False)
         params = octavo.convert(model, trained(model), X)["params"]
         assert (params["first"]["kernel"].qtype.name, params["second"]["kernel"].qtype.name) == ("int4", "int8")
         with pytest.raises(ValueError, match="needs quant_cfg_path"):

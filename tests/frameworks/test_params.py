@@ -90,8 +90,8 @@ def test_donated_parameters_are_freed_one_by_one(monkeypatch):
     others = sum(x.nbytes for x in jax.live_arrays()) - floats
     seen, original = [], module._quantize
 
-    def watched(x, how):
-        codes = original(x, how)
+    def watched(x, quantizer):
+        codes = original(x, quantizer)
         seen.append(sum(a.nbytes for a in jax.live_arrays()) - others)
         return codes
 

@@ -1,4 +1,4 @@
-"""What a calibration is, and the ones that measure a tensor directly.
+"""The interface of a calibration, and the calibrations that measure a tensor directly.
 
 A calibration measures the range of a tensor, group by group, as a dict of `Bounds`: `{"absmax": a}` for a range that
 is symmetric about zero, `{"min": lo, "max": hi}` for one that is not. It knows nothing of scales or codes.
@@ -17,14 +17,21 @@ from octavo._typing import Array, Bool, Float
 
 type Bounds = dict[str, Array]
 type RoundTrip = Callable[[Bounds], Array]
-"""Quantizes and dequantizes the tensor at hand with given bounds: what a search tries out."""
+"""Quantizes and dequantizes the measured tensor with given bounds, for calibrations that search."""
 
 
 class Calibration(Config, abc.ABC):
-    """Measures the range that a tensor's values span.
+    """A calibration measures the range of a tensor, for each group of values that share a scale.
 
-    A subclass writes `measure`; `asymmetric` says that it gives a minimum and a maximum, and `finite` that its bounds
-    may be finite although the tensor is not (the caller then checks the tensor itself).
+    Subclass it as a frozen dataclass with a method `measure`, and make it known by `register_calibration`.
+
+    Attributes:
+      asymmetric: Whether `measure` returns a minimum and a maximum instead of an absmax.
+      finite: Whether the bounds may be finite although the tensor is not; the caller then checks the tensor itself.
+
+    >>> import octavo
+    >>> octavo.Quantizer("int8", calibration="absmax,0.5").measure(jnp.asarray([1.0, -4.0]))["absmax"].tolist()
+    [2.0]
     """
 
     asymmetric: bool = False
@@ -39,7 +46,17 @@ class Calibration(Config, abc.ABC):
         mask: Bool[Array, "..."] | None = None,
         round_trip: RoundTrip | None = None,
     ) -> Bounds:
-        """The bounds over `axes`, which stay as axes of size one; `mask` is False where `x` is padding (zeros)."""
+        """Measure the bounds of `x`.
+
+        Args:
+          x: The values, padded with zeros to whole tiles.
+          axes: The axes to reduce over; they are kept with size one.
+          mask: False where `x` is padding; None if nothing is.
+          round_trip: Quantizes and dequantizes `x` with given bounds, for calibrations that search.
+
+        Returns:
+          `{"absmax": a}`, or `{"min": low, "max": high}` if the calibration is asymmetric.
+        """
 
     @property
     def may_clip(self) -> bool:

@@ -3,9 +3,9 @@
 import inspect
 from collections.abc import Callable
 
+from octavo._names import unknown_name
 from octavo.calibration.method import AbsMax, AbsMean, Calibration, Constant, Fixed, MinMax, Percentile, Rms
 from octavo.calibration.search import Mse, Snr
-from octavo.numerics import nearest_names
 
 type CalibrationLike = Calibration | str
 
@@ -13,7 +13,13 @@ _makers: dict[str, Callable[..., Calibration]] = {}
 
 
 def register_calibration(name: str, maker: Callable[..., Calibration], *, replace: bool = False) -> None:
-    """Make a calibration known by a name; the numbers behind the name are the maker's arguments.
+    """Register a calibration, so that rules and commands can name it.
+
+    Args:
+      name: The name, without a comma; letter case does not matter.
+      maker: A `Calibration` subclass or a function that returns a calibration. Numbers after the name are its
+        arguments: "tight,0.8" is `maker(0.8)`.
+      replace: Whether a calibration of the same name may be replaced; otherwise that is an error.
 
     >>> register_calibration("tight", lambda factor=0.9: AbsMax(factor), replace=True)
     >>> get_calibration("tight,0.8")
@@ -33,7 +39,7 @@ def calibrations() -> tuple[str, ...]:
 
 
 def get_calibration(method: CalibrationLike) -> Calibration:
-    """The calibration that a string such as `"absmax"`, `"rms,7"` or `"fixed,-1,6"` stands for.
+    """Look up a calibration by a string such as `"absmax"`, `"rms,7"` or `"fixed,-1,6"`.
 
     >>> get_calibration("fixed,-1,6")
     Fixed(low=-1.0, high=6.0)
@@ -44,7 +50,7 @@ def get_calibration(method: CalibrationLike) -> Calibration:
         raise TypeError(f"a calibration is a string or a Calibration, got {method!r}")
     name, *texts = (part.strip() for part in method.lower().split(","))
     if name not in _makers:
-        raise ValueError(f"unknown calibration {method!r}: {nearest_names(name, calibrations())}")
+        raise ValueError(f"unknown calibration {method!r}: {unknown_name(name, calibrations())}")
     try:
         numbers = [float(text) for text in texts]
     except ValueError:

@@ -1,7 +1,7 @@
-"""Ranges that are remembered over steps, as explicit state: a pytree goes in and a pytree comes out.
+"""Ranges over several steps, as explicit state: trackers are pure functions of a pytree.
 
-Every tracker is the triple `init`, `update`, `read`, all of them pure, plus two ways to combine: `sync` across the
-devices of a mapped axis, `merge` for states that saw different microbatches of one step.
+Every tracker has `init`, `update` and `read`, and two ways to combine states: `sync` across the devices of a mapped
+axis, and `merge` for the microbatches of one step.
 """
 
 import abc
@@ -17,11 +17,11 @@ type State = dict[str, jax.Array]
 
 
 class Tracker(Config, abc.ABC):
-    """Remembers bounds over steps."""
+    """Combines the bounds of several steps."""
 
     @abc.abstractmethod
     def init(self, bounds: Bounds) -> State:
-        """The state before anything was seen, for bounds of this structure and shape (their values do not matter)."""
+        """The initial state, for bounds of this structure and shape (their values do not matter)."""
 
     @abc.abstractmethod
     def update(self, state: State, bounds: Bounds) -> State:
@@ -29,22 +29,22 @@ class Tracker(Config, abc.ABC):
 
     @abc.abstractmethod
     def _read(self, state: State) -> Bounds:
-        """What the state says, once it is calibrated."""
+        """The bounds of a calibrated state."""
 
     @abc.abstractmethod
     def calibrated(self, state: State) -> jax.Array:
-        """Whether anything was measured yet (a boolean, or one per group)."""
+        """Whether anything was measured yet: one boolean, or one per group."""
 
     @abc.abstractmethod
     def merge(self, a: State, b: State) -> State:
-        """One state from two that `init` started and that saw different microbatches."""
+        """The state of two microbatches, from the state of each."""
 
     @abc.abstractmethod
     def sync(self, state: State, axis_name: str) -> State:
-        """The state that all devices along a mapped axis agree on."""
+        """The state of all devices along a mapped axis."""
 
     def read(self, state: State, current: Bounds | None = None) -> Bounds:
-        """The remembered bounds; where nothing was measured yet, `current` if given.
+        """The bounds; where nothing was measured yet, `current` if given.
 
         Without `current`, reading an uncalibrated state raises, or under a trace, where no error can be raised, gives
         NaN: never a scale that happens to be finite.
@@ -94,42 +94,6 @@ class RunningMean(Tracker):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Ema(Tracker):
-    """An exponential moving average, corrected for its start: the first step reads as that step's own bounds.
-
-    The state holds the average of the bounds and, as `weight`, the same average of ones.
-    """
-
-    decay: float = 0.99
-
-    def __post_init__(self):
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"a decay is at least 0 and below 1, got {self.decay}")
-
-    def init(self, bounds: Bounds) -> State:
-        averages = {f"ema_of_{k}": jnp.zeros(v.shape, jnp.float32) for k, v in bounds.items()}
-        return {"weight": jnp.zeros((), jnp.float32), **averages}
-
-    def update(self, state: State, bounds: Bounds) -> State:
-        keep, new = self.decay, 1 - self.decay
-        averages = {f"ema_of_{k}": keep * state[f"ema_of_{k}"] + new * v.astype(jnp.float32) for k, v in bounds.items()}
-        return {"weight": keep * state["weight"] + new, **averages}
-
-    def _read(self, state: State) -> Bounds:
-        weight = jnp.where(state["weight"] > 0, state["weight"], 1)
-        return {k.removeprefix("ema_of_"): v / weight for k, v in state.items() if k != "weight"}
-
-    def calibrated(self, state: State) -> jax.Array:
-        return state["weight"] > 0
-
-    def merge(self, a: State, b: State) -> State:
-        return {k: _wider(k)(a[k], b[k]) for k in a}
-
-    def sync(self, state: State, axis_name: str) -> State:
-        return {k: _widest(k)(v, axis_name) for k, v in state.items()}
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
 class AmaxHistory(Tracker):
     """Delayed scaling: the largest magnitudes of the last `length` steps, newest first.
 
@@ -165,11 +129,3 @@ class AmaxHistory(Tracker):
 
     def sync(self, state: State, axis_name: str) -> State:
         return jax.tree.map(lambda v: jax.lax.pmax(v, axis_name), state)
-
-
-def _wider(key: str):
-    return jnp.minimum if key.endswith("_min") else jnp.maximum
-
-
-def _widest(key: str):
-    return jax.lax.pmin if key.endswith("_min") else jax.lax.pmax

@@ -45,7 +45,7 @@ def qwix_quantization(
     weight_calibration_method: str = "absmax",
     bwd_calibration_method: str = "absmax",
 ) -> Quantization:
-    """The `fp8_full` recipe as operations to inject: e4m3 forward, e5m2 gradients."""
+    """The `fp8_full` recipe: e4m3 forward, e5m2 gradients."""
     methods = (act_calibration_method, weight_calibration_method, bwd_calibration_method)
     rules = recipe(
         "fp8_full",
@@ -58,13 +58,18 @@ def qwix_quantization(
 
 
 def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quantization | None:
-    """The quantization that a MaxText-like config asks for; None for `quantization=""`.
+    """The quantization of a MaxText config.
 
-    Read are `quantization`, `quantization_local_shard_count`, `quant_cfg_path`, `constant_bound_config`,
-    `replicate_quant_scale` and the three calibration methods; all but the first may be missing.
+    Args:
+      config: An object with MaxText's keys: `quantization`, and optionally `quantization_local_shard_count`,
+        `quant_cfg_path`, `constant_bound_config`, `replicate_quant_scale` and the three calibration methods.
+      quant_mode_str: "train", "calibrate", "convert" or "serve".
+
+    Returns:
+      A `Quantization`; None for `quantization=""`.
 
     >>> import types
-    >>> configure_quantization(types.SimpleNamespace(quantization="int8")).how.fwd.rhs.qtype.name
+    >>> configure_quantization(types.SimpleNamespace(quantization="int8")).config.fwd.rhs.qtype.name
     'int8'
     """
     name = config.quantization or ""
@@ -101,9 +106,9 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
 
 
 def aqt_int(bits: int, shards: int = 1) -> DotConfig:
-    """Integers in all three matmuls as AQT has them; the weight gradient in so many pieces (-1: one for each device).
+    """AQT's integer config for all three matmuls, with the weight gradient quantized in `shards` parts of the batch.
 
-    With 0 pieces the weight gradient stays in float.
+    With `shards=-1` there is one part for each local device; with 0 the weight gradient is computed in float.
     """
     local = aqt.LocalAqt(contraction_axis_shard_count=shards if shards > 0 else jax.local_device_count())
     return aqt.config_v3(
@@ -112,7 +117,7 @@ def aqt_int(bits: int, shards: int = 1) -> DotConfig:
 
 
 def constant_bounds(bounds: tuple[int | float, ...]) -> DotConfig:
-    """e4m3 forward and e5m2 gradients, one scale per tensor: its own, or the six constant bounds that are given."""
+    """e4m3 forward and e5m2 gradients with one scale per tensor: dynamic, or of six constant bounds."""
     if len(bounds) not in (0, 6):
         raise ValueError(f"constant_bound_config has six bounds (fwd, dlhs, drhs; lhs and rhs of each), got {bounds}")
     compiled = dot_config(recipe("aqt_fp8_full", exclude=None)[0], lhs_weight=False, rhs_weight=True)
@@ -130,7 +135,7 @@ def _table(config: Any) -> dict[str, Any]:
 
 
 def manual_quantize(tensor: Any, calibration_method: str, dtype: Any = jnp.float8_e4m3fn) -> QArray:
-    """A tensor in a format with one scale that is fixed beforehand, "fixed,low,high", and so needs no look at it.
+    """Quantize a tensor with one scale for a fixed range, "fixed,low,high".
 
     >>> manual_quantize(jnp.ones((2, 2)), "fixed,-224,224").scale.tolist()
     [[0.5]]
@@ -144,17 +149,17 @@ def manual_quantize(tensor: Any, calibration_method: str, dtype: Any = jnp.float
 
 
 def in_convert_mode(quant: Quantization | None) -> bool:
-    """Whether a quantization is to convert."""
+    """Whether the mode of a quantization is "convert"."""
     return quant is not None and quant.quant_mode == "convert"
 
 
 def in_serve_mode(quant: Quantization | None) -> bool:
-    """Whether a quantization is to serve."""
+    """Whether the mode of a quantization is "serve"."""
     return quant is not None and quant.quant_mode == "serve"
 
 
 def match_quantized_params(quantized: Any, params: Any) -> list[tuple[Any, ...]]:
-    """The paths of the float parameters that have a counterpart in low precision."""
+    """The paths of the float parameters that are quantized in `quantized`."""
     stored = {path for path, leaf in _leaves(quantized) if is_qarray(leaf)}
     found = [path for path, _ in _leaves(params) if path in stored]
     if missing := stored - set(found):
@@ -163,7 +168,7 @@ def match_quantized_params(quantized: Any, params: Any) -> list[tuple[Any, ...]]
 
 
 def remove_quantized_params(params: Any, quantized: Any) -> Any:
-    """Float parameters without those that are in low precision elsewhere: `{}` stands in their place.
+    """Float parameters with `{}` in place of those that are quantized in `quantized`.
 
     >>> import octavo
     >>> params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}

@@ -18,7 +18,7 @@ MODES = ("train", "calibrate", "convert", "serve")
 
 
 def get_quant_mode(mode: str = "train") -> str:
-    """A mode by its name.
+    """Check that a mode exists.
 
     >>> get_quant_mode("serve")
     'serve'
@@ -30,13 +30,18 @@ def get_quant_mode(mode: str = "train") -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """A config (or rules by the path of the layer) as operations for Flax Linen layers.
+    """Operations for Flax Linen layers.
 
-    `mesh_axes` are accepted where MaxText passes them: scales take their sharding from the parameter's own when it is
-    converted, so they are not needed. `static` remembers the range of activations, which mode "calibrate" collects.
+    Its methods take `mesh_axes`, as MaxText passes them, and ignore them: scales are sharded like their parameters.
+
+    Attributes:
+      config: A `DotConfig`, or rules by the path of the layer.
+      quant_mode: One of `MODES`.
+      static: Whether activations have static ranges, which mode "calibrate" collects.
+      replicate_scale: Whether scales are replicated on all devices.
     """
 
-    how: Any = None
+    config: Any = None
     quant_mode: str = "train"
     static: bool = False
     replicate_scale: bool = False
@@ -45,23 +50,23 @@ class Quantization:
         object.__setattr__(self, "quant_mode", get_quant_mode(self.quant_mode))
 
     def dot_general_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
-        """What `nn.Dense` and its like take as `dot_general_cls`."""
+        """The `dot_general_cls` of `nn.Dense` and similar layers."""
         del mesh_axes
-        return functools.partial(DotGeneral, self.how, static=self.static)
+        return functools.partial(DotGeneral, self.config, static=self.static)
 
     def einsum(self, mesh_axes: Sequence[str] = ()) -> Any:
-        """A module that is called as `jnp.einsum` is."""
+        """A module with the signature of `jnp.einsum`."""
         del mesh_axes
-        return Einsum(self.how, static=self.static)
+        return Einsum(self.config, static=self.static)
 
     def conv_general_dilated_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
-        """What `nn.Conv` takes as `conv_general_dilated_cls`."""
+        """The `conv_general_dilated_cls` of `nn.Conv`."""
         del mesh_axes
-        return functools.partial(ConvGeneralDilated, self.how, static=self.static)
+        return functools.partial(ConvGeneralDilated, self.config, static=self.static)
 
 
 class AqtQuantization(Quantization):
-    """AQT's numerics: `how` is a config that `octavo.ops.aqt` makes, or the rules of a mixed-precision table."""
+    """AQT's numerics: `config` is one of `octavo.ops.aqt`, or the rules of a mixed-precision table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Fp8Quantization(Quantization):
 
 @dataclasses.dataclass(frozen=True)
 class NANOOFp8Quantization(Quantization):
-    """Delayed scaling for the fnuz formats of AMD's MI300: Flax's own operation, and an einsum, which Flax has not."""
+    """Delayed scaling for the fnuz formats of AMD's MI300: Flax's own `dot_general`, and Octavo's einsum."""
 
     def dot_general_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
         del mesh_axes

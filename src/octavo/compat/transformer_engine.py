@@ -1,4 +1,4 @@
-"""Transformer Engine's own matmuls for layers that operations are injected into, where it is installed and a GPU is."""
+"""Transformer Engine's matmuls for Flax Linen layers, where it is installed and there is a GPU."""
 
 import dataclasses
 import functools
@@ -19,14 +19,14 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "te_nvfp4": ("NVFP4BlockScaling", {}),
     "te_nvfp4_no_rht": ("NVFP4BlockScaling", {"disable_rht": True}),
 }
-"""The class of Transformer Engine for each of the recipes that are named after it, and its arguments."""
+"""Transformer Engine's class, and its arguments, for each recipe named after it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerEngineQuantization(Quantization):
-    """Transformer Engine's matmul for the recipe `name`; products that it does not take run in Octavo's own way.
+    """Transformer Engine's matmul for the recipe `name`.
 
-    It takes a product without batch axes: einsums, which experts and attention are, and convolutions are Octavo's.
+    It takes matmuls without batch axes. Einsums, which experts and attention use, and convolutions are Octavo's.
     """
 
     name: str = ""
@@ -40,7 +40,7 @@ class TransformerEngineQuantization(Quantization):
 
 
 class _DotGeneral(nn.Module):
-    """Transformer Engine's operation, or the other one for a product with batch axes."""
+    """Transformer Engine's operation, or Octavo's for a matmul with batch axes."""
 
     theirs: Callable[..., Any]
     own: Callable[..., Any]
@@ -53,7 +53,7 @@ class _DotGeneral(nn.Module):
 
 
 def is_usable() -> bool:
-    """Whether Transformer Engine can be used: it is installed for JAX, and the devices are NVIDIA's.
+    """Whether Transformer Engine is installed for JAX and the devices are GPUs.
 
     >>> is_usable()
     False

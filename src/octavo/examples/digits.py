@@ -1,9 +1,9 @@
-"""Train a small network on handwritten digits twice: in float32, and with every matrix product in int8.
+"""Train a small network on handwritten digits twice: in float32, and with every matmul in int8.
 
     python -m octavo.examples.digits
 
-A matrix product and its two gradients are three products. In the quantized run each of them multiplies int8 by int8 and
-adds up in int32; the rest (scales, biases, the optimizer) stays in float32. Both runs see the same batches.
+A matmul and its two gradients are three matmuls. In the quantized run each of them multiplies int8 by int8 and
+accumulates in int32; scales, biases and the optimizer are in float32. Both runs see the same batches.
 """
 
 import argparse
@@ -26,7 +26,7 @@ type Params = list[dict[str, jax.Array]]
 type Data = tuple[jax.Array, jax.Array]
 
 
-# The quantized matrix product: one description for the product and its two gradients.
+# The quantized matmul: one config for the matmul and its two gradients.
 
 INT8 = octavo.DotConfig.qt("int8")
 
@@ -130,19 +130,19 @@ def main(args: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(prog="python -m octavo.examples.digits", description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=40, help="times through the training data (default: 40)")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the batches (default: 0)")
-    how = parser.parse_args(args)
+    options = parser.parse_args(args)
 
     data = digits()
     found = {
-        name: train(name, matmul, data, epochs=how.epochs, seed=how.seed)
+        name: train(name, matmul, data, epochs=options.epochs, seed=options.seed)
         for name, matmul in {"float32": jnp.matmul, "int8": int8_matmul}.items()
     }
     count = len(data[1][0])
     difference = f"{found['int8'] - found['float32']:+.2f} points; one image is {100 / count:.2f}"
-    print(f"\nTest accuracy on {count} images after {how.epochs} epochs, seed {how.seed}:")
+    print(f"\nTest accuracy on {count} images after {options.epochs} epochs, seed {options.seed}:")
     print(f"  float32  {found['float32']:.2f} %")
     print(f"  int8     {found['int8']:.2f} %   ({difference})")
-    print(f"\nNext: python -m octavo.examples.digits --seed {how.seed + 1}    how much of the difference is chance")
+    print(f"\nNext: python -m octavo.examples.digits --seed {options.seed + 1}    how much of the difference is chance")
     print("      python -m octavo doctor                      which number types this machine multiplies fast")
     return found
 

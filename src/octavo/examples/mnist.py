@@ -2,8 +2,8 @@
 
     python -m octavo.examples.mnist quantization=int8
 
-The network is a Flax Linen module that takes its products from outside, as `conv_general_dilated` and `dot_general`.
-What is served are the codes that training multiplied with, so both give the same logits, bit for bit.
+The network is a Flax Linen module that takes `conv_general_dilated` and `dot_general` as arguments. Serving uses the
+codes that training computed with, so both give the same logits bit for bit.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 LEARNING_RATE = 5e-3
 ADAM = optax.scale_by_adam()
 
-# How a product and its two gradients are quantized. None: not at all.
+# The config of a matmul and its two gradients. None: float.
 
 CONFIGS: dict[str, octavo.DotConfig | None] = {
     "float": None,
@@ -95,7 +95,7 @@ def train(model: Cnn, data: Data, *, epochs: int, batch: int, seed: int) -> Any:
 
 def convert(model: Cnn, params: Any, x: jax.Array) -> tuple[Any, Any]:
     """The model that takes weights in low precision, and those weights; two codes of four bits share a byte."""
-    # No rules: each product says by its own config how its weight is stored.
+    # No rules: the config of each matmul determines how its weight is stored.
     served = octavo.quantize_model(model, octavo.PtqProvider(()))
     abstract = jax.eval_shape(served.init, jax.random.key(0), x)["params"]
     stored = octavo.quantize_params(params, abstract)
@@ -150,23 +150,23 @@ def parse(args: Sequence[str], largest_batch: int) -> dict[str, Any]:
     for arg in args:
         key, equals, value = arg.partition("=")
         if key not in DEFAULTS:
-            _refuse(f"there is no argument {arg!r}", key, DEFAULTS)
+            _usage_error(f"there is no argument {arg!r}", key, DEFAULTS)
         if not equals:
-            _refuse(f"{key!r} needs a value: {key}={DEFAULTS[key]}")
+            _usage_error(f"{key!r} needs a value: {key}={DEFAULTS[key]}")
         if key == "quantization":
             if value not in CONFIGS:
-                _refuse(f"there is no {arg}", value, CONFIGS)
+                _usage_error(f"there is no {arg}", value, CONFIGS)
             options[key] = value
             continue
         least, most = LEAST[key], largest_batch if key == "batch" else 2**31
         if not value.isdecimal() or not least <= int(value) <= most:
             upper = f"to {most}" if key == "batch" else "up"
-            _refuse(f"{arg} is not a whole number from {least} {upper}: try {key}={DEFAULTS[key]}")
+            _usage_error(f"{arg} is not a whole number from {least} {upper}: try {key}={DEFAULTS[key]}")
         options[key] = int(value)
     return options
 
 
-def _refuse(message: str, given: str = "", known: Sequence[str] | dict[str, Any] = ()) -> None:
+def _usage_error(message: str, given: str = "", known: Sequence[str] | dict[str, Any] = ()) -> None:
     if known:
         near = difflib.get_close_matches(given.lower().lstrip("-"), list(known), n=1, cutoff=0.3)
         hint = f"did you mean {near[0]}? It is " if near else "it is "
@@ -186,8 +186,7 @@ def main(args: Sequence[str] | None = None) -> list[Found]:
     found = []
     for seed in range(first, first + options["seeds"]):
         print(f"quantization {name}, seed {seed}: training on {len(train_data[0])} digits", flush=True)
-        how = {"epochs": options["epochs"], "batch": options["batch"], "seed": seed}
-        found.append(run(name, (train_data, test_data), **how))
+        found.append(run(name, (train_data, test_data), epochs=options["epochs"], batch=options["batch"], seed=seed))
         report(found[-1], len(test_data[0]))
     if len(found) > 1:
         mean, spread = np.mean([f.served for f in found]), np.std([f.served for f in found], ddof=1)

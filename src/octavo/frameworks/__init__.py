@@ -1,4 +1,4 @@
-"""Model objects: Flax Linen, Flax NNX and Equinox, each a thin way into the transformation."""
+"""Models of Flax Linen, Flax NNX and Equinox: adapters to the transformation of functions."""
 
 from octavo.frameworks.gradient_state import accumulate_gradients, overwrite_with_gradients, split_gradients
 from octavo.frameworks.model import plan, quantize_model

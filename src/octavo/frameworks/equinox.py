@@ -1,4 +1,4 @@
-"""Equinox models in low precision: the same pytree, whose methods are rewritten as they are called."""
+"""Equinox models: the same pytree, whose methods are quantized when they are called."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from octavo.transform.site import Site
 
 
 class Family:
-    """What the modules of one quantized model have in common: the provider, and their classes."""
+    """The state that the modules of one quantized model share: the provider and their classes."""
 
     def __init__(self, provider: QuantizationProvider, methods: Collection[str]):
         self.provider, self.methods = provider, tuple(methods)
@@ -26,8 +26,8 @@ class Family:
         self.classes: dict[tuple[type, str], tuple[type, type]] = {}
 
     def of(self, cls: type, path: str) -> tuple[type, type]:
-        """Two subclasses of a module's class for one place in the model: one whose methods are rewritten when they are
-        called, and one for within such a call, whose methods only say where they are.
+        """Two subclasses of a module's class at one path of the model: one whose methods are quantized when they are
+        called, and one for within such a call, whose methods only enter a named scope.
         """
         if (cls, path) not in self.classes:
             same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
@@ -35,7 +35,7 @@ class Family:
             shared = {**same, "_octavo": property(lambda _: (self, cls, path))}
             outer = {name: _entry(name, method) for name, method in methods.items()}
             inner = {name: scoped(method, lambda _: path) for name, method in methods.items()}
-            # What has nothing to call, such as an index of Equinox's own, stays what it is.
+            # A class without methods, such as Equinox's own index, is kept.
             made = [type(cls)(cls.__name__, (cls,), shared | own) if own else cls for own in (outer, inner)]
             self.classes[cls, path] = made[0], made[1]
         return self.classes[cls, path]
@@ -44,12 +44,21 @@ class Family:
 def quantize_equinox[M](
     model: M, provider: QuantizationProvider, *inputs: Any, methods: Collection[str] | None = None, **kwargs: Any
 ) -> M:
-    """An Equinox model that computes as the provider's rules say: the same fields, leaves and arrays.
+    """Quantize an Equinox model: the same fields, leaves and arrays, with quantized methods.
 
-    Every public method of the model and of its submodules is quantized, and so are private ones that `methods` names.
-    A PtqProvider replaces the parameters that its rules quantize by QArrays; for that it needs `inputs`, what the model
-    is called with (or each of the `methods`), of which only the shapes matter. Rules with state need a function
-    that takes and gives it, which a module is not: `octavo.quantized(lambda model, x: model(x), rules)`.
+    Rules that keep state need a function that takes and returns it:
+    `octavo.quantized(lambda model, x: model(x), rules)`.
+
+    Args:
+      model: The model. Every public method of the model and of its submodules is quantized.
+      provider: The provider of the rules. A `PtqProvider` replaces the parameters that its rules quantize by QArrays.
+      *inputs: Example inputs of the model (or of each of the `methods`), of which only the shapes matter; a
+        `PtqProvider` needs them.
+      methods: Private methods that are quantized, too.
+      **kwargs: Example inputs by keyword.
+
+    Returns:
+      The quantized model.
 
     >>> import octavo
     >>> from octavo.transform import QtProvider
@@ -62,7 +71,7 @@ def quantize_equinox[M](
         raise TypeError(f"quantize_equinox takes an eqx.Module, got {type(model).__name__}")
     if provider.stateful and not provider.overrides:
         raise ValueError(
-            "these rules keep state (static ranges or delayed scaling), which an Equinox module has no place for: use "
+            "these rules keep state (static ranges or delayed scaling), which an Equinox module cannot hold: use "
             "q = octavo.quantized(lambda model, x: model(x), rules), then state = q.init(model, x) and "
             "out, state = q.stateful(state)(model, x)"
         )
@@ -72,8 +81,8 @@ def quantize_equinox[M](
         return result
     if not inputs and not kwargs:
         raise ValueError(
-            "low-precision parameters are laid out for the products that use them, so the model has to be seen "
-            "running: quantize_model(model, provider, *example_inputs), where only the shapes of the inputs matter"
+            "quantized parameters are laid out for the matmuls that use them, so the model has to be traced: "
+            "quantize_model(model, provider, *example_inputs), where only the shapes of the inputs matter"
         )
     quantizers: dict[str, Quantizer] = {}
     for name in methods or ("__call__",):
@@ -82,7 +91,7 @@ def quantize_equinox[M](
 
 
 def equinox_sites(model: eqx.Module, provider: QuantizationProvider, *args: Any, **kwargs: Any) -> list[Site]:
-    """Every multiplication of a model called with arguments like these, and what the rules decide about it."""
+    """Every matmul of a model on arguments like these, with the rule that applies to it."""
     return _module_call("__call__", (_converted(model, Family(provider, ())), *args), kwargs).sites()
 
 
@@ -95,13 +104,14 @@ def _original(module: Any) -> type:
 
 
 def _quantize(model: Any, quantizers: dict[str, Quantizer]) -> Any:
-    """A model with the named parameters in low precision."""
+    """A model whose named parameters are quantized."""
 
     def convert(path: tuple[Any, ...], leaf: Any) -> Any:
-        how = quantizers.get("/".join(map(key_name, path)))
-        if how is None or isinstance(leaf, QArray):
+        quantizer = quantizers.get("/".join(map(key_name, path)))
+        if quantizer is None or isinstance(leaf, QArray):
             return leaf
-        return jax.eval_shape(how.quantize, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else how.quantize(leaf)
+        abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+        return jax.eval_shape(quantizer.quantize, leaf) if abstract else quantizer.quantize(leaf)
 
     return jax.tree_util.tree_map_with_path(convert, model, is_leaf=is_stored)
 
@@ -124,8 +134,8 @@ def _is_module(x: Any) -> bool:
     return isinstance(x, eqx.Module)
 
 
-def _turned(tree: Any, which: int) -> Any:
-    """A tree whose quantized modules have the class for outside (0) or for inside (1) of a call."""
+def _with_classes(tree: Any, which: int) -> Any:
+    """A tree whose quantized modules have the class for outside (0) or inside (1) of a call."""
 
     def class_of(module: Any, path: str) -> type:
         if not hasattr(module, "_octavo"):
@@ -148,8 +158,8 @@ def _module_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], **opt
     family, _, _ = args[0]._octavo
 
     def run(tree: Any) -> Any:
-        args, kwargs = _turned(tree, 1)
-        return _turned(getattr(args[0], name)(*args[1:], **kwargs), 0)
+        args, kwargs = _with_classes(tree, 1)
+        return _with_classes(getattr(args[0], name)(*args[1:], **kwargs), 0)
 
     run.__name__ = run.__qualname__ = f"{type(args[0]).__name__}.{name}"
     tree = args, kwargs
@@ -157,7 +167,7 @@ def _module_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], **opt
 
 
 def _names(tree: Any) -> list[str | None]:
-    """The names of parameters: floating-point leaves of quantized modules, from the root of the model."""
+    """The paths of parameters (floating-point leaves of quantized modules) from the root of the model."""
     names: list[str | None] = []
     for part in jax.tree.leaves(tree, is_leaf=lambda x: _is_module(x) or is_stored(x)):
         if not _is_module(part):

@@ -1,7 +1,7 @@
-"""Flax Linen: a model whose methods run in low precision, as a lifted transformation like `nn.remat`.
+"""Flax Linen models, quantized by a lifted transformation like `nn.remat`.
 
-The quantized model is the same module with a subclass of its class, in which every public method is lifted through
-`octavo.quantized`. Parameters, collections and random streams are those of the float model.
+The quantized model is an instance of a subclass in which every public method is lifted through `octavo.quantized`.
+Parameters, collections and PRNG streams are those of the float model.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import jax
 from flax.core import lift
 from flax.linen import transforms
 
-from octavo.frameworks.linen_state import PARAMS, host, leaf_names, nest, plain, replaced
+from octavo.frameworks.linen_state import PARAMS, host, leaf_names, nest, plain, replace_leaf
 from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
 from octavo.transform.provider import module_path
@@ -30,7 +30,7 @@ _STREAM = "stochastic_rounding"
 def quantize_linen(
     model: nn.Module, provider: QuantizationProvider, *, methods: Sequence[str] | None = None
 ) -> nn.Module:
-    """The model in low precision; `methods` names those that are quantized, by default all public ones."""
+    """Quantize a Linen model; `methods` are the methods to quantize, by default all public ones."""
     cls = type(model)
     names = _public_methods(cls) if methods is None else list(methods)
     for name in names:
@@ -45,7 +45,7 @@ def quantize_linen(
 
 
 def linen_sites(model: nn.Module, provider: QuantizationProvider, *args: Any, **kwargs: Any) -> list[Site]:
-    """The multiplications of `model.apply(variables, *args)`, with variables as the model itself would make them."""
+    """The matmuls of `model.apply(variables, *args)`, with variables as `model.init` makes them."""
     variables = jax.eval_shape(lambda args, kwargs: model.init(_streams(), *args, **kwargs), args, kwargs)
     return _whole(model, provider).sites(plain(variables), args, kwargs)
 
@@ -53,7 +53,7 @@ def linen_sites(model: nn.Module, provider: QuantizationProvider, *args: Any, **
 def linen_quantizers(
     model: nn.Module, provider: QuantizationProvider, variables: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Quantizer]:
-    """How each parameter that is multiplied in low precision is to be stored, by its path."""
+    """The quantizer of each parameter that is quantized, by path."""
     return _whole(model, provider).stored_quantizers(plain(variables), args, kwargs)
 
 
@@ -74,7 +74,7 @@ def _whole(model: nn.Module, provider: QuantizationProvider) -> Quantized:
 
 @contextlib.contextmanager
 def _entered() -> Iterator[None]:
-    """Within this, methods run as they were written: the whole is being quantized already."""
+    """Within this context methods run as they are: the outermost call is quantized already."""
     token = _inside.set(True)
     try:
         with nn.intercept_methods(_in_module):
@@ -84,7 +84,7 @@ def _entered() -> Iterator[None]:
 
 
 def _in_module(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
-    """Run a method, with its module's path known to `get_current_rule`."""
+    """Run a method with the path of its module set for `get_current_rule`."""
     if context.module.scope is None:
         return method(*args, **kwargs)
     token = module_path.set("/".join(map(str, context.module.path)))
@@ -95,7 +95,7 @@ def _in_module(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _public_methods(cls: type) -> list[str]:
-    """The methods that a class adds to nn.Module's own, and `__call__`."""
+    """The public methods that a class adds to `nn.Module`, and `__call__`."""
     names = []
     for name, value in inspect.getmembers(cls, inspect.isfunction):
         public = name == "__call__" or not (name.startswith("_") or hasattr(nn.Module, name))
@@ -118,7 +118,7 @@ def _apply(cls: type, provider: QuantizationProvider) -> Callable[..., Any]:
 
 
 def _quantized_method(method: Callable[..., Any], provider: QuantizationProvider) -> Callable[..., Any]:
-    """A method of a module, quantized when it is called from outside."""
+    """A method of a module, quantized when it is the outermost call."""
 
     @functools.wraps(method)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -126,14 +126,14 @@ def _quantized_method(method: Callable[..., Any], provider: QuantizationProvider
             return method(self, *args, **kwargs)
         return _Call(self, provider).run(method, args, kwargs)
 
-    # Compactness and scopes are those of the method that is called within.
+    # Compactness and scopes are those of the method that is wrapped.
     for mark in ("compact", "method_handler_wrapped", "nowrap"):
         call.__dict__.pop(mark, None)
     return nn.nowrap(call)
 
 
 class _Call:
-    """One call of a quantized method, from outside."""
+    """One outermost call of a quantized method."""
 
     def __init__(self, module: nn.Module, provider: QuantizationProvider):
         self.module, self.provider = module, provider
@@ -179,11 +179,11 @@ class _Call:
         return Quantized(pure, provider, None, "ignore", strict_paths=True, root=root, host=host, names=names)
 
     def _others(self) -> list[QuantizationProvider]:
-        """The other stages of a schedule, as far as they keep state."""
+        """The other stages of a schedule that keep state."""
         return [p for p in self.provider.others if p.stateful] if isinstance(self.provider, StageProvider) else []
 
     def _unused(self, pure: Callable[..., Any], args: Any, kwargs: Any, state: Mapping[str, Any]) -> Any:
-        """What delayed scaling keeps for other stages and not for this one."""
+        """The state of delayed scaling that only other stages use."""
         if not (others := self._others()) or GRADIENT_STATE not in state:
             return {}
         own, *rest = (self._quantized(pure, p)._discover(args, kwargs)[1] for p in (self.provider, *others))
@@ -198,7 +198,7 @@ class _Call:
         return self.module.is_mutable_collection(QUANT_STATS) and not frozen
 
     def _init(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Add the first state of operations, and put parameters in low precision where the provider wants them so."""
+        """Add the initial state of the operations, and quantize parameters if the provider does so."""
         module, provider = self.module, self.provider
         stateful = [p for p in (provider, *self._others()) if p.stateful]
         if not stateful and not provider.quantizes_params:
@@ -217,7 +217,7 @@ class _Call:
             self._quantize(self._quantized(pure).stored_quantizers(*inputs))
 
     def _put(self, state: Mapping[str, Any]) -> None:
-        """Write state into this module's collections, under the modules that it belongs to."""
+        """Write state into the collections of this module and its submodules."""
         module = self.module
         for collection, tree in state.items():
             for part in self.prefix.split("/") if self.prefix else ():
@@ -229,7 +229,7 @@ class _Call:
                 module.put_variable(collection, name, merged(old, value))
 
     def _quantize(self, quantizers: Mapping[str, Any]) -> None:
-        for path, how in quantizers.items():
+        for path, quantizer in quantizers.items():
             own = path[len(self.prefix) :].lstrip("/").split("/")
             tree = self.module.get_variable(PARAMS, own[0])
-            self.module.put_variable(PARAMS, own[0], replaced(tree, own[1:], how))
+            self.module.put_variable(PARAMS, own[0], replace_leaf(tree, own[1:], quantizer))

@@ -1,4 +1,4 @@
-"""Operations to inject into Flax Linen layers: AQT's way in, with a config for each, or rules by the layer's path."""
+"""Quantized operations that Flax Linen layers take as arguments, each with a config, or with rules by layer path."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,28 +15,28 @@ from octavo.qarray import Quantizer
 from octavo.rules import QuantizationRule, dot_config, find
 from octavo.transform.state import GRADIENT_STATE, QUANT_STATS
 
-type How = DotConfig | tuple[QuantizationRule, ...] | None
-"""A config; or rules, of which the first that matches the path of the layer decides; or nothing: float."""
-
 
 class _LinenOp(nn.Module):
-    """What the injected operations share: their config, remembered ranges and random keys.
+    """The base of the operations: config, static ranges, state of delayed scaling, and PRNG keys.
 
-    `how` is a `DotConfig`, or rules whose `module_path` is matched with the path of the layer that this is injected
-    into, or None. `static` remembers the range of the activation (True, or "lhs"), of the weight ("rhs": its scales are
-    frozen and its values are not), or of both ("both"), in the collection "quant_stats": it is updated while that
-    collection is mutable and frozen otherwise. Trackers of a config (delayed scaling) keep their state in
-    "_overwrite_with_gradient", where its gradient is its new value. Stochastic rounding takes the stream
-    "stochastic_rounding"; without it only the forward pass can be computed.
+    Delayed scaling keeps its state in the collection "_overwrite_with_gradient", where its gradient is its new value.
+    Stochastic rounding of gradients takes the PRNG stream "stochastic_rounding".
+
+    Attributes:
+      config: A `DotConfig`; or rules, of which the first whose `module_path` matches the path of the layer decides; or
+        None for float.
+      static: Which operands have a static range in the collection "quant_stats": the activation (True or "lhs"), the
+        weight ("rhs": its scales are frozen, its values are not), "both", or none (False). The range is updated while
+        the collection is mutable.
     """
 
-    how: Any = None
+    config: DotConfig | tuple[QuantizationRule, ...] | None = None
     static: bool | str = False
 
-    def _config(self, op: str) -> DotConfig | None:
-        if self.how is None or isinstance(self.how, DotConfig):
-            return self.how
-        rule = find(self.how, "/".join(map(str, self.path[:-1])), op, weights=True)
+    def _config_of(self, op: str) -> DotConfig | None:
+        if self.config is None or isinstance(self.config, DotConfig):
+            return self.config
+        rule = find(self.config, "/".join(map(str, self.path[:-1])), op, weights=True)
         return None if rule is None else dot_config(rule, lhs_weight=False, rhs_weight=True)
 
     def _key(self) -> Array | None:
@@ -62,17 +62,17 @@ class _LinenOp(nn.Module):
         return scaling
 
     def _own_state(self, init: Callable[[], Any]) -> dict[str, Any]:
-        """The state of trackers, of one product only: the gradients of two would be added up, and they are states."""
+        """The state of the trackers of one matmul: the gradients of two would be summed, but they are states."""
         if self.is_initializing() and self.has_variable(GRADIENT_STATE, "scaling"):
             raise ValueError(
-                f"{type(self).__name__} at {'/'.join(self.path)!r} is used by two products, but delayed scaling keeps "
+                f"{type(self).__name__} at {'/'.join(self.path)!r} is used by two matmuls, but delayed scaling keeps "
                 "the state of one: give each layer an operation of its own (dot_general_cls=, not one dot_general= for "
                 f"all), and in nn.scan and nn.vmap give the state an axis, variable_axes={{{GRADIENT_STATE!r}: 0}}"
             )
         return self.variable(GRADIENT_STATE, "scaling", init).value
 
-    def _static_range(self, side: str, how: Quantizer, x: Array) -> dict[str, Array]:
-        measured = {k: v.astype(jnp.float32) for k, v in how.measure(jax.lax.stop_gradient(x)).items()}
+    def _static_range(self, side: str, quantizer: Quantizer, x: Array) -> dict[str, Array]:
+        measured = {k: v.astype(jnp.float32) for k, v in quantizer.measure(jax.lax.stop_gradient(x)).items()}
         if side == "lhs":
             # One range for batches of any size; a weight has as many rows in every step.
             measured = {k: jnp.mean(v, keepdims=True) for k, v in measured.items()}
@@ -87,7 +87,7 @@ class _LinenOp(nn.Module):
 
 
 class DotGeneral(_LinenOp):
-    """`jax.lax.dot_general` in low precision, for layers that take a `dot_general` or a `dot_general_cls`.
+    """Quantized `jax.lax.dot_general`, for layers that take a `dot_general` or a `dot_general_cls`.
 
     >>> import functools
     >>> dense = nn.Dense(4, dot_general_cls=functools.partial(DotGeneral, DotConfig.qt("int8")))
@@ -107,21 +107,22 @@ class DotGeneral(_LinenOp):
         out_sharding: Any = None,
     ) -> Array:
         kinds = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-        config = self._config("dot_general")
+        config = self._config_of("dot_general")
         if config is None:
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, **kinds)
         dims = ops.Dims.of(dimension_numbers, lhs.ndim, rhs.ndim)
         contract, batch = (dims.lhs_contract, dims.rhs_contract), (dims.lhs_batch, dims.rhs_batch)
         ndim = (lhs.ndim, rhs.ndim)
-        how = lambda o, i: o.quantizer(ndim[i], contracting=contract[i], batch=batch[i])  # noqa: E731
-        scaling = self._scaling(config, (lhs, rhs), how, lambda: ops.init_scaling(config, lhs, rhs, dimension_numbers))
+        quantizer = lambda o, i: o.quantizer(ndim[i], contracting=contract[i], batch=batch[i])  # noqa: E731
+        init = lambda: ops.init_scaling(config, lhs, rhs, dimension_numbers)  # noqa: E731
+        scaling = self._scaling(config, (lhs, rhs), quantizer, init)
         return ops.dot_general(lhs, rhs, dimension_numbers, **kinds, config=config, key=self._key(), scaling=scaling)
 
 
 class Einsum(_LinenOp):
-    """`jax.numpy.einsum` in low precision, for layers that take an einsum.
+    """Quantized `jax.numpy.einsum`, for layers that take an einsum.
 
-    Each contraction of two operands is a `DotGeneral` of its own, named "product0" and so on, with ranges of its own.
+    Each contraction of two operands is a `DotGeneral` with its own ranges, named "product0", "product1", ...
 
     >>> model = Einsum(DotConfig.qt("int8"))
     >>> model.init_with_output(jax.random.key(0), "bi,io->bo", jnp.ones((2, 8)), jnp.ones((8, 4)))[0].shape
@@ -130,7 +131,7 @@ class Einsum(_LinenOp):
 
     @nn.compact
     def __call__(self, subscripts: str, *operands: Array, **kwargs: Any) -> Array:
-        config = self._config("einsum")
+        config = self._config_of("einsum")
         if config is None:
             return jnp.einsum(subscripts, *operands, **kwargs)
 
@@ -141,7 +142,7 @@ class Einsum(_LinenOp):
 
 
 class ConvGeneralDilated(_LinenOp):
-    """`jax.lax.conv_general_dilated` in low precision, for layers that take a `conv_general_dilated_cls`.
+    """Quantized `jax.lax.conv_general_dilated`, for layers that take a `conv_general_dilated_cls`.
 
     >>> import functools
     >>> conv = nn.Conv(4, (3, 3), conv_general_dilated_cls=functools.partial(ConvGeneralDilated, DotConfig.qt("int8")))
@@ -151,16 +152,16 @@ class ConvGeneralDilated(_LinenOp):
 
     @nn.compact
     def __call__(self, lhs: Array, rhs: Array, window_strides: Any, padding: Any, **kwargs: Any) -> Array:
-        config = self._config("conv_general_dilated")
+        config = self._config_of("conv_general_dilated")
         if config is None:
             return jax.lax.conv_general_dilated(lhs, rhs, window_strides, padding, **kwargs)
         names = ("lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count", "batch_group_count")
         shape = {k: v for k, v in kwargs.items() if k in names}
         numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, kwargs.get("dimension_numbers"))
         kept = numbers.lhs_spec[0], numbers.rhs_spec[0]
-        how = lambda o, i: o.quantizer(lhs.ndim, contracting=[a for a in range(lhs.ndim) if a != kept[i]])  # noqa: E731
+        quantizer = lambda o, i: o.quantizer(lhs.ndim, contracting=[a for a in range(lhs.ndim) if a != kept[i]])  # noqa: E731
         init = lambda: ops.init_conv_scaling(config, lhs, rhs, window_strides, padding, **shape)  # noqa: E731
-        scaling = self._scaling(config, (lhs, rhs), how, init)
+        scaling = self._scaling(config, (lhs, rhs), quantizer, init)
         return ops.conv_general_dilated(
             lhs, rhs, window_strides, padding, **kwargs, config=config, key=self._key(), scaling=scaling
         )

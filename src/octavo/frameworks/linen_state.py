@@ -1,4 +1,4 @@
-"""Variables of a Flax Linen model: their names, boxes and wrappers, and a place where operations may keep some."""
+"""Variables of a Flax Linen model: names, boxes and wrappers, and the variables of overridden operations."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,17 +17,17 @@ from octavo.transform.state import GRADIENT_STATE
 PARAMS = "params"
 
 
-def replaced(tree: Any, path: Sequence[str], how: Any) -> Any:
-    """A parameter tree with one leaf in low precision, its sharding names kept on codes and scales."""
+def replace_leaf(tree: Any, path: Sequence[str], quantizer: Any) -> Any:
+    """A parameter tree with one leaf quantized; codes and scales keep the names of its sharded axes."""
     if path:
-        return {**tree, path[0]: replaced(tree[path[0]], path[1:], how)}
+        return {**tree, path[0]: replace_leaf(tree[path[0]], path[1:], quantizer)}
     if not isinstance(tree, meta.AxisMetadata):
-        return WithAux(how.quantize(tree), how)
-    return WithAux(boxed(how.quantize(tree.unbox()), tree), how)
+        return WithAux(quantizer.quantize(tree), quantizer)
+    return WithAux(boxed(quantizer.quantize(tree.unbox()), tree), quantizer)
 
 
 def boxed(q: QArray, box: Any, *, replicate_scale: bool = False) -> QArray:
-    """Codes and scales in boxes of their own, with the names of axes that the parameter's box had."""
+    """Codes and scales in boxes with the axis names of the parameter's box."""
     if not isinstance(box, nn.Partitioned):
         return jax.tree.map(box.replace_boxed, q)
     specs = shardings(q, jax.sharding.PartitionSpec(*box.names))
@@ -40,19 +40,19 @@ def boxed(q: QArray, box: Any, *, replicate_scale: bool = False) -> QArray:
 
 
 def plain(tree: Any) -> Any:
-    """Variables without boxes and wrappers: arrays and QArrays."""
+    """Variables without boxes and `WithAux`: arrays and QArrays."""
     return unwrap(meta.unbox(tree))
 
 
 def nest(tree: Any, prefix: str) -> Any:
-    """A tree under the path of its module."""
+    """A tree nested under the path of its module."""
     for part in reversed(prefix.split("/") if prefix else []):
         tree = {part: tree}
     return tree
 
 
 def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str = "") -> list[str | None]:
-    """Parameters, in the first argument, by their path in the model; everything else is none."""
+    """The paths of parameters, which are in the first argument; None for all other leaves."""
     names: list[str | None] = []
     for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_qarray):
         keys = [key_name(k) for k in path]
@@ -64,8 +64,8 @@ def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str = "") 
     return names
 
 
-class _Place(nn.Module):
-    """A module in which an overriding operation may make modules of its own."""
+class _Host(nn.Module):
+    """A module in which an overridden operation may create submodules."""
 
     fn: Callable[[], Any]
 
@@ -75,8 +75,8 @@ class _Place(nn.Module):
 
 
 def host(frame: Frame, site: Site, call: Callable[[], Any]) -> Any:
-    """Run an overridden operation where it may hold Linen variables, which are state under the operation's module."""
-    place, path = _Place(call, parent=None), site.path
+    """Run an overridden operation that may hold Linen variables, which are state of its module."""
+    place, path = _Host(call, parent=None), site.path
     if frame.context.init:
         out, made = place.init_with_output(jax.random.key(0))
         for collection, tree in made.items():

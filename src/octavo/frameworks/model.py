@@ -1,4 +1,4 @@
-"""Models as a whole: `quantize_model` and `plan`, whatever the framework."""
+"""`quantize_model` and `plan` for models of any framework."""
 
 import sys
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from octavo.transform import QtProvider, QuantizationProvider
 
 
 def _is_a(model: Any, module: str, name: str) -> bool:
-    """Whether a model is an instance of a framework's class, without importing a framework that nobody uses."""
+    """Whether a model is an instance of a framework's class; does not import the framework."""
     framework = sys.modules.get(module)
     return framework is not None and isinstance(model, getattr(framework, name))
 
@@ -48,13 +48,20 @@ def quantize_model[M](
 def quantize_model(
     model: Any, provider: Any, *model_inputs: Any, methods: Sequence[str] | None = None, **kwargs: Any
 ) -> Any:
-    """The model with the multiplications that the rules match done in low precision.
+    """Quantize the matmuls of a Flax Linen, Flax NNX or Equinox model.
 
-    `provider` is a provider, a rule or several, or a recipe's name. Flax Linen modules need no inputs; NNX models need
-    some where the rules keep state or the provider quantizes parameters, Equinox modules for the latter. All public
-    methods are quantized. `methods` limits a Linen model to those that it names, and says of an NNX or Equinox model
-    which methods the inputs are for. The given model stays as it is; no weights are copied. Of a `Schedule` comes a
-    `ScheduledModel`, whose `at(step)` is the quantized model of a step.
+    All public methods of the model are quantized. The given model is unchanged, and no weights are copied.
+
+    Args:
+      model: The model.
+      provider: A provider, a rule or several, or the name of a recipe; or a `Schedule`.
+      *model_inputs: Example inputs, of which only the shapes matter. Linen models take none. NNX models need them if
+        the rules keep state or the provider quantizes parameters, Equinox models in the latter case.
+      methods: For a Linen model, the methods to quantize; for an NNX or Equinox model, those that the inputs are for.
+      **kwargs: Example inputs by keyword.
+
+    Returns:
+      A model of the same kind; for a `Schedule`, a `ScheduledModel`, whose `at(step)` is the model of a step.
 
     >>> import flax.linen as nn, jax, octavo
     >>> model = octavo.quantize_model(nn.Dense(4), octavo.QtRule(weight_qtype="int8", act_qtype="int8"))
@@ -92,11 +99,20 @@ def quantize_model(
 
 
 def plan(model: Any, rules: Any, *args: Any, on_unmatched: str = "error", weights: Any = None, **kwargs: Any) -> Plan:
-    """What the rules do to each multiplication of a function or model on these arguments; nothing is computed.
+    """List what the rules do to each matmul of a function or model, without running it.
 
-    Arguments may be arrays or `jax.ShapeDtypeStruct`s. A Linen model's variables are made up from its shapes. A rule
-    that matches nothing, or only what earlier rules take, is an error that names the nearest paths;
-    `on_unmatched="warn"` makes it a warning. The plan prints as a table and has `rows` and `to_json`.
+    Args:
+      model: A function, or a model of Flax Linen, Flax NNX or Equinox. The variables of a Linen model are made from
+        its shapes.
+      rules: A provider, a rule or several, or the name of a recipe.
+      *args: Arguments of the function or inputs of the model: arrays or `jax.ShapeDtypeStruct`s.
+      on_unmatched: What to do about a rule that matches nothing that an earlier rule does not: "error", "warn" or
+        "ignore". The message names the nearest paths.
+      weights: Which arguments of a function hold weights, as in `quantized`.
+      **kwargs: Arguments by keyword.
+
+    Returns:
+      A plan, which prints as a table and has `rows` and `to_json`.
 
     >>> import jax, jax.numpy as jnp, octavo
     >>> x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 64), (64, 16)))

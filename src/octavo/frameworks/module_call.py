@@ -1,4 +1,4 @@
-"""Calling a model's method through the transformation: what is no array, or comes back unchanged, stays outside."""
+"""Calling a method of a module through the transformation, which takes and returns arrays only."""
 
 import contextlib
 import functools
@@ -18,13 +18,20 @@ from octavo.transform.state import GRADIENT_STATE, keeping, without
 
 
 class ModuleCall:
-    """One call of `fn(tree)` in low precision, where `names` says which leaves of the tree are parameters.
+    """One quantized call of `fn(tree)`.
 
-    `modules` are the paths of the modules in the tree, one of which every multiplication belongs to.
+    Leaves of the tree may be quantized parameters; `fn` sees arrays in their place. Its result may hold anything: only
+    arrays that it computes are outputs of the trace. Inputs that it passes on, and leaves other than arrays, are
+    returned as they are.
 
-    Leaves may be quantized parameters; `fn` sees arrays in their place. Its result may hold anything: inputs that it
-    passes on are given back as they are, quantized ones too, and only what it computes is computed in the trace.
-    `cache` keeps compiled parts from one call to the next.
+    Args:
+      fn: The method, as a function of one tree.
+      tree: Its arguments.
+      names: The name of each leaf that is a parameter, else None.
+      modules: The paths of the modules in the tree; every matmul belongs to one of them.
+      provider: The provider whose rules apply.
+      cache: Traced programs, shared by the calls of one model.
+      on_unmatched: What to do about rules that match nothing: "error", "warn" or "ignore".
     """
 
     def __init__(
@@ -58,22 +65,22 @@ class ModuleCall:
         self.quantized._cache = cache
 
     def run(self, state: Mapping[str, Any], key: Any, update: bool | frozenset[str]) -> tuple[Any, dict[str, Any]]:
-        """The result and the new state of operations; that of others has itself for a gradient, so that it is kept."""
+        """The result and the new state. State that the call does not use is its own gradient, so that it is kept."""
         arrays, new = self.quantized._run((self.inputs,), {}, state, key, update)
         computed = iter(keeping(arrays, without(state.get(GRADIENT_STATE, {}), new.get(GRADIENT_STATE, {}))))
         leaves = [leaf if passed else next(computed) for passed, leaf in self.passed]
         return jax.tree.unflatten(self.out_tree, leaves), new
 
     def initial(self) -> dict[Any, Any]:
-        """The first state of operations, by its keys."""
+        """The initial state of the operations, by key."""
         return self.quantized._initial((self.inputs,), {})
 
     def stored_quantizers(self) -> dict[str, Quantizer]:
-        """How each parameter that a rule quantizes is to be stored."""
+        """The quantizer of each parameter that a rule quantizes."""
         return self.quantized.stored_quantizers(self.inputs)
 
     def sites(self) -> list[Site]:
-        """Every multiplication of the call."""
+        """Every matmul of the call."""
         return self.quantized.sites(self.inputs)
 
     def _arrays(self, tree: Any) -> list[Any]:
@@ -102,8 +109,8 @@ def _prefixes(paths: Iterable[str]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def inside(path: str) -> Iterator[None]:
-    """Name what is traced after a module: its path, as far as the scopes around do not say it already."""
+def module_scope(path: str) -> Iterator[None]:
+    """A named scope for the path of a module, relative to the scopes around it."""
     here = module_path.get()
     if not here or f"{path}/".startswith(f"{here}/"):
         name = path[len(here) :].removeprefix("/")
@@ -118,22 +125,22 @@ def inside(path: str) -> Iterator[None]:
 
 
 def scoped(method: Callable[..., Any], path_of: Callable[[Any], str]) -> Callable[..., Any]:
-    """A method that runs under its module's name."""
+    """A method that runs in the named scope of its module."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with inside(path_of(args[0])):
+        with module_scope(path_of(args[0])):
             return method(*args, **kwargs)
 
     return run
 
 
 def public_methods(cls: type, base: type, named: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """The methods that a class adds to a framework's base class, and those that are asked for."""
+    """The public methods that a class adds to a framework's base class, and the private ones in `named`."""
     for name in dir(cls):
         public = name == "__call__" or not (name.startswith("_") or hasattr(base, name))
         method = inspect.getattr_static(cls, name)
-        # A method that a framework has wrapped, as its jit does, is no function but can be bound like one.
+        # A method that a framework has wrapped, as its jit does, is not a function but can be bound like one.
         bound = callable(method) and hasattr(method, "__get__") and not isinstance(method, type)
         if (public or name in named) and bound and not isinstance(method, staticmethod | classmethod):
             yield name, method

@@ -1,4 +1,4 @@
-"""Flax NNX models in low precision: the same model, whose methods are rewritten as they are called."""
+"""Flax NNX models: the same model, whose methods are quantized when they are called."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ _CONTAINERS = (nnx.List, nnx.Dict)
 
 
 class Family:
-    """What the modules of one quantized model have in common: the provider, and their classes."""
+    """The state that the modules of one quantized model share: the provider and their classes."""
 
     def __init__(self, provider: QuantizationProvider, methods: Collection[str]):
         self.provider, self.methods = provider, tuple(methods)
@@ -30,12 +30,12 @@ class Family:
         self.classes: dict[type, tuple[type, type]] = {}
 
     def of(self, cls: type) -> tuple[type, type]:
-        """Two subclasses of a module's class: one whose methods are rewritten when they are called, and one for within
-        such a call, whose methods only say where they are. Being different classes, they never share a compiled
-        function of Flax or JAX.
+        """Two subclasses of a module's class: one whose methods are quantized when they are called, and one for within
+        such a call, whose methods only enter a named scope. As different classes, they never share a compiled function
+        of Flax or JAX.
         """
         if cls not in self.classes:
-            # A model that is only run keeps the ranges that it was calibrated with.
+            # A served model keeps the ranges that it was calibrated with.
             frozen = self.provider.quantizes_params or not getattr(self.provider, "updates", True)
             same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
             shared = {**same, "_octavo": (self, cls), "disable_quant_stats_update": frozen, "qwix_rngs": None}
@@ -56,14 +56,23 @@ def quantize_nnx(
     skip_nnx_init: bool = False,
     **model_input_kwargs: Any,
 ) -> Any:
-    """A copy of an NNX model that computes as the provider's rules say; it shares its arrays with the model.
+    """Quantize an NNX model: a copy that shares its arrays with the model.
 
-    Every public method of the model and of its submodules is quantized, and so are private ones that `methods` names.
-    `model_inputs` are what the model is called with, or each of the `methods`; only their shapes matter. They are
-    needed where parameters become low precision (PtqProvider) and where state is kept (static ranges): that state
-    appears as `QuantStat` variables of the modules, and every call updates it until
-    `model.set_attributes(disable_quant_stats_update=True)`. `skip_nnx_init` leaves both as they are. `rngs` has the
-    stream "stochastic_rounding" or a default one; it is kept as `model.qwix_rngs`.
+    Static ranges are `QuantStat` variables of the modules. Every call updates them until
+    `model.set_attributes(disable_quant_stats_update=True)`.
+
+    Args:
+      model: The model. Every public method of the model and of its submodules is quantized.
+      provider: The provider of the rules. A `PtqProvider` quantizes the parameters.
+      *model_inputs: Example inputs of the model (or of each of the `methods`), of which only the shapes matter. They
+        are needed to quantize parameters and to create state.
+      methods: Private methods that are quantized, too.
+      rngs: PRNG streams for stochastic rounding: "stochastic_rounding" or a default; kept as `model.qwix_rngs`.
+      skip_nnx_init: Whether to quantize no parameters and create no state.
+      **model_input_kwargs: Example inputs by keyword.
+
+    Returns:
+      The quantized model.
 
     >>> import jax.numpy as jnp, octavo
     >>> from octavo.transform import QtProvider
@@ -82,7 +91,7 @@ def quantize_nnx(
     if skip_nnx_init:
         return model
     if not inputs:
-        _refuse_without_inputs(model, provider)
+        _check_without_inputs(model, provider)
         return model
     for name in methods or ("__call__",):
         _initialize(model, name, _arrays(model_inputs), _arrays(model_input_kwargs))
@@ -90,7 +99,7 @@ def quantize_nnx(
 
 
 def nnx_sites(model: Any, provider: QuantizationProvider, *args: Any, **kwargs: Any) -> list[Site]:
-    """Every multiplication of a model called with arguments like these, and what the rules decide about it."""
+    """Every matmul of a model on arguments like these, with the rule that applies to it."""
     model = _converted(model, provider, ())
     with nnx.update_context(_TAG):
         call, _ = _module_call(type(model)._octavo[0], "__call__", (model, *_arrays(args)), _arrays(kwargs))
@@ -98,12 +107,12 @@ def nnx_sites(model: Any, provider: QuantizationProvider, *args: Any, **kwargs: 
 
 
 def staged(model: Any, provider: QuantizationProvider, methods: Collection[str] | None) -> Any:
-    """A quantized model with other rules that has its variables: what changes them in one changes them in both."""
+    """A quantized model with other rules that shares the variables of the given one."""
     return _converted(model, provider, methods or (), share=True)
 
 
 def _converted(model: Any, provider: QuantizationProvider, methods: Collection[str], *, share: bool = False) -> Any:
-    """A model of its own, of the same arrays or variables, whose modules know where they are."""
+    """A copy with the same arrays or variables, whose modules know their paths."""
     model = nnx.clone(model, variables=not share)
     family = Family(provider, methods)
     for path, module in [*nnx.iter_modules(model)]:
@@ -115,22 +124,22 @@ def _converted(model: Any, provider: QuantizationProvider, methods: Collection[s
 
 
 def _arrays(inputs: Any) -> Any:
-    """Inputs of which only the shapes are known, as arrays: Flax takes no other for inputs."""
+    """Inputs with zeros in place of `jax.ShapeDtypeStruct`s, which Flax does not take."""
     abstract = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if abstract(x) else x, inputs)
 
 
-def _refuse_without_inputs(model: Any, provider: QuantizationProvider) -> None:
-    """Say what only inputs can tell, unless the model has it already."""
+def _check_without_inputs(model: Any, provider: QuantizationProvider) -> None:
+    """Raise if quantized parameters or state are missing, which only example inputs can determine."""
     variables = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)]
     what = None
     if provider.quantizes_params and not any(is_stored(v.get_raw_value()) for v in variables):
-        what = "low-precision parameters are laid out for the products that use them"
+        what = "quantized parameters are laid out for the matmuls that use them"
     elif provider.stateful and not provider.overrides and not any(isinstance(v, QuantStat) for v in variables):
-        what = "static ranges and delayed scaling keep state for each product"
+        what = "static ranges and delayed scaling keep state for each matmul"
     if what is not None:
         raise ValueError(
-            f"{what}, so the model has to be seen running: quantize_model(model, provider, *example_inputs), where "
+            f"{what}, so the model has to be traced: quantize_model(model, provider, *example_inputs), where "
             "only the shapes of the inputs matter"
         )
 
@@ -151,7 +160,7 @@ def _entry(family: Family, name: str, method: Any) -> Callable[..., Any]:
     return call
 
 
-# One call from outside.
+# One outermost call.
 
 
 def _call(family: Family, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,8 +187,8 @@ def _call(family: Family, name: str, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _module_call(family: Family, name: str, args: Any, kwargs: Any, **options: Any) -> tuple[ModuleCall, list[Any]]:
-    """The call, and a list that is told when it is traced: the new structure of arguments and result, or None if they
-    are what they were but for the values of variables.
+    """The call, and a list that is filled when it is traced: the new structure of arguments and result, or None if only
+    values of variables have changed.
     """
     with nnx.split_context(_TAG) as context:
         graphdef, state = context.split((args, kwargs))
@@ -190,11 +199,11 @@ def _module_call(family: Family, name: str, args: Any, kwargs: Any, **options: A
             args, kwargs = context.merge(graphdef, state)
         before = nnx.graphdef((args, kwargs))
         kept = [(v, v.get_raw_value()) for path, v in nnx.iter_graph((args, kwargs)) if path in stored]
-        _turn((args, kwargs), 1)
+        _set_classes((args, kwargs), 1)
         out = getattr(args[0], name)(*args[1:], **kwargs)
         for variable, value in kept:  # a transformation of Flax within passes on what it was given as something new
             variable.set_raw_value(value)
-        _turn((args, kwargs, out), 0)
+        _set_classes((args, kwargs, out), 0)
         if nnx.graphdef((args, kwargs)) == before and not _holds_nodes(out):
             graphdefs.append(None)
             return nnx.state((args, kwargs)), out
@@ -212,20 +221,20 @@ def _module_call(family: Family, name: str, args: Any, kwargs: Any, **options: A
     return ModuleCall(run, state, names, modules, family.provider, family.cache, **options), graphdefs
 
 
-def _turn(tree: Any, which: int) -> None:
-    """Give every module the class for outside (0) or for inside (1) of a call."""
+def _set_classes(tree: Any, which: int) -> None:
+    """Give every module the class for outside (0) or inside (1) of a call."""
     for _, node in list(nnx.iter_graph(tree)):
         if (member := getattr(type(node), "_octavo", None)) is not None:
             node.__class__ = member[0].of(member[1])[which]
 
 
 def _variable_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The place of a leaf's variable in its state; what comes after is inside of the variable."""
+    """The path of a leaf's variable; the rest of the leaf's path is inside of the variable."""
     return tuple(p.key for p in itertools.takewhile(lambda p: isinstance(p, jax.tree_util.DictKey), path))
 
 
 def _parameters(tree: Any) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
-    """Every parameter: where it is, its name from the root of the model, and its variable."""
+    """Every parameter: its path in the tree, its path from the root of the model, and its variable."""
     nodes = list(nnx.iter_graph(tree))
     modules = {path: _path(node) for path, node in nodes if is_member(node)}
     for path, node in nodes:
@@ -241,7 +250,7 @@ def _holds_nodes(tree: Any) -> bool:
 
 
 def _write(tree: Any, after: Any) -> None:
-    """Give variables the values that they were changed to; those of a model that is closed over may not be."""
+    """Set variables to their new values. Unchanged ones are skipped: a model that is closed over must not change."""
     now = dict(nnx.to_flat_state(after))
     for path, variable in nnx.iter_graph(tree):
         if isinstance(variable, nnx.Variable):
@@ -251,7 +260,7 @@ def _write(tree: Any, after: Any) -> None:
                 variable.set_raw_value(value)
 
 
-# State of operations, and parameters in low precision.
+# State of the operations, and quantized parameters.
 
 
 def _initialize(model: Any, name: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -266,7 +275,7 @@ def _initialize(model: Any, name: str, inputs: tuple[Any, ...], kwargs: dict[str
         put(modules, key, value)
     for _, parameter, variable in _parameters(model) if provider.quantizes_params else ():
         value = variable.get_raw_value()
-        if (how := quantizers.get(parameter)) is not None and not is_stored(value):
+        if (quantizer := quantizers.get(parameter)) is not None and not is_stored(value):
             abstract = isinstance(value, jax.ShapeDtypeStruct)
-            codes = jax.eval_shape(how.quantize, value) if abstract else how.quantize(value)
-            variable.set_raw_value(WithAux(codes, how))
+            codes = jax.eval_shape(quantizer.quantize, value) if abstract else quantizer.quantize(value)
+            variable.set_raw_value(WithAux(codes, quantizer))

@@ -1,4 +1,4 @@
-"""State of operations in an NNX model: variables of the modules that the operations are in."""
+"""State of the operations of an NNX model, as variables of their modules."""
 
 from typing import Any
 
@@ -9,11 +9,19 @@ from octavo.transform.state import GRADIENT_STATE, QUANT_STATS, kind_of
 
 
 class QuantStat(nnx.Variable):
-    """Statistics of a static range: how often it was measured, and the sums of what was found."""
+    """The NNX variable of a static range: the number of measurements and the sums of the measured bounds.
+
+    >>> import octavo, jax.numpy as jnp
+    >>> rule = octavo.QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    >>> model = octavo.quantize_model(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), rule, jnp.ones((3, 4)))
+    >>> _ = model(jnp.ones((3, 4)))
+    >>> int(nnx.state(model, QuantStat)["dot_general0_lhs"].get_value()["count"])
+    1
+    """
 
 
 class OverwriteWithGradient(nnx.Variable):
-    """State of delayed scaling, whose gradient is its new value."""
+    """The NNX variable of delayed scaling, whose gradient is its new value."""
 
 
 VARIABLES = {QUANT_STATS: QuantStat, GRADIENT_STATE: OverwriteWithGradient}
@@ -25,11 +33,11 @@ def is_member(node: Any) -> bool:
 
 
 def put(modules: dict[str, Any], key: Key, value: Any) -> None:
-    """Give the module at a key's path a variable for a piece of state, unless it has it already."""
+    """Give the module at a key's path a variable for its state, unless it has one."""
     if key.collection not in VARIABLES:
         raise ValueError(f"NNX models keep state of the collections {list(VARIABLES)}, not of {key.collection!r}")
     path, attribute = key.path, key.name
-    while path not in modules:  # a scope that is no module: its name becomes part of the state's
+    while path not in modules:  # a scope that is not a module: its name becomes part of the state's
         path, _, last = path.rpartition("/")
         attribute = f"{last}/{attribute}"
     if not hasattr(modules[path], attribute):
@@ -42,7 +50,7 @@ def put(modules: dict[str, Any], key: Key, value: Any) -> None:
 
 
 def state_places(tree: Any) -> dict[Key, Any]:
-    """The variables that hold state of operations, by its keys."""
+    """The variables that hold state of operations, by key."""
     collections = {variable: name for name, variable in VARIABLES.items()}
     places = {}
     for _, module in nnx.iter_graph(tree):
@@ -55,7 +63,7 @@ def state_places(tree: Any) -> dict[Key, Any]:
 
 
 def level(tree: dict[str, Any], key: Key) -> dict[str, Any]:
-    """The dictionary that holds a piece of state."""
+    """The dictionary that holds the state of a key."""
     place = tree.setdefault(key.collection, {})
     for part in key.path.split("/") if key.path else ():
         place = place.setdefault(part, {})
@@ -63,7 +71,7 @@ def level(tree: dict[str, Any], key: Key) -> dict[str, Any]:
 
 
 def updating(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | frozenset[str]:
-    """Whether statistics are collected, or the modules in which they are not."""
+    """Whether statistics are updated, or the paths of the modules in which they are not."""
     modules: list[Any] = [node for _, node in nnx.iter_graph((args, kwargs)) if is_member(node)]
     frozen = [module.octavo_path for module in modules if getattr(module, "disable_quant_stats_update", False)]
     if not frozen or args[0].disable_quant_stats_update:

@@ -1,4 +1,4 @@
-"""Parameters in low precision: what a quantized model holds, and how a checkpoint becomes it leaf by leaf."""
+"""Quantized parameters: `WithAux`, and the conversion of float checkpoints leaf by leaf."""
 
 import dataclasses
 import functools
@@ -16,13 +16,15 @@ from octavo.qarray import QArray, Quantizer
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["how"])
 @dataclasses.dataclass(frozen=True)
 class WithAux:
-    """A quantized parameter together with the description that quantizes it, so that `quantize_params` needs no model.
+    """A quantized parameter with its quantizer, so that `quantize_params` does not need the model. Named as in Qwix.
 
-    `array` is a QArray, of arrays or abstract; `how` is its Quantizer, laid out for the parameter as it is stored.
+    Args:
+      array: A QArray, of arrays or abstract.
+      how: The `Quantizer` of the parameter as it is stored.
 
     >>> import octavo
-    >>> how = octavo.Quantizer("int8", channelwise_axes=(1,))
-    >>> WithAux(how.quantize(jnp.ones((4, 2))), how).shape
+    >>> quantizer = octavo.Quantizer("int8", channelwise_axes=(1,))
+    >>> WithAux(quantizer.quantize(jnp.ones((4, 2))), quantizer).shape
     (4, 2)
     """
 
@@ -51,11 +53,11 @@ class WithAux:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
+        """The size in bytes of codes and scales."""
         return self._plain.nbytes
 
     def dequantize(self) -> jax.Array:
-        """The parameter in float again."""
+        """The parameter in float."""
         return self._plain.dequantize()
 
     def __repr__(self) -> str:
@@ -63,12 +65,12 @@ class WithAux:
 
 
 def is_stored(x: Any) -> bool:
-    """Whether a leaf is a parameter in low precision."""
+    """Whether a leaf is a quantized parameter."""
     return isinstance(x, WithAux | QArray)
 
 
 def unwrap(tree: Any) -> Any:
-    """A tree with the QArrays themselves, as the transformation takes them.
+    """A tree with QArrays in place of `WithAux`, as the transformation takes it.
 
     >>> unwrap({"a": 1})
     {'a': 1}
@@ -84,22 +86,24 @@ def quantize_params(
     allow_extra_params: bool = False,
     donate: bool = False,
 ) -> dict[Any, Any]:
-    """Float parameters as a quantized model holds them, one after the other and without running the model.
+    """Quantize float parameters for a quantized model, one after the other and without running the model.
 
-    `params` is a nested dictionary (or an `nnx.State`) of arrays, of NumPy too: all of them, or a part at a time.
-    `abstract_quantized_params` tells what becomes of each: the parameters of the quantized model or, for NNX, the model
-    itself, either of them abstract (`jax.eval_shape`, `nnx.eval_shape`). The result is a nested dictionary like
-    `params`, with a `WithAux` where the model holds one. With `donate`, each float array is deleted as soon as its
-    codes exist, so that memory never holds both models; nothing may use it afterwards. `allow_extra_params` leaves out
-    what the model has no place for.
+    Args:
+      params: A nested dictionary (or an `nnx.State`) of JAX or NumPy arrays: all parameters, or some of them.
+      abstract_quantized_params: The parameters of the quantized model or, for NNX, the model itself; either abstract
+        (`jax.eval_shape`, `nnx.eval_shape`).
+      quant_stats: Statistics of static ranges, which are added to the result. Only an NNX model needs them here; Linen
+        models read them from the collection "quant_stats".
+      allow_extra_params: Whether parameters that the model does not have are left out; otherwise they are an error.
+      donate: Whether each float array is deleted as soon as it is quantized, so that memory never holds both models.
 
-    Quantized models read static ranges from where they were collected (the collection "quant_stats", or QuantStat
-    variables), so `quant_stats` is needed only to fill in those of an NNX model: they are added to the result where the
-    model has a place for them.
+    Returns:
+      A nested dictionary like `params`, with a `WithAux` for each quantized parameter.
 
     >>> import octavo
-    >>> how = octavo.Quantizer("int8", channelwise_axes=(1,))
-    >>> abstract = jax.eval_shape(lambda: {"w": WithAux(how.quantize(jnp.ones((4, 2))), how), "b": jnp.ones(2)})
+    >>> quantizer = octavo.Quantizer("int8", channelwise_axes=(1,))
+    >>> low = lambda: {"w": WithAux(quantizer.quantize(jnp.ones((4, 2))), quantizer), "b": jnp.ones(2)}
+    >>> abstract = jax.eval_shape(low)
     >>> params = quantize_params({"w": np.ones((4, 2), np.float32), "b": np.zeros(2, np.float32)}, abstract)
     >>> params["w"].array.scale.shape, params["b"].shape
     ((1, 2), (2,))
@@ -155,13 +159,13 @@ def _boxed_like(template: QArray, codes: QArray) -> QArray:
     return jax.tree.unflatten(tree, [box.replace_boxed(x) if _is_box(box) else x for box, x in parts])
 
 
-@functools.partial(jax.jit, static_argnames="how")
-def _quantize(x: Any, how: Quantizer) -> QArray:
-    return how.quantize(jnp.asarray(x))
+@functools.partial(jax.jit, static_argnames="quantizer")
+def _quantize(x: Any, quantizer: Quantizer) -> QArray:
+    return quantizer.quantize(jnp.asarray(x))
 
 
 def _by_path(tree: Any, *, only_params: bool = True) -> dict[tuple[Any, ...], Any]:
-    """Leaves by their keys; boxes around leaves (Flax variables, partitioning) are no part of a path."""
+    """Leaves by their keys; Flax boxes around leaves (variables, partitioning) are not part of a path."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(tree, nnx.Module):
         tree = nnx.state(tree)

@@ -1,4 +1,4 @@
-"""Models whose precision changes over training: one quantized model for each stage of a schedule."""
+"""Models by a schedule: one quantized model for each stage of training."""
 
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
@@ -8,10 +8,10 @@ from octavo.transform.schedule import StageProvider
 
 
 class ScheduledModel:
-    """A model in the precision of each step: `at(step)` is the quantized model of a step.
+    """A model whose rules follow a schedule: `at(step)` is the quantized model of a step, a Python int.
 
-    It is one object for all of a stage, so that `jax.jit` and `nnx.jit` compile once for each, and the step is a Python
-    int. From `Schedule.freeze_at` on, static ranges are used as they are and no longer updated.
+    There is one model for each stage, so that `jax.jit` and `nnx.jit` compile once per stage. From
+    `Schedule.freeze_at` on, static ranges are no longer updated.
 
     >>> import flax.linen as nn, jax, octavo
     >>> low = octavo.quantize_model(nn.Dense(4), Schedule([(0, None), (100, "int8")]))
@@ -36,7 +36,7 @@ class ScheduledModel:
 
 
 class ScheduledLinen(ScheduledModel):
-    """A Flax Linen model by a schedule. Its variables, which `init` makes, are those of every stage."""
+    """A Flax Linen model by a schedule. All stages share the variables that `init` makes."""
 
     def __init__(self, model: Any, schedule: Schedule, methods: Sequence[str] | None):
         super().__init__(schedule)
@@ -48,12 +48,12 @@ class ScheduledLinen(ScheduledModel):
         return quantize_linen(self.model, provider, methods=self._methods)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The model's parameters and the first state of all stages together; what two keep at one place they share."""
+        """The model's parameters and the initial state of all stages; stages share state of the same name."""
         return self.at(0).init(rngs, *args, **kwargs)
 
 
 class ScheduledNnx(ScheduledModel):
-    """A Flax NNX model by a schedule. All stages have the same variables: training one trains them all."""
+    """A Flax NNX model by a schedule. All stages share their variables: training one trains them all."""
 
     def __init__(
         self, model: Any, schedule: Schedule, inputs: tuple[Any, ...], methods: Sequence[str] | None, **kwargs: Any

@@ -1,8 +1,8 @@
-"""From a trained model to a served one: `convert` its parameters, `served` multiplies them as they are.
+"""From training to serving: `convert` quantizes the parameters, `served` is the model that takes them.
 
-Converting runs nothing: an abstract trace of the model tells which parameters are multiplied, by rules or by configs
-that are written into the model, and each is then quantized by itself, on the devices where it lies. What is served is
-what was trained, bit for bit, because both are the same operations on the same codes.
+Converting does not run the model: an abstract trace finds the parameters that are quantized, by rules or by configs
+within the model, and each of them is quantized on the devices that hold it. The served model gives the results of the
+trained one bit for bit, because both run the same operations on the same codes.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,14 @@ from octavo.transform.arguments import leaf_paths, weight_names
 
 
 def served(model: Any, rules: Any = ()) -> Any:
-    """A function or a Linen model that takes parameters as `convert` gives them.
+    """The function or Linen model that takes the parameters that `convert` returns.
 
-    `rules` are those that it was trained with; none, if its operations have configs of their own.
+    Args:
+      model: The function or model that was trained.
+      rules: The rules that it was trained with; none if its operations have configs of their own.
+
+    Returns:
+      A function or model of the same signature. Its results equal those of the trained one bit for bit.
 
     >>> import jax.numpy as jnp, octavo
     >>> def predict(params, x):
@@ -43,37 +48,52 @@ def convert(
     replicate_scale: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Parameters of a function or a Linen model (its variables), in low precision where they are multiplied so.
+    """Quantize the parameters of a function or a Linen model for serving.
 
-    Only the shapes of `inputs` are used. Each parameter is quantized where it lies, its codes and scales sharded as it
-    was, or with `replicate_scale` its scales on all devices. The float arrays are not part of the result; with `donate`
-    each is deleted as soon as its codes exist. Parameters that are multiplied in float stay as they are.
+    Parameters whose matmuls run in float are returned as they are. Codes and scales are sharded like the parameter.
+
+    Args:
+      model: The function or model that was trained.
+      params: Its parameters; for a Linen model, its variables.
+      *inputs: Example inputs, of which only the shapes matter.
+      rules: The rules that it was trained with; none if its operations have configs of their own.
+      donate: Whether each float array is deleted as soon as it is quantized.
+      replicate_scale: Whether scales are replicated on all devices.
+      **kwargs: Example inputs by keyword.
+
+    Returns:
+      The parameters, with a `QArray` for each that is quantized. They are the parameters of `served(model, rules)`.
+
+    >>> import jax.numpy as jnp, octavo
+    >>> rule = octavo.QuantizationRule(weight_qtype="int4")
+    >>> convert(lambda params, x: x @ params["w"], {"w": jnp.eye(4)}, jnp.ones((2, 4)), rules=rule)["w"].qtype.name
+    'int4'
     """
-    how = _quantizers(model, PtqProvider(rules), params, inputs, kwargs)
+    quantizers = _quantizers(model, PtqProvider(rules), params, inputs, kwargs)
     names = _names(params)
-    leaves, tree = jax.tree.flatten(params, is_leaf=_is_whole)
+    leaves, tree = jax.tree.flatten(params, is_leaf=_is_parameter)
     new = []
     for name, leaf in zip(names, leaves, strict=True):
-        if name not in how or isinstance(leaf, QArray):
+        if name not in quantizers or isinstance(leaf, QArray):
             new.append(leaf)
         elif hasattr(leaf, "replace_boxed"):
             from octavo.frameworks.linen_state import boxed
 
-            codes = _converted(leaf.value, how[name], replicate_scale, donate)
+            codes = _converted(leaf.value, quantizers[name], replicate_scale, donate)
             new.append(boxed(codes, leaf, replicate_scale=replicate_scale))
         else:
-            new.append(_converted(leaf, how[name], replicate_scale, donate))
+            new.append(_converted(leaf, quantizers[name], replicate_scale, donate))
     return jax.tree.unflatten(tree, new)
 
 
-def _is_whole(x: Any) -> bool:
-    """A parameter: an array, a QArray, or one in a box of Flax's that names its axes."""
+def _is_parameter(x: Any) -> bool:
+    """Whether `x` is a parameter that is not an array: a QArray, or a Flax box that names its axes."""
     return is_qarray(x) or hasattr(x, "replace_boxed")
 
 
 def _names(params: Any) -> list[str | None]:
     fn: Callable[..., Any] = lambda params: None  # noqa: E731
-    bare = jax.tree.map(lambda x: x.value if hasattr(x, "replace_boxed") else x, params, is_leaf=_is_whole)
+    bare = jax.tree.map(lambda x: x.value if hasattr(x, "replace_boxed") else x, params, is_leaf=_is_parameter)
     paths = leaf_paths(fn, (bare,), {})
     return weight_names(paths, jax.tree.leaves(bare, is_leaf=is_qarray), "params", ["params"])
 
@@ -92,17 +112,16 @@ def _quantizers(model: Any, provider: PtqProvider, params: Any, inputs: tuple[An
     )
 
 
-def _converted(leaf: Any, how: Quantizer, replicate_scale: bool, donate: bool) -> QArray:
-    place = getattr(leaf, "sharding", None)
-    quantize = how.quantize
-    if isinstance(place, jax.sharding.NamedSharding):
-        abstract = jax.eval_shape(how.quantize, leaf)
-        where = shardings(abstract, place)
+def _converted(leaf: Any, quantizer: Quantizer, replicate_scale: bool, donate: bool) -> QArray:
+    sharding = getattr(leaf, "sharding", None)
+    quantize = quantizer.quantize
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        out = shardings(jax.eval_shape(quantizer.quantize, leaf), sharding)
         if replicate_scale:
-            everywhere = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
-            codes = where.qvalue
-            where = jax.tree.map(lambda s: s if s is codes else everywhere, where)
-        quantize = jax.jit(how.quantize, out_shardings=where)
+            replicated = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+            codes = out.qvalue
+            out = jax.tree.map(lambda s: s if s is codes else replicated, out)
+        quantize = jax.jit(quantizer.quantize, out_shardings=out)
     codes = jax.jit(quantize)(leaf)
     if donate and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
         jax.block_until_ready(codes)

@@ -1,10 +1,10 @@
-"""What can a number be? Formats, rounding and bit packing."""
+"""Number formats, rounding and bit packing."""
 
 from octavo.numerics.blocks import E8M0, BlockFormat, power_of_two_scale, round_scale
 from octavo.numerics.floats import FloatFormat, round_to_grid
 from octavo.numerics.format import Format, nearest_names, round_unit
 from octavo.numerics.integers import IntFormat
-from octavo.numerics.packing import pack_bits, packed_size, unpack_bits
+from octavo.numerics.packing import pack_bits, unpack_bits
 from octavo.numerics.registry import FormatLike, formats, get_format, register_format
 from octavo.numerics.rounding import Nearest, Rounding, Stochastic, get_rounding
 from octavo.numerics.tables import TableFormat
@@ -25,7 +25,6 @@ __all__ = [
     "get_rounding",
     "nearest_names",
     "pack_bits",
-    "packed_size",
     "power_of_two_scale",
     "register_format",
     "round_scale",

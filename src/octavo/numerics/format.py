@@ -1,4 +1,4 @@
-"""What a number format is: the one small interface that the rest of Octavo speaks."""
+"""The interface of a number format."""
 
 import abc
 import difflib
@@ -15,18 +15,26 @@ from octavo._typing import Array, Float, Shaped, UInt8
 
 
 class Format(Config, abc.ABC):
-    """A set of representable numbers, how they are stored, and how a float32 gets to them.
+    """A number format: the representable values, their codes, and the rounding of float32 values to them.
 
-    A format works on values that are already scaled: `encode` takes float32 values whose interesting range is
-    `[-bound, bound]`, rounds them (to nearest, ties to even, or up or down by given noise), saturates at `smallest`
-    and `largest`, and returns codes of dtype `storage`. `decode` gives the float32 values back, exactly.
+    A format works on values that are already scaled: `encode` takes float32 values that are scaled to
+    `[-bound, bound]`, rounds them (to nearest, ties to even, or stochastically by given noise), saturates at `smallest`
+    and `largest`, and returns codes of dtype `storage`. `decode` returns the float32 values of codes, exactly.
+
+    Subclass it, or use `IntFormat`, `FloatFormat`, `TableFormat` or `BlockFormat` of `octavo.numerics`, and make it
+    known by `register_format`.
+
+    >>> from octavo.numerics import TableFormat
+    >>> fmt = TableFormat(name="thirds", values=(-1.0, -1 / 3, 1 / 3, 1.0))
+    >>> isinstance(fmt, Format), fmt.round(jnp.asarray([0.3, -2.0])).tolist()
+    (True, [0.3333333432674408, -1.0])
     """
 
     if TYPE_CHECKING:  # Fields in some formats, properties in others.
 
         @property
         def name(self) -> str:
-            """What the format is known by."""
+            """The name that the format is registered by."""
 
         @property
         def bits(self) -> int:
@@ -54,12 +62,12 @@ class Format(Config, abc.ABC):
 
     @property
     def overflow(self) -> str:
-        """What happens beyond `smallest` and `largest`: every format of Octavo saturates."""
+        """What happens to values beyond `smallest` and `largest`: every format saturates."""
         return "saturate"
 
     @property
     def has_nan(self) -> bool:
-        """Whether a code exists for NaN; where there is none, a non-finite input shows in its scale."""
+        """Whether there is a code for NaN; without one, a non-finite input makes its scale NaN."""
         return False
 
     @property
@@ -69,7 +77,7 @@ class Format(Config, abc.ABC):
 
     @property
     def asymmetric(self) -> bool:
-        """Whether a zero point makes sense, as it does for integers."""
+        """Whether the format supports a zero point, as integers do."""
         return False
 
     @property
@@ -79,12 +87,12 @@ class Format(Config, abc.ABC):
 
     @property
     def tile(self) -> int | None:
-        """Values that share a scale, where the format itself says so (block formats)."""
+        """The number of values that share a scale, for block formats; else None."""
         return None
 
     @functools.cached_property
     def carrier(self) -> np.dtype:
-        """The cheapest ordinary dtype that holds every value exactly: the dtype of exact emulation."""
+        """The narrowest standard dtype that holds every value exactly, in which matmuls are emulated."""
         values = self.grid()
         for dtype in (jnp.int8, jnp.bfloat16, jnp.float16):
             with np.errstate(over="ignore", invalid="ignore"):
@@ -99,7 +107,7 @@ class Format(Config, abc.ABC):
 
     @abc.abstractmethod
     def decode(self, codes: Shaped[Array, "*s"]) -> Float[Array, "*s"]:
-        """The float32 values that codes stand for."""
+        """The float32 values of codes."""
 
     @abc.abstractmethod
     def to_bits(self, codes: Shaped[Array, "*s"]) -> UInt8[Array, "*s"]:
@@ -107,7 +115,7 @@ class Format(Config, abc.ABC):
 
     @abc.abstractmethod
     def from_bits(self, bits: UInt8[Array, "*s"]) -> Shaped[Array, "*s"]:
-        """Codes from the unsigned integers that `to_bits` gives."""
+        """Codes from the unsigned integers that `to_bits` returns."""
 
     @abc.abstractmethod
     def grid(self) -> np.ndarray:

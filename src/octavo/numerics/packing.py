@@ -1,6 +1,6 @@
-"""Codes of fewer than eight bits, packed into bytes.
+"""Packing of codes of fewer than eight bits into bytes.
 
-Codes lie in a little-endian bit stream: the first in the lowest bits of the first byte. Two 4-bit codes, four 2-bit
+Codes form a little-endian bit stream: the first is in the lowest bits of the first byte. Two 4-bit codes, four 2-bit
 codes or eight 1-bit codes fill a byte; 3, 5, 6 and 7-bit codes fill as many bytes per eight codes as they have bits.
 """
 
@@ -58,9 +58,3 @@ def unpack_bits(packed: UInt8[Array, "..."], bits: int, size: int, *, axis: int 
 
 def _flatten_last(x: UInt8[Array, "..."]) -> UInt8[Array, "..."]:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
-
-
-def packed_size(size: int, bits: int) -> int:
-    """Bytes that `size` codes occupy."""
-    group = 8 // math.gcd(8, bits)
-    return -(-size // group) * (group * bits // 8)

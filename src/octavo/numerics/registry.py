@@ -1,4 +1,4 @@
-"""The formats by name."""
+"""The registry of number formats."""
 
 import re
 from typing import Any
@@ -6,21 +6,30 @@ from typing import Any
 import jax.numpy as jnp
 import ml_dtypes
 
+from octavo._names import unknown_name
 from octavo.numerics.blocks import BlockFormat, block_formats
 from octavo.numerics.floats import FloatFormat
-from octavo.numerics.format import Format, nearest_names
+from octavo.numerics.format import Format
 from octavo.numerics.integers import IntFormat
 from octavo.numerics.tables import NF4_VALUES, TableFormat
 
 type FormatLike = Format | str | Any
-"""A format, its name, or a dtype that stands for it."""
+"""A format, its name, or a dtype of the same name."""
 
 _formats: dict[str, Format] = {}
 _aliases: dict[str, str] = {}
 
 
 def register_format(fmt: Format, *, aliases: tuple[str, ...] = (), replace: bool = False) -> Format:
-    """Make a format known by its name, so that rules, commands and files can speak of it.
+    """Register a format, so that rules, commands and files can name it.
+
+    Args:
+      fmt: The format; it is registered by its `name`.
+      aliases: Further names.
+      replace: Whether a format of the same name may be replaced; otherwise that is an error.
+
+    Returns:
+      The format.
 
     >>> fmt = register_format(TableFormat(name="quarters", values=(-1.0, -0.25, 0.25, 1.0)), replace=True)
     >>> get_format("quarters").bits
@@ -35,15 +44,26 @@ def register_format(fmt: Format, *, aliases: tuple[str, ...] = (), replace: bool
 
 
 def formats() -> dict[str, Format]:
-    """Every registered format by its name."""
+    """All registered formats.
+
+    Returns:
+      A new dictionary from names to formats.
+
+    >>> formats()["nvfp4"].tile
+    16
+    """
     return dict(_formats)
 
 
 def get_format(qtype: FormatLike) -> Format:
-    """The format that a name, a dtype or a format stands for.
+    """Look up a number format.
 
-    Besides the registered names, `e3m4` and the like make a small float of any width, and a block format's name may
-    be followed by how its scale is rounded: `mxfp4,floor`.
+    Args:
+      qtype: A registered name; a dtype; a float of any width such as "e3m0"; a block format with the rounding of its
+        scale, such as "mxfp4,floor"; or a `Format`, which is returned as it is.
+
+    Returns:
+      The format. An unknown name is a ValueError that suggests the nearest ones.
 
     >>> get_format("int8").bound, get_format(jnp.float8_e4m3fn).name, get_format("e3m0").bits
     (127.5, 'float8_e4m3fn', 4)
@@ -66,7 +86,7 @@ def get_format(qtype: FormatLike) -> Format:
         )
     if name in ("float16", "bfloat16", "float32", "float64"):
         raise ValueError(f"{name} is not a low-precision format: leave the type out (None) to keep values in float")
-    raise ValueError(f"unknown number format {qtype!r}: {nearest_names(name, [*_formats, *_aliases])}")
+    raise ValueError(f"unknown number format {qtype!r}: {unknown_name(name, [*_formats, *_aliases])}")
 
 
 def _name_of(qtype: Any) -> str:
@@ -77,7 +97,7 @@ def _name_of(qtype: Any) -> str:
     except TypeError:
         raise ValueError(
             f"a number format is a name or a dtype, got {qtype!r} of type {type(qtype).__name__}: "
-            f"{nearest_names(str(qtype), list(_formats))}"
+            f"{unknown_name(str(qtype), list(_formats))}"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""How a value between two representable ones is rounded."""
+"""Rounding to nearest, and stochastic rounding."""
 
 import abc
 import dataclasses
@@ -11,7 +11,7 @@ from octavo._typing import Array, Float, PRNGKeyArray
 
 
 class Rounding(Config, abc.ABC):
-    """The noise that is handed to `Format.encode`, if any."""
+    """A rounding mode: it draws the noise that `Format.encode` takes, if any."""
 
     stochastic: bool = False
 
@@ -30,7 +30,7 @@ class Nearest(Rounding):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Stochastic(Rounding):
-    """Up with the probability of the fraction, so that the expected value is the value itself.
+    """Stochastic rounding: up with the probability of the fraction, so that the expected value is the value itself.
 
     Noise of `bits=24` has no bias beyond float32's own resolution; `bits=8` costs a quarter of the random bits and has
     a bias of at most 1/512 of a step. Along `shared_axes` one random number serves all values.
@@ -62,7 +62,7 @@ class Stochastic(Rounding):
 
 
 def get_rounding(rounding: Rounding | str | None) -> Rounding:
-    """The rounding that `"nearest"`, `"stochastic"` or `"stochastic,8"` stands for."""
+    """The rounding of a name: `"nearest"`, `"stochastic"` or `"stochastic,8"`."""
     if rounding is None:
         return Nearest()
     if isinstance(rounding, Rounding):

@@ -1,4 +1,4 @@
-"""Formats given by a table of values: NF4 and whatever a user brings.
+"""Formats defined by a table of values, such as NF4.
 
 NF4 is the quantile table of Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs (2023), appendix E.
 """

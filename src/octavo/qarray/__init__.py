@@ -1,4 +1,4 @@
-"""Values and scales: QArray, the Quantizer that makes one, and the functions around them."""
+"""Quantized arrays: QArray, the Quantizer that makes one, and their functions."""
 
 from octavo.qarray.api import dequantize, fake_quant, from_numpy, inside, quantize, shardings, stack, to_numpy
 from octavo.qarray.arithmetic import ARITHMETICS, Arithmetic

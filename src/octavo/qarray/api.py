@@ -1,4 +1,4 @@
-"""The functions around a QArray: quantize, dequantize, fake_quant, stack, shardings, and plain arrays for files."""
+"""The functions of QArrays: quantize, dequantize, fake_quant, stack, shardings, and plain arrays for files."""
 
 import functools
 import json
@@ -33,16 +33,27 @@ def quantize(
     scale_dtype: DTypeLike | None = None,
     arithmetic: str = "float32",
 ) -> QArray:
-    """Quantize an array by its own range.
+    """Quantize an array with scales that are calibrated on the array itself.
 
-    Channelwise axes have a scale per index, tiled axes one per tile (a count of values, or 1/n for n tiles), the
-    others share it. The arguments are Qwix's and so, for float32 inputs, are the results, but that a value halfway
-    between two codes may fall the other way; `arithmetic="qwix"` or `"aqt"` is theirs bit for bit, in bfloat16 too.
+    The arguments are Qwix's and so, for float32 inputs, are the results, except that a value halfway between two codes
+    may round the other way.
+
+    Args:
+      array: The values, in float32, bfloat16, float16 or float64.
+      qtype: The number format: a registered name such as "int8" or "nvfp4", a dtype, or a `Format`.
+      channelwise_axes: Axes with one scale per index. Axes that are neither channelwise nor tiled share a scale.
+      tiled_axes: The tile size of each tiled axis: a number of values, or 1/n for n tiles.
+      calibration_method: How the range is measured: "absmax", "minmax", "rms,7", ... or a `Calibration`.
+      scale_dtype: The dtype of the scales; by default the array's, float32 for float16, or the format's own.
+      arithmetic: "float32"; "qwix" and "aqt" give the results of these libraries bit for bit, also in bfloat16.
+
+    Returns:
+      A `QArray` of the same shape.
 
     >>> quantize(jnp.asarray([0.1, 1.0, -0.7]), "int8").qvalue.tolist()
     [13, 127, -89]
     """
-    how = Quantizer(
+    quantizer = Quantizer(
         qtype,
         channelwise_axes=channelwise_axes,
         tiled_axes=tiled_axes,
@@ -50,11 +61,18 @@ def quantize(
         scale_dtype=scale_dtype,
         arithmetic=arithmetic,
     )
-    return how.quantize(jnp.asarray(array))
+    return quantizer.quantize(jnp.asarray(array))
 
 
 def dequantize(array: QArray, *, arithmetic: str = "float32") -> Float[Array, "..."]:
-    """The values that a QArray stands for, in its `dtype`.
+    """Dequantize a QArray.
+
+    Args:
+      array: The quantized array.
+      arithmetic: "float32", or "qwix" or "aqt" for the results of these libraries bit for bit.
+
+    Returns:
+      The values, in the QArray's `dtype`.
 
     >>> dequantize(quantize(jnp.asarray([0.0, 100.0, 448.0]), "float8_e4m3fn")).tolist()
     [0.0, 96.0, 448.0]
@@ -71,43 +89,51 @@ def dequantize(array: QArray, *, arithmetic: str = "float32") -> Float[Array, ".
 
 def fake_quant(
     array: Float[Array, "..."],
-    how: Quantizer | FormatLike,
+    quantizer: Quantizer | FormatLike,
     *,
     key: PRNGKeyArray | None = None,
     clip_gradient: bool = True,
 ) -> Float[Array, "..."]:
-    """Quantize and dequantize, with the straight-through gradient: what training with quantization noise sees.
+    """Quantize and dequantize with a straight-through gradient, as in quantization-aware training.
 
-    The gradient passes as if nothing had happened, but for values outside the calibrated range, where it is zero
-    (unless `clip_gradient` is False). With absmax or minmax no value is outside.
+    Args:
+      array: The values.
+      quantizer: A `Quantizer`, or a number format for one scale per tensor.
+      key: A PRNG key, for stochastic rounding.
+      clip_gradient: Whether the gradient is zero for values outside the calibrated range. With "absmax" and "minmax"
+        no value is outside.
+
+    Returns:
+      The dequantized values, in the dtype of `array`.
 
     >>> x = jnp.asarray([0.2, -3.0, 1.0])
     >>> jax.grad(lambda x: fake_quant(x, Quantizer("int8", calibration="fixed,1")).sum())(x).tolist()
     [1.0, 0.0, 1.0]
     """
-    how = how if isinstance(how, Quantizer) else Quantizer(how)
-    masked = clip_gradient and how.calibration.may_clip
-    return _fake_quant(how, masked, key, array if _sharding.explicit(array) is not None else _sharding.settled(array))
+    quantizer = quantizer if isinstance(quantizer, Quantizer) else Quantizer(quantizer)
+    masked = clip_gradient and quantizer.calibration.may_clip
+    array = array if _sharding.explicit(array) is not None else _sharding.settled(array)
+    return _fake_quant(quantizer, masked, key, array)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _fake_quant(how: Quantizer, masked: bool, key: PRNGKeyArray | None, x: Array) -> Array:
-    return how.quantize(x, key=key).dequantize()
+def _fake_quant(quantizer: Quantizer, masked: bool, key: PRNGKeyArray | None, x: Array) -> Array:
+    return quantizer.quantize(x, key=key).dequantize()
 
 
 @_fake_quant.defjvp
-def _fake_quant_jvp(how: Quantizer, masked: bool, primals: tuple[Any, Array], tangents: tuple[Any, Array]):
+def _fake_quant_jvp(quantizer: Quantizer, masked: bool, primals: tuple[Any, Array], tangents: tuple[Any, Array]):
     (key, x), (_, dx) = primals, tangents
-    out = _fake_quant(how, masked, key, x)
+    out = _fake_quant(quantizer, masked, key, x)
     if masked:
-        dx = jax.lax.select(_sharding.restored(inside(how, x), _sharding.explicit(x)), dx, jnp.zeros_like(dx))
+        dx = jax.lax.select(_sharding.restored(inside(quantizer, x), _sharding.explicit(x)), dx, jnp.zeros_like(dx))
     return out, dx.astype(out.dtype)
 
 
-def inside(how: Quantizer, x: Float[Array, "..."], bounds: Bounds | None = None) -> Array:
-    """Where values lie within the calibrated range, or within given bounds: the mask of a clipped gradient."""
-    tiles, x = how.tiles(x.shape), _sharding.settled(x)
-    bounds = how.measure(x) if bounds is None else bounds
+def inside(quantizer: Quantizer, x: Float[Array, "..."], bounds: Bounds | None = None) -> Array:
+    """Whether each value is within the calibrated range or the given bounds: the mask of a clipped gradient."""
+    tiles, x = quantizer.tiles(x.shape), _sharding.settled(x)
+    bounds = quantizer.measure(x) if bounds is None else bounds
     split = tiles.split(x).astype(jnp.float32)
     high = tiles.split_scale(bounds["absmax" if "absmax" in bounds else "max"])
     low = -high if "absmax" in bounds else tiles.split_scale(bounds["min"])
@@ -116,7 +142,7 @@ def inside(how: Quantizer, x: Float[Array, "..."], bounds: Bounds | None = None)
 
 
 def stack(arrays: Sequence[QArray], axis: int = 0) -> QArray:
-    """QArrays of one structure, stacked along a new axis with a scale of its own for each."""
+    """Stack QArrays of the same structure along a new axis; each keeps its own scales."""
     first = arrays[0]
     if any(jax.tree.structure(a) != jax.tree.structure(first) for a in arrays):
         raise ValueError("only QArrays of the same format, dtype, tiles and packing can be stacked")
@@ -129,11 +155,13 @@ def stack(arrays: Sequence[QArray], axis: int = 0) -> QArray:
 
 
 def shardings(q: QArray, like: NamedSharding | PartitionSpec) -> QArray:
-    """The shardings (or specs) of a QArray whose values are laid out as `like`, as a QArray of them.
+    """The shardings (or partition specs) of a QArray's arrays, given the sharding of its values.
 
-    A scale is sharded along the axes where it has an entry per value or tile, replicated where all share one or, if the
-    mesh is known, where its tiles do not divide among the devices. Works on abstract QArrays too, and the result serves
-    `jax.device_put`, `jax.jit`'s shardings and checkpoints.
+    A scale is sharded along the axes where it has an entry per value or tile. It is replicated along the others, and
+    along axes whose tiles do not divide evenly among the devices. The QArray may be abstract.
+
+    Returns:
+      A QArray of shardings, for `jax.device_put`, `jax.jit` and checkpoints.
     """
     axes = _sharding.partitions(like, q.ndim)
 
@@ -142,15 +170,15 @@ def shardings(q: QArray, like: NamedSharding | PartitionSpec) -> QArray:
             return count != 1
         return count % math.prod(like.mesh.shape[n] for n in (names if isinstance(names, tuple) else (names,))) == 0
 
-    def of(part: Any) -> Any:
-        own = PartitionSpec(*(names if divides(n, names) else None for n, names in zip(part.shape, axes, strict=True)))
-        return NamedSharding(like.mesh, own) if isinstance(like, NamedSharding) else own
+    def sharding(x: Any) -> Any:
+        spec = PartitionSpec(*(names if divides(n, names) else None for n, names in zip(x.shape, axes, strict=True)))
+        return NamedSharding(like.mesh, spec) if isinstance(like, NamedSharding) else spec
 
-    return q._map(of)
+    return q._map(sharding)
 
 
 def to_numpy(q: QArray) -> dict[str, np.ndarray]:
-    """A QArray as plain NumPy arrays for any file format: codes packed in bytes, low-precision scales as their bits."""
+    """A QArray as plain NumPy arrays for any file format: packed codes, low-precision scales viewed as integers."""
     q = q.pack()
     meta = {
         "qtype": q.qtype.to_json(),
@@ -167,7 +195,7 @@ def to_numpy(q: QArray) -> dict[str, np.ndarray]:
 
 
 def from_numpy(arrays: Mapping[str, np.ndarray]) -> QArray:
-    """The QArray that `to_numpy` took apart."""
+    """The QArray that `to_numpy` was called on."""
     meta = json.loads(bytes(np.asarray(arrays["meta"])))
 
     def part(name: str, dtype: str | None) -> Array | None:

@@ -1,17 +1,17 @@
-"""How a QArray looks: one line of text, a small table in a notebook."""
+"""Printing of QArrays: one line of text, or a small table in a notebook.
+
+`q` is a QArray, whose module imports this one.
+"""
 
 import html as html_escape
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
-if TYPE_CHECKING:
-    from octavo.qarray.qarray import QArray
 
-
-def granularity(q: "QArray") -> str:
+def granularity(q: Any) -> str:
     """In words, which values share a scale."""
     tiles = dict(enumerate(q.tile_shape))
     shape = q._stored_shape
@@ -24,7 +24,7 @@ def granularity(q: "QArray") -> str:
     return ", ".join(words) or "per tensor"
 
 
-def _facts(q: "QArray") -> dict[str, str]:
+def _facts(q: Any) -> dict[str, str]:
     facts = {"format": q.qtype.name, "shape": str(q.shape), "dtype": q.dtype.name, "scale": _array(q.scale)}
     facts["granularity"] = granularity(q)
     if q.zero_point is not None:
@@ -43,11 +43,11 @@ def _array(x: Any) -> str:
     return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
 
 
-def _is_plain(q: "QArray") -> bool:
+def _is_plain(q: Any) -> bool:
     return all(hasattr(x, "shape") and hasattr(x, "dtype") for x in (q.qvalue, q.scale))
 
 
-def text(q: "QArray") -> str:
+def text(q: Any) -> str:
     """One line: shape, format, scale, granularity, bits."""
     if not _is_plain(q):
         # Shardings, specs and other placeholders, as JAX puts them into a pytree.
@@ -59,7 +59,7 @@ def text(q: "QArray") -> str:
     )
 
 
-def html(q: "QArray") -> str:
+def html(q: Any) -> str:
     """A table of facts, and a histogram of the codes when they are at hand."""
     if not _is_plain(q):
         return f"<code>{html_escape.escape(text(q))}</code>"
@@ -71,7 +71,7 @@ def html(q: "QArray") -> str:
     return f"<div><b>QArray</b><table>{rows}</table>{drawn}</div>"
 
 
-def _histogram(q: "QArray", *, bars: int = 32, most: int = 1 << 16) -> str:
+def _histogram(q: Any, *, bars: int = 32, most: int = 1 << 16) -> str:
     """How often the representable values are used, as a row of bars, from a sample of the codes."""
     if not q.size:
         return ""

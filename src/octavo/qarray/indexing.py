@@ -1,18 +1,18 @@
-"""Slicing, reshaping and transposing a QArray: what happens to codes, scales, padding and packing alike."""
+"""Slicing, reshaping and transposing of QArrays: codes, scales, padding and packing together.
+
+`q` is a QArray, whose module imports this one.
+"""
 
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from octavo import _sharding
 from octavo._typing import Array, Shaped
-
-if TYPE_CHECKING:
-    from octavo.qarray.qarray import QArray
 
 
 def from_end(axis: int, ndim: int) -> int:
@@ -31,7 +31,7 @@ def unpad(x: Shaped[Array, "..."], padding: Sequence[tuple[int, int]]) -> Shaped
     return x
 
 
-def transpose(q: "QArray", axes: Sequence[int]) -> "QArray":
+def transpose(q: Any, axes: Sequence[int]) -> Any:
     """Axes in another order."""
     ndim = q.ndim
     order = [a % ndim for a in axes] if axes else list(reversed(range(ndim)))
@@ -45,7 +45,7 @@ def transpose(q: "QArray", axes: Sequence[int]) -> "QArray":
     )
 
 
-def reshape(q: "QArray", shape: Sequence[int]) -> "QArray":
+def reshape(q: Any, shape: Sequence[int]) -> Any:
     """Another shape, for codes and scales.
 
     Every axis of the scale is a count of tiles over values that share one: as factors, *varying* then *constant*. The
@@ -65,7 +65,7 @@ def reshape(q: "QArray", shape: Sequence[int]) -> "QArray":
     return q._map(lambda x: x.reshape(shape if x is q.qvalue else _reshape_tiles(old, x.shape, shape)))
 
 
-def _complete(shape: tuple[int, ...], q: "QArray") -> tuple[int, ...]:
+def _complete(shape: tuple[int, ...], q: Any) -> tuple[int, ...]:
     if shape.count(-1) == 1:
         rest = math.prod(d for d in shape if d != -1)
         shape = tuple(q.size // max(1, rest) if d == -1 else d for d in shape)
@@ -108,7 +108,7 @@ def _reshape_tiles(old: tuple[int, ...], part: tuple[int, ...], new: tuple[int, 
     return shape
 
 
-def take(q: "QArray", index: Any) -> "QArray":
+def take(q: Any, index: Any) -> Any:
     """`q[index]` for integers, slices, None, Ellipsis and integer arrays.
 
     The scale is indexed like the codes, tile by tile. Where that is not possible, because a slice cuts a tile or the
@@ -162,7 +162,7 @@ def _plain(entries: list[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(entries)
 
 
-def _cuts_tiles(q: "QArray", axis: int, entry: Any) -> bool:
+def _cuts_tiles(q: Any, axis: int, entry: Any) -> bool:
     if not isinstance(entry, slice):
         return False
     size = q._stored_shape[axis]
@@ -172,7 +172,7 @@ def _cuts_tiles(q: "QArray", axis: int, entry: Any) -> bool:
     return any(step != 1 or start % tile or stop % tile for tile in tiles)
 
 
-def _spread(q: "QArray", axis: int) -> "QArray":
+def _spread(q: Any, axis: int) -> Any:
     """The same array with one scale per value along an axis, and no padding there."""
     stored, ndim = q._stored_shape, q.ndim
     own = [(a, n) for a, n in q.padding if a == axis - ndim]

@@ -1,4 +1,4 @@
-"""QArray: values, scale, zero point and format, as one pytree that behaves like an array."""
+"""QArray: codes, scale, zero point and format as one pytree that behaves like an array."""
 
 import math
 from collections.abc import Sequence
@@ -17,13 +17,20 @@ from octavo.qarray.tiles import Tiles
 
 @jax.tree_util.register_pytree_with_keys_class
 class QArray:
-    """An array in low precision: `(qvalue - zero_point) * scale * outer_scale`.
+    """A quantized array, a pytree: its values are `(qvalue - zero_point) * scale * outer_scale`.
 
-    `scale` has the rank of `qvalue`. Along each axis it has one entry for all (size 1), one per value, or one per tile
-    of equal size. `zero_point` is None for symmetric types and `outer_scale` is None but for formats with two levels of
-    scales. `dtype` is that of the dequantized values. `padding` tells how many values the last tile of an axis was
-    filled up with, `packed` the axis along which codes are packed into bytes and its length; both count axes from the
-    end, so that they hold under vmap and scan.
+    Axes in `padding` and `packed` count from the end, so that they stay valid under `vmap` and `scan`.
+
+    Args:
+      qvalue: The codes.
+      scale: The scales, of the rank of `qvalue`: along each axis one entry for all values (size 1), one per value, or
+        one per tile of equal size.
+      zero_point: The zero points, of the shape of `scale`; None for symmetric quantization.
+      qtype: The number format; by default the one of the dtype of `qvalue`.
+      outer_scale: The scale of the scales, for formats with two levels such as nvfp4; else None.
+      dtype: The dtype of the dequantized values; by default that of `scale`, or float32 if that is below 16 bits.
+      padding: (axis, number of values) for each axis whose last tile is padded.
+      packed: (axis, size) if the codes along an axis are packed into bytes.
 
     >>> import octavo
     >>> q = octavo.quantize(jnp.asarray([[1.0, 2.0], [3.0, -4.0]]), "int4", channelwise_axes=(0,))
@@ -81,7 +88,7 @@ class QArray:
         mapped = {k: fn(v) for k in parts if (v := getattr(self, k)) is not None}
         return self._replace(**mapped, **changes)
 
-    # What an array has.
+    # Attributes of an array.
 
     @property
     def _stored_shape(self) -> tuple[int, ...]:
@@ -93,7 +100,7 @@ class QArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array that this stands for."""
+        """The shape of the dequantized array."""
         shape = list(self._stored_shape)
         for axis, count in self.padding:
             shape[axis] -= count
@@ -112,23 +119,23 @@ class QArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all the arrays in memory: codes as they are stored, scales, zero points."""
+        """The size in bytes of codes, scales and zero points."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
 
     @property
     def tile_shape(self) -> tuple[int, ...]:
-        """How many values along each axis share a scale."""
+        """The number of values that share a scale, along each axis."""
         return tuple(n // max(1, s) for n, s in zip(self._stored_shape, self.scale.shape, strict=True))
 
     @property
     def sharding(self) -> Any:
-        """Where the codes lie."""
+        """The sharding of the codes."""
         return self.qvalue.sharding
 
     # Values.
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
-        """The values, computed in float32 and given in `dtype`, by default this array's own."""
+        """Dequantize: computed in float32, returned in `dtype` (by default the array's own)."""
         where = _sharding.explicit(self.qvalue)
         q = self._map(_sharding.settled).unpack()
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
@@ -150,7 +157,7 @@ class QArray:
         return self._replace(dtype=jnp.dtype(dtype))
 
     def pack(self, axis: int = -1) -> "QArray":
-        """Codes below eight bits packed along an axis: n int4 values then occupy n/2 bytes."""
+        """The same array with codes of fewer than eight bits packed into bytes along an axis."""
         if self.packed is not None or self.qtype.bits >= 8:
             return self
         axis = indexing.from_end(axis, self.ndim)
@@ -158,7 +165,7 @@ class QArray:
         return self._replace(qvalue=packed, packed=(axis, self.qvalue.shape[axis]))
 
     def unpack(self) -> "QArray":
-        """Codes one to an element, in the format's own dtype."""
+        """The same array with one code per element, in the format's own dtype."""
         if self.packed is None:
             return self
         axis, size = self.packed
@@ -168,7 +175,7 @@ class QArray:
     # Structure.
 
     def reshape(self, *shape: Any) -> "QArray":
-        """The same values in another shape; raises where the tiles of the scale have no place in it."""
+        """The same values in another shape; an error if that would split tiles."""
         return indexing.reshape(self, shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape)
 
     def transpose(self, *axes: Any) -> "QArray":
@@ -189,10 +196,10 @@ class QArray:
         return self.swapaxes(-1, -2)
 
     def __getitem__(self, index: Any) -> "QArray":
-        """A part of the array; a slice that cuts a tile spreads the scale of that axis to single values."""
+        """Index the array; a slice that splits a tile repeats the scale of that axis for each value."""
         return indexing.take(self, index)
 
-    # How it looks.
+    # Printing.
 
     def __repr__(self) -> str:
         return display.text(self)

@@ -1,4 +1,4 @@
-"""How an array becomes a QArray."""
+"""The description of a quantization, and its implementation."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -22,11 +22,19 @@ _SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e8m0fnu")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Quantizer(Config):
-    """The frozen description of a quantization: format, granularity, calibration, rounding, scale dtype, arithmetic.
+    """A frozen description of a quantization, with a method that carries it out.
 
-    Axes that are neither channelwise nor tiled share their scale. A tile is a count of values, or 1/n as a float for
-    n tiles. A block format brings its own tile, on the last axis unless `tiled_axes` names others; the rest of its axes
-    are channelwise. Everything is checked here, when the description is made, not when it is used.
+    Its fields are validated when it is made. A block format has a tile size of its own, along the last axis unless
+    `tiled_axes` names others; the rest of its axes are channelwise.
+
+    Args:
+      qtype: The number format: a registered name such as "int8" or "nvfp4", a dtype, or a `Format`.
+      channelwise_axes: Axes with one scale per index. Axes that are neither channelwise nor tiled share a scale.
+      tiled_axes: The tile size of each tiled axis: a number of values, or 1/n for n tiles.
+      calibration: How the range is measured: "absmax", "minmax", "rms,7", ... or a `Calibration`.
+      rounding: "nearest", "stochastic", "stochastic,8" (bits of noise), or a `Rounding`.
+      scale_dtype: The dtype of the scales; by default the array's, float32 for float16, or the format's own.
+      arithmetic: "float32"; "qwix" and "aqt" give the results of these libraries bit for bit.
 
     >>> q = Quantizer("int8", channelwise_axes=(0,)).quantize(jnp.asarray([[1.0, 2.0], [0.5, 4.0]]))
     >>> q.qvalue.tolist(), q.scale.shape
@@ -108,7 +116,7 @@ class Quantizer(Config):
         return ARITHMETICS[self.arithmetic]
 
     def tiles(self, shape: tuple[int, ...]) -> Tiles:
-        """Which values of an array of this shape share a scale."""
+        """The tiles of an array of this shape: which values share a scale."""
         tiled = dict(self.tiled_axes)
         channelwise = self.channelwise_axes
         if self.qtype.tile is not None:
@@ -118,9 +126,14 @@ class Quantizer(Config):
         return Tiles.of(shape, channelwise, tiled)
 
     def measure(self, x: Float[Array, "..."], *, witness: Float[Array, "..."] | None = None) -> Bounds:
-        """The range of `x`, group by group, in the shape of the scale; NaN where a value is.
+        """Measure the range of each group of values.
 
-        With a `witness`, an array of the same shape, it is the values of that which are looked at for NaN.
+        Args:
+          x: The values.
+          witness: An array of the same shape that is checked for NaN in place of `x`.
+
+        Returns:
+          The bounds, in the shape of the scale; NaN for groups that hold a NaN.
         """
         tiles, x = self.tiles(x.shape), _sharding.settled(x)
         split = tiles.split(x).astype(self._arithmetic.compute_dtype(_float_dtype(x)))
@@ -143,11 +156,11 @@ class Quantizer(Config):
         return bounds if self.calibration.finite else _with_nan(bounds, witness, tiles.axes)
 
     def _scale(self, bounds: Bounds, dtype: np.dtype) -> tuple[Array, Array | None, Array | None, np.dtype]:
-        how = self._arithmetic
-        fmt = how.format(self.qtype)
-        stored = jnp.dtype(self.scale_dtype) if self.scale_dtype else how.scale_dtype(fmt, dtype)
+        arithmetic = self._arithmetic
+        fmt = arithmetic.format(self.qtype)
+        stored = jnp.dtype(self.scale_dtype) if self.scale_dtype else arithmetic.scale_dtype(fmt, dtype)
         stochastic = self.rounding.stochastic
-        return *how.scale(bounds, fmt, dtype=dtype, scale_dtype=stored, stochastic=stochastic), stored
+        return *arithmetic.scale(bounds, fmt, dtype=dtype, scale_dtype=stored, stochastic=stochastic), stored
 
     def quantize(
         self,
@@ -157,15 +170,22 @@ class Quantizer(Config):
         bounds: Bounds | None = None,
         own: bool = False,
     ) -> QArray:
-        """Quantize an array, with its own range or with given bounds (one per tile, or one for all along an axis).
+        """Quantize an array.
 
-        `own` says that given bounds are what `measure` finds for this very array, so that a value that is not finite
-        shows in them already.
+        Args:
+          x: The values.
+          key: A PRNG key, for stochastic rounding.
+          bounds: The range of each group, as `measure` returns it; by default it is measured on `x`. Along an axis
+            there may be one bound for all tiles.
+          own: Whether `bounds` were measured on `x` itself, so that they already show its non-finite values.
+
+        Returns:
+          A `QArray` of the same shape.
         """
         dtype, where, x = _float_dtype(x), _sharding.explicit(x), _sharding.settled(x)
-        how, tiles = self._arithmetic, self.tiles(x.shape)
-        fmt = how.format(self.qtype)
-        split = tiles.split(x).astype(how.compute_dtype(dtype))
+        arithmetic, tiles = self._arithmetic, self.tiles(x.shape)
+        fmt = arithmetic.format(self.qtype)
+        split = tiles.split(x).astype(arithmetic.compute_dtype(dtype))
         given = bounds is not None and not own
         if bounds is None:
             bounds = self._measure(split, tiles, dtype, split)
@@ -180,7 +200,7 @@ class Quantizer(Config):
         scale, zero_point, outer, stored = self._scale(bounds, dtype)
         noise = self.rounding.noise(key, tiles.padded)
         noise = None if noise is None else tiles.split(noise)
-        codes = how.encode(split, fmt, scale if outer is None else scale * outer, zero_point, noise)
+        codes = arithmetic.encode(split, fmt, scale if outer is None else scale * outer, zero_point, noise)
         return QArray(
             _sharding.restored(tiles.merge(codes), where),
             tiles.merge(scale.astype(stored)),
@@ -192,7 +212,7 @@ class Quantizer(Config):
         )
 
     def bits_per_value(self, shape: tuple[int, ...]) -> float:
-        """Bits that one value of an array of this shape takes, packed, its share of scales and padding included."""
+        """Bits per value of a packed array of this shape, scales and padding included."""
         q = jax.eval_shape(lambda: self.quantize(jnp.zeros(shape), key=jax.random.key(0)).pack())
         return 8 * q.nbytes / max(1, q.size)
 
@@ -208,7 +228,7 @@ def _with_nan(bounds: Bounds, x: Array, axes: tuple[int, ...]) -> Bounds:
 
 
 def _poison(split: Array, bounds: Bounds, fmt: Format, tiles: Tiles) -> tuple[Array, Bounds]:
-    """Let a non-finite value show although the bounds are finite: as NaN itself, or in the scale of its group."""
+    """Make a non-finite value visible although the bounds are finite: as NaN, or in the scale of its group."""
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     if element.has_nan:
         return jnp.where(jnp.isfinite(split), split, jnp.nan), bounds

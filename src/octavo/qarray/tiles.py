@@ -1,4 +1,4 @@
-"""Which values share a scale: granularity, resolved for a shape."""
+"""Granularity for a given shape: which values share a scale."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,10 @@ from octavo._typing import Array, Bool, Shaped
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """A shape whose axes are each cut into `counts[i]` tiles of `sizes[i]` values; the last tile may be padded.
+    """A shape whose axes are divided into `counts[i]` tiles of `sizes[i]` values; the last tile may be padded.
 
-    In the *split* form of an array every axis cut into several tiles of several values becomes two, count and size;
-    there, sharing a scale means reducing over `axes`.
+    In the *split* form of an array every axis with several tiles of several values becomes two, count and size; values
+    that share a scale are those along `axes`.
     """
 
     shape: tuple[int, ...]
