@@ -1,8 +1,8 @@
 """Octavo: quantized training and inference for JAX."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from octavo.calibration import register_calibration
+from octavo.calibration import Calibration, register_calibration
 from octavo.frameworks import (
     WithAux,
     accumulate_gradients,
@@ -15,7 +15,7 @@ from octavo.frameworks import (
     split_gradients,
 )
 from octavo.inspect import verify
-from octavo.numerics import formats, get_format, register_format
+from octavo.numerics import Format, formats, get_format, register_format
 from octavo.ops import (
     DotConfig,
     Matmul,
@@ -30,13 +30,18 @@ from octavo.ops import (
     tgmm,
 )
 from octavo.qarray import QArray, Quantizer, dequantize, fake_quant, quantize
-from octavo.rules import QtRule, QuantizationRule, recipe, recipes, register_recipe
-from octavo.transform import PtqProvider, QtProvider, QuantizationProvider, get_current_rule, quantized
+from octavo.rules import QtRule, QuantizationRule, Recipe, Schedule, recipe, recipes, register_recipe
+from octavo.transform import PtqProvider, QtProvider, QuantizationProvider, get_current_rule, quantized, scheduled
+
+if TYPE_CHECKING:
+    from octavo.frameworks.nnx import QuantStat
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Calibration",
     "DotConfig",
+    "Format",
     "Matmul",
     "Operand",
     "PtqProvider",
@@ -47,6 +52,8 @@ __all__ = [
     "QuantizationProvider",
     "QuantizationRule",
     "Quantizer",
+    "Recipe",
+    "Schedule",
     "WithAux",
     "accumulate_gradients",
     "conv_general_dilated",
@@ -73,6 +80,7 @@ __all__ = [
     "register_calibration",
     "register_format",
     "register_recipe",
+    "scheduled",
     "served",
     "split_gradients",
     "tgmm",

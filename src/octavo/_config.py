@@ -1,16 +1,18 @@
-"""What every description in Octavo shares: frozen, printed as the code that makes it, JSON in and out."""
+"""The base of all frozen configs: they print as the code that makes them, and convert to and from JSON."""
 
 import dataclasses
 import html
 import json
 from typing import Any, ClassVar
 
+from octavo._names import did_you_mean
+
 
 class Config:
-    """Base of the frozen dataclasses that describe formats, calibrations, roundings and quantizers.
+    """Base of the frozen dataclasses of formats, calibrations, quantizers, rules and others.
 
-    JSON names the class of a description: Octavo's own by the name alone, any other with its module, so that a class
-    of a user never stands for a built-in one. `Config.from_json(c.to_json()) == c` for all of them.
+    The JSON text holds the name of the class: the bare name of a class of Octavo, the name with its module of any
+    other, so that a user's class never replaces a built-in one. `Config.from_json(c.to_json()) == c` for all of them.
     """
 
     _classes: ClassVar[dict[str, type["Config"]]] = {}
@@ -24,12 +26,12 @@ class Config:
         return dataclasses.replace(self, **changes)  # pyrefly: ignore
 
     def to_json(self) -> str:
-        """This description as a JSON text."""
+        """This config as JSON text."""
         return json.dumps(_encode(self))
 
     @staticmethod
     def from_json(text: str) -> Any:
-        """The description that a JSON text made by `to_json` stands for."""
+        """The config of a JSON text that `to_json` made."""
         return _decode(json.loads(text))
 
     def __repr__(self) -> str:
@@ -41,7 +43,7 @@ class Config:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def _repr_html_(self) -> str:
-        """For notebooks: the fields that differ from their defaults, in the colours of the page around it."""
+        """For notebooks: the fields that differ from their defaults."""
         rows = "".join(
             f"<tr><th style='text-align:left'>{f.name}</th>"
             f"<td style='text-align:left'><code>{html.escape(repr(getattr(self, f.name)))}</code></td></tr>"
@@ -70,7 +72,10 @@ def _decode(value: Any) -> Any:
     if isinstance(value, dict):
         fields = {k: _decode(v) for k, v in value.items()}
         name = fields.pop("class", None)
+        if not isinstance(name, str):
+            raise ValueError(f"a config in JSON has the name of its class under 'class', got the keys {list(fields)}")
         if name not in Config._classes:
-            raise ValueError(f"{name!r} is no description that Octavo knows; import the module that defines it first")
+            hint = did_you_mean(name, Config._classes)
+            raise ValueError(f"unknown config class {name!r}: {hint}import the module that defines it first")
         return Config._classes[name](**fields)
     return value

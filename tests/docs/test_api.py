@@ -1,0 +1,16 @@
+"""The API reference has every public name."""
+
+import re
+from pathlib import Path
+
+import octavo
+
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+
+
+def test_every_public_name_is_on_the_page_once():
+    assert sorted(re.findall(r"^::: octavo\.(\w+)$", PAGE, re.MULTILINE)) == sorted(octavo.__all__)
+
+
+def test_every_public_name_has_a_docstring():
+    assert [name for name in octavo.__all__ if not (getattr(octavo, name).__doc__ or "").strip()] == []
