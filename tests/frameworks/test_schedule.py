@@ -143,14 +143,14 @@ class TestNnx:
             octavo.quantize_model(linear(), schedule, X)
 
     def test_state_needs_inputs(self):
-        with pytest.raises(ValueError, match="the model has to be seen running"):
+        with pytest.raises(ValueError, match="the model has to be traced"):
             octavo.quantize_model(linear(), Schedule([(0, None), (1, STATIC)]))
 
 
 def test_an_equinox_module_is_scheduled_as_a_function():
     equinox = pytest.importorskip("equinox")
     model = equinox.nn.Linear(16, 4, key=KEY)
-    with pytest.raises(TypeError, match=r"octavo.transform.scheduled\(lambda model, x: model\(x\), schedule\)"):
+    with pytest.raises(TypeError, match=r"octavo.scheduled\(lambda model, x: model\(x\), schedule\)"):
         octavo.quantize_model(model, Schedule([(0, None)]))
 
 

@@ -159,7 +159,7 @@ class TestInjected:
                 shared = {"variable_axes": {"params": 0}, "variable_broadcast": GRADIENT_STATE}
                 return nn.scan(Layer, **shared, split_rngs={"params": True}, length=2)()(x)[0]
 
-        with pytest.raises(ValueError, match=r"is used by two products, but delayed scaling keeps.*dot_general_cls="):
+        with pytest.raises(ValueError, match=r"is used by two matmuls, but delayed scaling keeps.*dot_general_cls="):
             Model().init(KEY, X)
 
 

@@ -86,7 +86,7 @@ def quantize_model(
     if framework == "equinox" and isinstance(provider, Schedule):
         raise TypeError(
             "an Equinox module is trained as a pytree, so a schedule goes with a function of it: "
-            "octavo.transform.scheduled(lambda model, x: model(x), schedule)"
+            "octavo.scheduled(lambda model, x: model(x), schedule)"
         )
     if framework == "equinox":
         from octavo.frameworks.equinox import quantize_equinox
