@@ -10,8 +10,8 @@ import pytest
 import octavo
 from octavo._config import Config
 from octavo.calibration import AbsMax, Constant, Fixed, Percentile, Rms
+from octavo.compat.aqt import LocalAqt
 from octavo.numerics import BlockFormat, FloatFormat, IntFormat, TableFormat, get_format
-from octavo.ops.aqt import LocalAqt
 
 # Classes with fields that have no default.
 EXAMPLES = {

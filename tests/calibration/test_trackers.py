@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from octavo import Quantizer
-from octavo.calibration import AmaxHistory, RunningMean
+from octavo.calibration import AmaxHistory, Ema, RunningMean
 
 SERIES = np.random.default_rng(0).uniform(1, 3, size=(7, 2, 1)).astype(np.float32)
 ABSMAX = {"absmax": jnp.zeros((2, 1))}
@@ -37,6 +37,14 @@ def test_running_mean_of_a_range():
     assert (read["min"].tolist(), read["max"].tolist()) == ([-1.5], [4.5])
 
 
+def test_ema_has_no_bias_at_the_start():
+    tracker = Ema(decay=0.9)
+    np.testing.assert_allclose(tracker.read(feed(tracker, SERIES[:1]))["absmax"], SERIES[0], rtol=1e-6)
+    weights = 0.9 ** np.arange(7)[::-1]
+    want = (SERIES * weights[:, None, None]).sum(0) / weights.sum()
+    np.testing.assert_allclose(tracker.read(feed(tracker, SERIES))["absmax"], want, rtol=1e-5)
+
+
 def test_amax_history_rolls_and_forgets():
     tracker = AmaxHistory(length=3)
     state = feed(tracker, SERIES)
@@ -46,7 +54,7 @@ def test_amax_history_rolls_and_forgets():
     np.testing.assert_array_equal(recent.read(state)["absmax"], SERIES[-1])
 
 
-@pytest.mark.parametrize("tracker", [RunningMean(), AmaxHistory(length=4)])
+@pytest.mark.parametrize("tracker", [RunningMean(), Ema(), AmaxHistory(length=4)])
 def test_reading_before_measuring_is_an_error_and_never_a_silent_scale(tracker):
     state = tracker.init(ABSMAX)
     with pytest.raises(ValueError, match="run a calibration step first"):
@@ -58,8 +66,8 @@ def test_reading_before_measuring_is_an_error_and_never_a_silent_scale(tracker):
     np.testing.assert_allclose(tracker.read(after, current)["absmax"], 1.0, rtol=1e-6)
 
 
-def test_microbatches_combine_by_maximum():
-    tracker = AmaxHistory(length=4)
+@pytest.mark.parametrize("tracker", [Ema(), AmaxHistory(length=4)])
+def test_microbatches_combine_by_maximum(tracker):
     merged = tracker.merge(feed(tracker, SERIES[:1]), feed(tracker, SERIES[1:2]))
     want = feed(tracker, [SERIES[:2].max(0)])
     np.testing.assert_allclose(tracker.read(merged)["absmax"], tracker.read(want)["absmax"], rtol=1e-6)
@@ -71,7 +79,9 @@ def test_running_means_of_microbatches_add_up():
     np.testing.assert_allclose(tracker.read(merged)["absmax"], SERIES.mean(0), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("tracker", "over_devices"), [(RunningMean(), np.mean), (AmaxHistory(length=2), np.max)])
+@pytest.mark.parametrize(
+    ("tracker", "over_devices"), [(RunningMean(), np.mean), (Ema(), np.max), (AmaxHistory(length=2), np.max)]
+)
 def test_devices_agree_after_sync(tracker, over_devices):
     mesh = jax.make_mesh((8,), ("data",))
     local = np.random.default_rng(1).uniform(1, 2, (8, 1)).astype(np.float32)
@@ -102,6 +112,7 @@ def test_static_bounds_quantize():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Ema(decay=1.0), "below 1"),
         (lambda: AmaxHistory(length=0), "at least one step"),
         (lambda: AmaxHistory().init({"min": jnp.zeros(1), "max": jnp.ones(1)}), "symmetric"),
     ],

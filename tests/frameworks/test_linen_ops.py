@@ -13,9 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import octavo
-from octavo.compat import maxtext
+from octavo.compat import aqt, maxtext
 from octavo.frameworks.linen_ops import ConvGeneralDilated, DotGeneral, Einsum
-from octavo.ops import aqt
 from octavo.rules import mixed_precision
 from tests.cases import slow_except
 

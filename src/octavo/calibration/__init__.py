@@ -14,7 +14,7 @@ from octavo.calibration.method import (
 )
 from octavo.calibration.registry import CalibrationLike, calibrations, get_calibration, register_calibration
 from octavo.calibration.search import Mse, Snr
-from octavo.calibration.tracker import AmaxHistory, RunningMean, State, Tracker
+from octavo.calibration.tracker import AmaxHistory, Ema, RunningMean, State, Tracker
 
 __all__ = [
     "AbsMax",
@@ -24,6 +24,7 @@ __all__ = [
     "Calibration",
     "CalibrationLike",
     "Constant",
+    "Ema",
     "Fixed",
     "MinMax",
     "Mse",

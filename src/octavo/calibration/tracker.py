@@ -94,6 +94,42 @@ class RunningMean(Tracker):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
+class Ema(Tracker):
+    """An exponential moving average, corrected for its start: the first step reads as that step's own bounds.
+
+    The state holds the average of the bounds and, as `weight`, the same average of ones.
+    """
+
+    decay: float = 0.99
+
+    def __post_init__(self):
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"a decay is at least 0 and below 1, got {self.decay}")
+
+    def init(self, bounds: Bounds) -> State:
+        averages = {f"ema_of_{k}": jnp.zeros(v.shape, jnp.float32) for k, v in bounds.items()}
+        return {"weight": jnp.zeros((), jnp.float32), **averages}
+
+    def update(self, state: State, bounds: Bounds) -> State:
+        keep, new = self.decay, 1 - self.decay
+        averages = {f"ema_of_{k}": keep * state[f"ema_of_{k}"] + new * v.astype(jnp.float32) for k, v in bounds.items()}
+        return {"weight": keep * state["weight"] + new, **averages}
+
+    def _read(self, state: State) -> Bounds:
+        weight = jnp.where(state["weight"] > 0, state["weight"], 1)
+        return {k.removeprefix("ema_of_"): v / weight for k, v in state.items() if k != "weight"}
+
+    def calibrated(self, state: State) -> jax.Array:
+        return state["weight"] > 0
+
+    def merge(self, a: State, b: State) -> State:
+        return {k: _wider(k)(a[k], b[k]) for k in a}
+
+    def sync(self, state: State, axis_name: str) -> State:
+        return {k: _widest(k)(v, axis_name) for k, v in state.items()}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class AmaxHistory(Tracker):
     """Delayed scaling: the largest magnitudes of the last `length` steps, newest first.
 
@@ -129,3 +165,11 @@ class AmaxHistory(Tracker):
 
     def sync(self, state: State, axis_name: str) -> State:
         return jax.tree.map(lambda v: jax.lax.pmax(v, axis_name), state)
+
+
+def _wider(key: str):
+    return jnp.minimum if key.endswith("_min") else jnp.maximum
+
+
+def _widest(key: str):
+    return jax.lax.pmin if key.endswith("_min") else jax.lax.pmax

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from octavo._names import unknown_name
 from octavo.calibration import Fixed, get_calibration
-from octavo.compat import transformer_engine
+from octavo.compat import aqt, transformer_engine
 from octavo.compat.quantization import (
     AqtQuantization,
     Fp8Quantization,
@@ -18,7 +18,7 @@ from octavo.compat.quantization import (
     Quantization,
     get_quant_mode,
 )
-from octavo.ops import DotConfig, aqt
+from octavo.ops import DotConfig
 from octavo.qarray import QArray, is_qarray, quantize
 from octavo.rules import dot_config, mixed_precision, recipe, recipes
 

@@ -66,7 +66,7 @@ class Quantization:
 
 
 class AqtQuantization(Quantization):
-    """AQT's numerics: `config` is one of `octavo.ops.aqt`, or the rules of a mixed-precision table."""
+    """AQT's numerics: `config` is one of `octavo.compat.aqt`, or the rules of a mixed-precision table."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""AQT's constructors, with AQT's names and arguments, as descriptions that are frozen: each returns a DotConfig.
+"""AQT's constructors, with AQT's names and arguments; each returns a DotConfig.
 
 AQT (https://github.com/google/aqt) keeps one mutable object per operand and changes it with setters; here a changed
 config is a new one, made by `DotConfig.replace` and `DotConfig.with_operands`. Operands compute in AQT's arithmetic,
@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from octavo._typing import DTypeLike
+from octavo.compat.aqt_operands import SKIP, Bits, LocalAqt, int_symmetric, make
 from octavo.numerics import Stochastic
-from octavo.ops.aqt_parts import SKIP, Bits, LocalAqt, int_symmetric, make
 from octavo.ops.config import DotConfig
 
 __all__ = [

@@ -10,8 +10,9 @@ import pytest
 import octavo
 from octavo import DotConfig, Matmul, Operand
 from octavo.calibration import RunningMean
+from octavo.compat import aqt
 from octavo.numerics import IntFormat, Stochastic
-from octavo.ops import aqt, init_scaling
+from octavo.ops import init_scaling
 from tests.ops.walk import dot_types
 
 theirs = pytest.importorskip("aqt.jax.v2.config", reason="the oracles group is not installed: pip install aqtp==0.9.0")

@@ -1,4 +1,4 @@
-"""What AQT's constructors are made of: bits as formats, shards as tiles, and a config from the bits of each matmul."""
+"""AQT's bits as formats, its shards as tiles, and configs from the bits of each matmul."""
 
 import dataclasses
 from typing import Any, Literal
@@ -21,7 +21,7 @@ type Bits = int | str | None
 class LocalAqt(Config):
     """Scales for each of n shards of a gradient's first contracted axis, which is where a batch is sharded.
 
-    >>> from octavo.ops.aqt import config_v4
+    >>> from octavo.compat.aqt import config_v4
     >>> config_v4(drhs_bits=8, drhs_local_aqt=LocalAqt(contraction_axis_shard_count=4)).drhs.lhs.tile
     0.25
     """
