@@ -3,7 +3,7 @@
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -28,6 +28,7 @@ class Key(NamedTuple):
     name: str
 
 
+@runtime_checkable
 class Provider(Protocol):
     """What evaluation needs of a `QuantizationProvider`, which itself needs the frame of its operation."""
 
