@@ -55,11 +55,12 @@ def write(directory: Path, arrays: Mapping[Names, Any]) -> None:
     import orbax.checkpoint as ocp  # Takes half a second, so it is imported only to save or restore.
     from orbax.checkpoint import type_handlers
 
-    # Orbax's own handlers, except that NumPy arrays are not copied: nothing else writes to them meanwhile.
-    handlers = type_handlers.create_type_handler_registry(
-        (np.ndarray, type_handlers.NumpyHandler(deepcopy_host_arrays=False)), (jax.Array, type_handlers.ArrayHandler())
-    )
     with _without_logging():
+        # Orbax's own handlers, except that NumPy arrays are not copied: nothing else writes to them meanwhile.
+        handlers = type_handlers.create_type_handler_registry(
+            (np.ndarray, type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
+            (jax.Array, type_handlers.ArrayHandler()),
+        )
         chunks = unflatten_paths({key: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for key in stored})
         # OCDBT would write all arrays to a few files, at less than half the speed, and damage could not be attributed
         # to an array; compression saves 8 % of normally distributed float32 and doubles the time.
