@@ -45,7 +45,7 @@ def test_every_command_option_and_key_is_there(scripts, shell):
     for word in ("--at-least" if shell != "fish" else "-l at-least", "--kv-axis" if shell != "fish" else "-l kv-axis"):
         assert word in script
     assert all(f"{key}=" in script for key in keys())
-    assert all(name in script for name in octavo.recipes())
+    assert all(name in script for name in octavo.recipes(aliases=True))
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
@@ -149,7 +149,7 @@ LINES = [
     ("octavo compare use_qwix_quantization=t", "octavo compare use_qwix_quantization=true"),
 ]
 LISTS = [
-    ("octavo train quantization=", set(octavo.recipes())),
+    ("octavo train quantization=", set(octavo.recipes(aliases=True))),
     ("octavo train quantization_st", {"quantization_start_step=", "quantization_stop_step="}),
     ("octavo compare use_qwix_quantization=", {"true", "false"}),
     ("octavo completion ", {"bash", "zsh", "fish"}),

@@ -45,7 +45,7 @@ def test_the_table_of_a_function_and_what_to_type_next(capsys):
         "up    dot_general  (8,64) x (64,128)   1     int8 x int8  int8 x int8  int8 x int8  (8,1) (1,128)"
     )
     assert down.startswith("down  dot_general  (8,128) x (128,64)  1 ")
-    assert summary.startswith("2 of 2 products quantized, 100.0 % of forward FLOPs")
+    assert summary.startswith("2 of 2 matmuls quantized, 100.0 % of forward FLOPs")
     assert following == "Next: octavo verify toy:predict --rules int8"
     assert shown.err == ""
 
@@ -74,7 +74,7 @@ SENT = ("plan", "toy:predict", "--rules", "int8", "--inputs", "toy:on_devices", 
 def test_what_devices_send(capsys):
     assert main(SENT) == 0
     head, _, up, down, _, sums, following = capsys.readouterr().out.splitlines()
-    assert head.split()[-2:] == ["sent", "note"]
+    assert head.split()[-3:] == ["collective", "bytes", "note"]
     assert up.split()[-2:] == down.split()[-2:] == ["7.17", "kB"]
     assert sums.startswith("a device sends 17 kB: all-gather 14.3 kB (s8), all-reduce 2.69 kB (f32); weights 14.3 kB")
     assert following == "Next: octavo verify toy:predict --rules int8 --inputs toy:on_devices"
@@ -85,7 +85,11 @@ def test_what_devices_send_with_rules_that_keep_state(capsys, tmp_path):
     rules.write_text(json.dumps([{"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": True}]))
     assert main([*SENT, "--rules", str(rules), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["traffic"]["weights"] == sum(row["sent"] for row in plan["rows"]) == 2 * 64 * 128 * 7 // 8
+    assert (
+        plan["communication"]["weights"]
+        == sum(row["collective_bytes"] for row in plan["rows"])
+        == 2 * 64 * 128 * 7 // 8
+    )
 
 
 def test_nothing_is_sent_by_inputs_that_lie_nowhere(capsys):
@@ -110,7 +114,7 @@ def test_html(capsys, tmp_path):
     text = page.read_text()
     assert text.startswith("<!doctype html>")
     assert "<td>int8 x int8</td>" in text
-    assert "2 of 2 products quantized" in text
+    assert "2 of 2 matmuls quantized" in text
 
 
 def test_html_into_a_missing_directory(capsys):
@@ -126,7 +130,7 @@ def test_a_terminal_gets_the_table_from_rich(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert main(["plan", "toy:predict", "--rules", "int8"]) == 0
     *_, summary, following = capsys.readouterr().out.splitlines()
-    assert summary.startswith("\x1b[1m2 of 2 products quantized, 100.0 % of forward FLOPs; operands")
+    assert summary.startswith("\x1b[1m2 of 2 matmuls quantized, 100.0 % of forward FLOPs; operands")
     assert following.startswith("Next: ")
 
 
@@ -139,7 +143,7 @@ def test_a_rule_that_matches_nothing_can_be_a_warning(capsys, misspelt):
     shown = capsys.readouterr()
     assert shown.err == "warning: " + UNMATCHED
     assert "matches nothing" not in shown.out
-    assert "1 of 2 products quantized" in shown.out
+    assert "1 of 2 matmuls quantized" in shown.out
 
 
 @pytest.mark.parametrize("name", ["linen", "Linen", "linen_model", "nnx_model"])
@@ -164,7 +168,7 @@ def test_an_equinox_model(capsys):
 def test_the_recipes_are_listed(capsys):
     assert main(["plan", "--rules", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(octavo.recipes())
+    assert [line.split()[0] for line in lines] == list(octavo.recipes(aliases=True))
     assert any(line.split("  ", 1)[1].strip().startswith("Int8 in all three matmuls") for line in lines)
 
 

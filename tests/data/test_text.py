@@ -10,12 +10,13 @@ import pytest
 
 from octavo.data import make_dataset
 from octavo.data.corpus import Fingerprint
-from octavo.data.text import held_out_names, library_files, split_tail
+from octavo.data.files import cut, held_out
+from octavo.data.stdlib import library_files
 
 
 def read_through(data):
     """All documents of an unshuffled, packed dataset, decoded."""
-    rows = [data.batch(i) for i in range(data.num_batches)]
+    rows = [data.batch(i) for i in range(data.batches)]
     targets = np.concatenate([row["targets"][row["targets_segmentation"] > 0] for row in rows])
     documents = "".join("\0" if i == 255 else chr(i) for i in targets).split("\0")
     assert documents.pop() == ""
@@ -24,7 +25,7 @@ def read_through(data):
 
 def unshuffled(config, split="train", **changes):
     data = make_dataset(config(**changes), split)
-    data.config = type(data.config)(batch_size=4, length=16, shuffle=False)
+    data.layout = type(data.layout)(batch_size=4, length=16, shuffle=False)
     return data
 
 
@@ -107,17 +108,17 @@ def test_a_vocabulary_may_be_larger_but_not_smaller(config, tmp_path):
         make_dataset(config(dataset_path=str(tmp_path), vocab_size=100))
 
 
-def test_a_missing_file_changes_no_other():
+def test_a_missing_file_moves_no_other_one():
     names = [f"file{i}" for i in range(500)]
-    kept = held_out_names(names)
+    kept = held_out(names)
     assert 10 < len(kept) < 45
-    assert held_out_names(names[::2]) == kept & set(names[::2])
-    assert held_out_names([]) == set()
+    assert held_out(names[::2]) == kept & set(names[::2])
+    assert held_out([]) == set()
 
 
-def test_splits_are_between_characters():
+def test_cuts_keep_characters_whole():
     for text in ("", "a", "é" * 7, "日本" * 33, "x" * 100):
-        head, tail = split_tail(text.encode(), 0.3)
+        head, tail = cut(text.encode(), 0.3)
         assert head.decode() + tail.decode() == text
 
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import octavo
-from octavo.hlo.collectives import Collective, Traffic, read_traffic
+from octavo.hlo import Collective, Communication, read_communication
 from octavo.transform.arguments import weights_of_arguments
 
 INT8 = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
@@ -97,7 +97,7 @@ class TestUnmatched:
 
     def test_a_shadowed_rule_names_the_one_before_it(self):
         rules = [INT8, octavo.QuantizationRule(module_path="up", weight_qtype="int4")]
-        with pytest.raises(ValueError, match="rule 1 is shadowed: rule 0 comes first and takes all 1 products"):
+        with pytest.raises(ValueError, match="rule 1 is shadowed: rule 0 comes first and takes all 1 matmuls"):
             octavo.plan(model, rules, PARAMS, X)
 
     def test_it_can_be_a_warning(self):
@@ -118,7 +118,7 @@ class TestPrinting:
         lines = str(self.plan()).splitlines()
         assert lines[0].split()[:4] == ["path", "op", "shapes", "rule"]
         assert lines[4].startswith("stack  dot_general  3 x (8,64) x (64,64)")
-        assert lines[-1].startswith("4 of 4 products quantized, 100.0 % of forward FLOPs; operands")
+        assert lines[-1].startswith("4 of 4 matmuls quantized, 100.0 % of forward FLOPs; operands")
 
     def test_json(self):
         plan = self.plan()
@@ -153,53 +153,56 @@ def told():
     return octavo.plan(low, None, PARAMS, X), compiled
 
 
-class TestTraffic:
+class TestCommunication:
     """What a device sends, told to a plan by a program that was compiled."""
 
     def test_rows_have_what_is_sent_of_their_weights(self, told):
-        plan = told[0].with_traffic(told[1])
-        sent = [row.sent for row in plan.rows]
+        plan = told[0].with_communication(told[1])
+        sent = [row.collective_bytes for row in plan.rows]
         assert [row.weight for row in plan.rows] == ["up/w", "down/w", "stack/w", None]
         assert sent == [64 * 256 * 7 // 8, None, 3 * 64 * 64 * 7 // 8, None]
-        assert sum(filter(None, sent)) == plan.traffic.weights()
-        assert told[0].traffic is None
+        assert sum(filter(None, sent)) == plan.communication.weights()
+        assert told[0].communication is None
 
-    def test_a_text_and_a_traffic_serve_as_well(self, told):
+    def test_a_text_and_a_communication_serve_as_well(self, told):
         plan, text = told[0], told[1].as_text()
-        assert str(plan.with_traffic(text)) == str(plan.with_traffic(read_traffic(text)))
-        assert str(plan.with_traffic(text)) == str(plan.with_traffic(told[1]))
+        assert str(plan.with_communication(text)) == str(plan.with_communication(read_communication(text)))
+        assert str(plan.with_communication(text)) == str(plan.with_communication(told[1]))
 
     def test_it_is_printed(self, told):
-        plan = told[0].with_traffic(told[1])
+        plan = told[0].with_communication(told[1])
         head, _, up, down, *_, share, sums = str(plan).splitlines()
-        assert head.split()[-2:] == ["sent", "note"]
+        assert head.split()[-3:] == ["collective", "bytes", "note"]
         assert (up.split()[-2:], down.split()[-1]) == (["14.3", "kB"], "%")
-        assert share.startswith("4 of 4 products quantized")
-        assert sums == plan.traffic.line()
+        assert share.startswith("4 of 4 matmuls quantized")
+        assert sums == plan.communication.line()
         assert "; weights 25.1 kB, the rest " in sums
         assert "(s8)" in sums
         assert f"<p>{sums}</p>" in plan._repr_html_()
-        assert "<th>sent</th>" in plan._repr_html_()
-        assert "sent" not in str(told[0])
+        assert "<th>collective bytes</th>" in plan._repr_html_()
+        assert "collective" not in str(told[0])
 
     def test_json(self, told):
-        plan = told[0].with_traffic(told[1])
+        plan = told[0].with_communication(told[1])
         read = json.loads(plan.to_json())
-        assert [row["sent"] for row in read["rows"]] == [row.sent for row in plan.rows]
-        assert read["traffic"] == plan.traffic.summary()
-        assert read["traffic"]["by_kind"]["all-gather"]["s8"] == plan.traffic.weights()
-        assert "traffic" not in json.loads(told[0].to_json())
+        assert [row["collective_bytes"] for row in read["rows"]] == [row.collective_bytes for row in plan.rows]
+        assert read["communication"] == plan.communication.summary()
+        assert read["communication"]["by_kind"]["all-gather"]["s8"] == plan.communication.weights()
+        assert "communication" not in json.loads(told[0].to_json())
 
     def test_rich(self, told):
         rich = pytest.importorskip("rich.console", reason="rich is an optional dependency")
         console = rich.Console(width=300, record=True, file=io.StringIO())
-        console.print(told[0].with_traffic(told[1]))
+        console.print(told[0].with_communication(told[1]))
         assert "; weights 25.1 kB, the rest " in console.export_text().splitlines()[-1]
 
     def test_a_weight_of_several_products_is_counted_once(self):
         twice = octavo.plan(lambda params, x: (x @ params["w"]) @ params["w"], INT8, {"w": shape(64, 64)}, X)
         gather = Collective("all-gather", "s8", (64, 64), 8, count=2, weights=("state.params['w']",))
-        assert [row.sent for row in twice.with_traffic(Traffic((gather,))).rows] == [2 * 64 * 64 * 7 // 8, None]
+        assert [row.collective_bytes for row in twice.with_communication(Communication((gather,))).rows] == [
+            2 * 64 * 64 * 7 // 8,
+            None,
+        ]
 
 
 def test_arguments_are_known_by_their_path_from_one_root():

@@ -43,7 +43,6 @@ def test_a_float_function_has_no_low_precision():
     assert str(v).endswith("low precision: 0.0 % of matmul FLOPs forward, 0.0 % backward")
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("config", "platform", "kinds"),
     [

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import octavo
 from octavo import kernels
-from octavo.hlo.collectives import read_traffic
+from octavo.hlo import read_communication
 from octavo.ops import Dims
 from octavo.ops.multiply import describe, multiply
 
@@ -269,7 +269,7 @@ def test_on_a_mesh_no_matrix_is_gathered(kind, axis):
         compiled = run.lower(everywhere, spread(q, axis), dims, "auto").compile()
         found = run(everywhere, spread(q, axis), dims, "auto")
     assert "octavo_" not in compiled.as_text()
-    assert not [c for c in read_traffic(compiled.as_text()).collectives if c.kind == "all-gather"]
+    assert not [c for c in read_communication(compiled.as_text()).collectives if c.kind == "all-gather"]
     if kind.startswith("int8"):
         np.testing.assert_array_equal(found, wanted)
     else:

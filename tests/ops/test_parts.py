@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from octavo.hlo.collectives import partitioned_hlo, read_traffic
+from octavo.hlo import partitioned_hlo, read_communication
 from octavo.ops import DotConfig, init_ragged_scaling, ragged_dot
 from octavo.ops.dispatch import Dispatch, collect, route, spread
 from octavo.ops.parts import Parts
@@ -242,7 +242,7 @@ def test_tokens_are_sent_in_low_precision(qtype, sent):
         # A token has a scale of its own, and no two tokens have the same.
         want = Quantizer(qtype, channelwise_axes=(0, 1)).quantize(jnp.asarray(x)).dequantize()
         np.testing.assert_array_equal(low(x), plain(want))
-        traffic = [read_traffic(partitioned_hlo(fn.lower(x))) for fn in (plain, low)]
+        traffic = [read_communication(partitioned_hlo(fn.lower(x))) for fn in (plain, low)]
         gradient = jax.jit(jax.grad(lambda x: jnp.sum(low(x) ** 2)))(x)
     kinds = zip(traffic, ("f32", sent), strict=True)
     wide, codes = (sum(c.total for c in sent.collectives if c.dtype == dtype) for sent, dtype in kinds)
@@ -261,7 +261,7 @@ def test_the_gradient_of_a_weight_is_added_up_in_the_accumulator():
 
     with jax.set_mesh(mesh()):
         wide, narrow = (jax.jit(functools.partial(gradient, c)) for c in (config, low))
-        sent = [read_traffic(partitioned_hlo(fn.lower(rhs))).collectives for fn in (wide, narrow)]
+        sent = [read_communication(partitioned_hlo(fn.lower(rhs))).collectives for fn in (wide, narrow)]
         a, b = wide(rhs), narrow(rhs)
     # The gradient of a device's two experts [16, 12], of which two devices send each other a half.
     assert [{c.dtype for c in found if c.kind == "reduce-scatter"} for found in sent] == [{"f32"}, {"bf16"}]

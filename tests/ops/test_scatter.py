@@ -126,9 +126,9 @@ def test_eight_bits_are_sent_and_each_device_gets_its_part():
 
     rows = NamedSharding(MESH, P(ROWS))
     text = jax.jit(drhs, in_shardings=(rows, where), out_shardings=where).lower(lhs, rhs).compile().as_text()
-    from octavo.hlo.collectives import read_traffic
+    from octavo.hlo import read_communication
 
-    sent = read_traffic(text).collectives
+    sent = read_communication(text).collectives
     exchanged = {(c.kind, c.dtype) for c in sent if c.kind == "all-to-all"}
     assert exchanged == {("all-to-all", "s8"), ("all-to-all", "f32")}
     # A gradient of 64 x 32 values, half of it on a device: integers or floats of that size are not summed.

@@ -46,5 +46,5 @@ def test_only_what_differs_from_the_defaults_is_shown():
 def test_a_plan_shows_what_it_notes_and_what_is_left_alone():
     page = Page(plan("nowhere")._repr_html_())
     assert "rule 0 matches nothing" in page.text
-    assert "0 of 1 products quantized" in page.text
+    assert "0 of 1 matmuls quantized" in page.text
     assert [attrs for attrs in page.all("tr") if attrs] == [{"style": "opacity:.65"}]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import octavo
-from octavo.hlo.collectives import Collective, Traffic
+from octavo.hlo import Collective, Communication
 from octavo.report import tables, write_report
 from octavo.report.run import read_run
 from octavo.train.metrics import MetricWriter
@@ -62,13 +62,13 @@ def test_what_a_device_sends(tmp_path):
         Collective("reduce-scatter", "f32", (4, 32), 8, is_gradient=True),
         Collective("all-reduce", "f32", (8,), 8),
     ]
-    (run / "plan.json").write_text(plan.with_traffic(Traffic(tuple(sent), ("a/while",))).to_json())
+    (run / "plan.json").write_text(plan.with_communication(Communication(tuple(sent), ("a/while",))).to_json())
     page = read(write_report(run))
     assert "A device sends 4.54 kB in a step: weights 896 B, gradients 3.58 kB, the rest 56 B" in page.text
     assert "weights sent" in page.text
     assert "reduce-scatter f32 3.58 kB 79.0 % all-gather s8 896 B 19.8 % all-reduce f32 56 B 1.2 %" in page.text
     assert "Counted once, unknown trip count: a/while" in page.text
-    (run / "plan.json").write_text(plan.with_traffic(Traffic(())).to_json())
+    (run / "plan.json").write_text(plan.with_communication(Communication(())).to_json())
     assert "A device sends nothing in a step." in read(write_report(run)).text
     (run / "plan.json").write_text(plan.to_json())
     assert "sends" not in read(write_report(run)).text

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.rules import QuantizationRule, find, nearest, shadowed, unused
+from octavo.rules import QuantizationRule, find, nearest
 
 ROUTER = QuantizationRule(module_path=".*/router", skip=True)
 MLP = QuantizationRule(module_path=".*/mlp/.*", weight_qtype="int4")
@@ -20,21 +20,6 @@ def test_the_first_match_wins():
     rules = [ROUTER, MLP, SCORES, REST]
     assert [find(rules, path, op, weights=w) for path, op, w in SITES] == [ROUTER, MLP, REST, SCORES]
     assert find([ROUTER, MLP], "head", "dot_general", weights=True) is None
-
-
-def test_unused_rules():
-    typo = QuantizationRule(module_path=".*/mpl/.*", weight_qtype="int8")
-    assert unused([ROUTER, typo, MLP, REST], SITES) == (typo,)
-    assert unused([SCORES], SITES[:3]) == (SCORES,), "its scope or its operation may be what matches nothing"
-    assert unused([MLP], iter(SITES)) == ()
-
-
-def test_shadowed_rules():
-    assert shadowed([REST, ROUTER, MLP], SITES) == (ROUTER, MLP)
-    assert shadowed([ROUTER, MLP, SCORES, REST], SITES) == ()
-    typo = QuantizationRule(module_path="mpl", weight_qtype="int8")
-    assert shadowed([REST, typo], SITES) == (), "one that matches nothing is unused, not shadowed"
-    assert shadowed([REST, REST], SITES) == (REST,)
 
 
 PATHS = [

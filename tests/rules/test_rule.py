@@ -40,7 +40,7 @@ WRONG = {
     "block whole": ({"weight_qtype": "mxfp8", "per_tensor": True}, "one scale per tensor with mxfp8"),
     "asymmetric": (
         {"weight_qtype": "fp8", "weight_calibration_method": "minmax"},
-        "QtRule does not describe a product with a weight: MinMax.*needs an integer format",
+        "QtRule does not describe a matmul with a weight: MinMax.*needs an integer format",
     ),
     "bwd_qtype": ({**INT8, "bwd_qtype": "inta"}, "bwd_qtype='inta'"),
     "bwd alone": ({"bwd_qtype": "int8"}, "bwd_qtype='int8' without weight_qtype.*set weight_qtype"),

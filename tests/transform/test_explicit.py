@@ -14,6 +14,7 @@ import octavo
 from octavo import DotConfig, Matmul, Operand
 from octavo.compat.maxtext import manual_quantize
 from octavo.qarray import shardings
+from tests.arrays import normal
 
 ROWS = ("data", "fsdp")
 REDUCED = P(None, "tensor", reduced={"data", "fsdp"})
@@ -23,10 +24,6 @@ INT8 = octavo.recipe("int8", exclude=None)
 
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 X, W = normal(0, 8, 4, 64), normal(1, 64, 128) / 8

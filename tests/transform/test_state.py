@@ -7,12 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import octavo
+from tests.arrays import normal
 
 STATIC = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 PARAMS = {"a": {"w": normal(0, 16, 32)}, "b": {"w": normal(1, 32, 8)}}
@@ -20,6 +17,11 @@ PARAMS = {"a": {"w": normal(0, 16, 32)}, "b": {"w": normal(1, 32, 8)}}
 
 def mlp(params, x):
     return jnp.tanh(x @ params["a"]["w"]) @ params["b"]["w"]
+
+
+def step(low, state, params, *args, **options):
+    """One compiled call of a function with state."""
+    return jax.jit(lambda state, params, *args: low.stateful(state, **options)(params, *args))(state, params, *args)
 
 
 def absmax(x):
@@ -42,7 +44,7 @@ def test_statistics_accumulate_over_batches_of_other_sizes_and_lengths():
     batches = [normal(i, *shape, 16) for i, shape in enumerate(((2, 5), (3, 7), (1, 2)))]
     state = low.init(PARAMS, batches[0])
     for x in batches:
-        _, state = low.stateful(state)(PARAMS, x)
+        _, state = step(low, state, PARAMS, x)
     stat = state["quant_stats"]["a"]["dot_general0_lhs"]
     assert int(stat["count"]) == 3
     assert stat["sum_of_absmax"].shape == (1, 1, 1)
@@ -52,13 +54,13 @@ def test_statistics_accumulate_over_batches_of_other_sizes_and_lengths():
 def test_frozen_statistics_quantize_by_the_mean_range():
     low = octavo.quantized(lambda params, x: x @ params["a"]["w"], STATIC)
     x = normal(2, 4, 16)
-    _, state = low.stateful(low.init(PARAMS, x))(PARAMS, x)
+    _, state = step(low, low.init(PARAMS, x), PARAMS, x)
     other = 3 * normal(5, 6, 16)
-    out, after = low.stateful(state, update=False)(PARAMS, other)
+    out, after = step(low, state, PARAMS, other, update=False)
     jax.tree.map(np.testing.assert_array_equal, state, after)
     config = octavo.DotConfig.qat("int8")
     bounds = {"lhs": {"absmax": jnp.full((1, 1), absmax(x), jnp.float32)}}
-    by_hand = octavo.dot(other, PARAMS["a"]["w"], config=config, scaling=bounds)
+    by_hand = jax.jit(lambda x, w: octavo.dot(x, w, config=config, scaling=bounds))(other, PARAMS["a"]["w"])
     np.testing.assert_array_equal(out, by_hand)
 
 
@@ -118,7 +120,8 @@ def test_each_layer_of_a_scan_has_statistics_of_its_own():
     np.testing.assert_array_equal(stat["count"], [1, 1, 1])
     # The second layer has seen what the first one gave.
     first = octavo.quantized(lambda params, x: jnp.tanh(x @ params["w"]), STATIC)
-    y, _ = first.stateful(first.init({"w": STACK["w"][0]}, x))({"w": STACK["w"][0]}, x)
+    layer = {"w": STACK["w"][0]}
+    y, _ = step(first, first.init(layer, x), layer, x)
     np.testing.assert_allclose(stat["sum_of_absmax"][:2].ravel(), [absmax(x), absmax(y)], rtol=1e-6)
     assert out.shape == x.shape
 
@@ -126,7 +129,7 @@ def test_each_layer_of_a_scan_has_statistics_of_its_own():
 def test_a_loop_shares_one_range_over_its_turns():
     low = octavo.quantized(looped, STATIC)
     x = normal(2, 4, 16)
-    _, state = low.stateful(low.init(STACK, x))(STACK, x)
+    _, state = step(low, low.init(STACK, x), STACK, x)
     assert int(state["quant_stats"]["dot_general0_lhs"]["count"]) == 3
 
 
@@ -137,8 +140,9 @@ def test_branches_keep_each_others_state():
     low = octavo.quantized(fn, STATIC)
     x = normal(2, 4, 16)
     state = low.init(PARAMS, x, jnp.asarray(True))
+    run = jax.jit(lambda state, flag: low.stateful(state)(PARAMS, x, flag))
     for flag in (True, True, False):
-        _, state = low.stateful(state)(PARAMS, x, jnp.asarray(flag))
+        _, state = run(state, jnp.asarray(flag))
     counts = {name: int(stat["count"]) for name, stat in state["quant_stats"]["a"].items()}
     assert counts == {"dot_general0_lhs": 1, "dot_general1_lhs": 2}  # lax.cond puts the branch for False first
 
@@ -148,7 +152,7 @@ def test_nested_calls_pass_state_through(wrap):
     low = octavo.quantized(lambda params, x: wrap(mlp)(params, x), STATIC)
     x = normal(2, 4, 16)
     plain = octavo.quantized(mlp, STATIC)
-    (out, state), (wanted, stats) = (q.stateful(q.init(PARAMS, x))(PARAMS, x) for q in (low, plain))
+    (out, state), (wanted, stats) = (step(q, q.init(PARAMS, x), PARAMS, x) for q in (low, plain))
     np.testing.assert_allclose(out, wanted, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state, stats)
 
@@ -159,8 +163,8 @@ def test_devices_of_a_shard_map_average_their_statistics():
     fn = jax.shard_map(mlp, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
     x = normal(2, 16, 16)
     low, plain = octavo.quantized(fn, STATIC), octavo.quantized(mlp, STATIC)
-    _, state = low.stateful(low.init(PARAMS, x))(PARAMS, x)
-    _, wanted = plain.stateful(plain.init(PARAMS, x))(PARAMS, x)
+    _, state = step(low, low.init(PARAMS, x), PARAMS, x)
+    _, wanted = step(plain, plain.init(PARAMS, x), PARAMS, x)
     # The second layer's own inputs differ by the range they were quantized by; the first one's do not.
     np.testing.assert_allclose(
         state["quant_stats"]["a"]["dot_general0_lhs"]["sum_of_absmax"],
@@ -197,7 +201,7 @@ def test_delayed_scaling_keeps_its_history_in_the_gradient():
     x = normal(2, 4, 16)
     state = low.init(PARAMS, x)
     assert set(state) == {"_overwrite_with_gradient"}
-    grads = jax.grad(lambda s: jnp.sum(low.stateful(s)(PARAMS, x)[0] ** 2))(state)
+    grads = jax.jit(jax.grad(lambda s: jnp.sum(low.stateful(s)(PARAMS, x)[0] ** 2)))(state)
     assert jax.tree.structure(grads) == jax.tree.structure(state)
     history = grads["_overwrite_with_gradient"]["a"]["dot_general0"]["lhs"]
     assert float(jnp.max(jnp.abs(x))) in [float(v) for leaf in jax.tree.leaves(history) for v in leaf.ravel()]
@@ -206,18 +210,20 @@ def test_delayed_scaling_keeps_its_history_in_the_gradient():
 class TestStochasticRounding:
     rule = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", bwd_stochastic_rounding="uniform")
 
-    def grad(self, fn, params, x, key):
+    def grad(self, fn, params, x):
+        """The gradients of parameters as a function of the key."""
         low = octavo.quantized(fn, self.rule)
-        return jax.jit(jax.grad(lambda p: jnp.sum(low.stateful(key=key)(p, x)[0] ** 2)))(params)
+        grad = jax.grad(lambda p, key: jnp.sum(low.stateful(key=key)(p, x)[0] ** 2))
+        return jax.jit(lambda key: grad(params, key))
 
     def test_it_needs_a_key(self):
         low = octavo.quantized(mlp, self.rule)
         with pytest.raises(ValueError, match=r"rounds stochastically and needs a random key.*stateful\(key=key\)"):
-            low(PARAMS, normal(2, 4, 16))
+            jax.eval_shape(low, PARAMS, normal(2, 4, 16))
 
     def test_the_key_decides(self):
         x = normal(2, 4, 16)
-        a, b, c = (self.grad(mlp, PARAMS, x, jax.random.key(k)) for k in (0, 0, 1))
+        a, b, c = map(self.grad(mlp, PARAMS, x), map(jax.random.key, (0, 0, 1)))
         np.testing.assert_array_equal(a["a"]["w"], b["a"]["w"])
         assert np.any(a["a"]["w"] != c["a"]["w"])
 
@@ -226,8 +232,9 @@ class TestStochasticRounding:
         # Equal layers with equal inputs have equal gradients, but for the noise.
         same = {"w": jnp.zeros((3, 16, 16))}
         fn = {scanned: _parallel_scan, looped: _parallel_loop}[fn]
-        grads = self.grad(fn, same, normal(2, 4, 16), jax.random.key(0))["w"]
-        exact = jax.grad(lambda p: jnp.sum(fn(p, normal(2, 4, 16)) ** 2))(same)["w"]
+        x = normal(2, 4, 16)
+        grads = self.grad(fn, same, x)(jax.random.key(0))["w"]
+        exact = jax.jit(jax.grad(lambda p: jnp.sum(fn(p, x) ** 2)))(same)["w"]
         np.testing.assert_array_equal(exact[0], exact[1])
         assert np.any(grads[0] != grads[1])
 

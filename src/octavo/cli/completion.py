@@ -56,7 +56,7 @@ def _keys() -> dict[str, tuple[str, ...]]:
 
     found = {name: tuple(str(choice) for choice in key.choices if choice != "") for name, key in keys().items()}
     found |= {field.name: ("true", "false") for field in dataclasses.fields(Config) if field.type is bool}
-    return found | {"quantization": tuple(recipes())}
+    return found | {"quantization": recipes(aliases=True)}
 
 
 def _bash(words: _Words) -> str:

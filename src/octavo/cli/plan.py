@@ -11,7 +11,7 @@ import jax
 
 import octavo
 from octavo.cli.target import Asked, UsageError, answering, explaining
-from octavo.hlo.collectives import Traffic, partitioned_hlo, read_traffic
+from octavo.hlo import Communication, partitioned_hlo, read_communication
 from octavo.inspect import Plan
 from octavo.qarray import is_qarray
 from octavo.transform.arguments import argument_names, leaf_paths, weight_names
@@ -36,7 +36,7 @@ def _plan(asked: Asked, args: argparse.Namespace) -> int:
             asked.target.value, asked.rules, *asked.inputs, on_unmatched=on_unmatched, weights=asked.weights
         )
         if args.sent:
-            plan = plan.with_traffic(_traffic(asked))
+            plan = plan.with_communication(_communication(asked))
     if args.json:
         print(plan.to_json())
         return 0
@@ -44,12 +44,12 @@ def _plan(asked: Asked, args: argparse.Namespace) -> int:
         _write(plan, args.html, asked.target.name)
     else:
         # What the notes say was a warning already.
-        _show(Plan(plan.rows, plan.rules, traffic=plan.traffic))
+        _show(Plan(plan.rows, plan.rules, communication=plan.communication))
     print(f"Next: {_next(args)}")
     return 0
 
 
-def _traffic(asked: Asked) -> Traffic:
+def _communication(asked: Asked) -> Communication:
     """What a device sends in the target in low precision, compiled for the devices on which its inputs lie."""
     fn, inputs, name = asked.target.value, asked.inputs, asked.target.name
     if asked.target.framework is not None:
@@ -74,7 +74,9 @@ def _traffic(asked: Asked) -> Traffic:
         return low.stateful(state, key=jax.random.key(0))(*inputs)
 
     text = partitioned_hlo(jax.jit(run).lower(state, inputs))
-    return read_traffic(text, weights=lambda argument: argument in weights or argument.rpartition(".")[0] in weights)
+    return read_communication(
+        text, weights=lambda argument: argument in weights or argument.rpartition(".")[0] in weights
+    )
 
 
 def _write(plan: Plan, path: str, title: str) -> None:

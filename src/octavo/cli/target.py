@@ -84,8 +84,8 @@ def _asked(args: argparse.Namespace, needs_rules: str | None) -> Asked:
 
 def print_recipes() -> int:
     """List all recipes with their sentences."""
-    width = max(map(len, recipes()))
-    for name in recipes():
+    width = max(map(len, recipes(aliases=True)))
+    for name in recipes(aliases=True):
         print(f"{name:{width}}  {get_recipe(name).summary}")
     return 0
 

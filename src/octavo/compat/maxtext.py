@@ -98,8 +98,8 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
         case "fp8_full":
             found = qwix_quantization(*(methods[side] for side in ("act", "weight", "bwd")))
             return dataclasses.replace(found, **options)
-    if name not in recipes():
-        raise ValueError(f"quantization={name!r} is no recipe: {unknown_name(name, recipes())}")
+    if name not in recipes(aliases=True):
+        raise ValueError(f"quantization={name!r} is no recipe: {unknown_name(name, recipes(aliases=True))}")
     if name in transformer_engine.RECIPES and transformer_engine.is_usable():
         return transformer_engine.TransformerEngineQuantization(recipe(name, exclude=None), name=name, **options)
     return Quantization(recipe(name, exclude=None), **options)

@@ -1,6 +1,7 @@
-"""What did the compiler make of it? Reading the text of HLO programs."""
+"""What did the compiler make of it? Reading compiled programs: their collectives, and where weights flow."""
 
-from octavo.hlo.collectives import Collective, Traffic, partitioned_hlo, read_traffic
-from octavo.hlo.text import read
+from octavo.hlo.collectives import Collective, Communication, read_communication
+from octavo.hlo.partition import partitioned_hlo
+from octavo.hlo.text import Module, parse
 
-__all__ = ["Collective", "Traffic", "partitioned_hlo", "read", "read_traffic"]
+__all__ = ["Collective", "Communication", "Module", "parse", "partitioned_hlo", "read_communication"]

@@ -1,7 +1,6 @@
-"""The text of an HLO module as objects: computations, their instructions, and how often a loop turns.
+"""Parsing the text of an HLO module: computations, their instructions, and the trip counts of loops.
 
-XLA's Python interface shows a compiled program as text alone. What is read here is what that text says of every
-instruction: its shapes, its operands and its attributes.
+XLA's Python interface shows a compiled program as text alone.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A dtype, as HLO calls it, and dimensions.
+    """An HLO dtype and dimensions.
 
     >>> Shape("s4", (3, 5)).bytes
     8
@@ -32,12 +31,12 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """How many elements there are."""
+        """The number of elements."""
         return math.prod(self.dims)
 
     @property
     def bytes(self) -> int:
-        """How many bytes they take; those of fewer than eight bits are packed."""
+        """The bytes of all elements, packed if they have fewer than eight bits."""
         return -(-self.size * bits(self.dtype) // 8)
 
     def __str__(self) -> str:
@@ -73,8 +72,25 @@ class Instruction:
         return shapes_of(self.type)
 
     @property
+    def is_tuple(self) -> bool:
+        """Whether the result is a tuple."""
+        return self.type.startswith("(")
+
+    @property
+    def index(self) -> int:
+        """The index of a get-tuple-element."""
+        match = re.search(r"index=(\d+)", self.attributes)
+        return int(match[1]) if match else 0
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """The computations of a conditional."""
+        keys = ("branch_computations", "true_computation", "false_computation")
+        return tuple(name for key in keys for name in self.called(key))
+
+    @property
     def op_name(self) -> str:
-        """Where it comes from in the traced program, or what an argument is called."""
+        """The name of the traced operation, or of an argument."""
         match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return match[1].replace("\\'", "'") if match else ""
 
@@ -95,15 +111,17 @@ def shapes_of(text: str) -> tuple[Shape, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """The computations of a program by name, and which of them it begins with.
+    """The computations of a program by name.
 
-    `replaced` are the arguments, by number, whose place results take: those that were donated. A result is known by its
-    number too, 0 if there is one.
+    Attributes:
+        computations: The instructions of each computation.
+        entry: The computation that the program begins with.
+        aliases: The donated argument whose buffer a result reuses, both by number.
     """
 
     computations: Mapping[str, tuple[Instruction, ...]]
     entry: str
-    replaced: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if self.entry not in self.computations:
@@ -114,17 +132,17 @@ class Module:
         return {name: {i.name: i for i in lines} for name, lines in self.computations.items()}
 
     def find(self, computation: str, operand: str) -> Instruction | None:
-        """The instruction that an operand's name means; elements of tuples that are in sight are followed."""
+        """The instruction that an operand names, through tuples and their elements where possible."""
         name, _, index = operand.partition("#")
         found = self._by_name[computation].get(name)
         if found is not None and found.opcode == "get-tuple-element" and not index:
-            return self.find(computation, f"{found.operands[0]}#{_index(found)}") or found
+            return self.find(computation, f"{found.operands[0]}#{found.index}") or found
         if found is not None and index and found.opcode == "tuple":
             return self.find(computation, found.operands[int(index)])
         return found
 
     def shape(self, computation: str, operand: str) -> Shape | None:
-        """The array that an operand is; None for a tuple."""
+        """The shape of an operand; None for a tuple."""
         name, _, index = operand.partition("#")
         found = self._by_name[computation].get(name)
         if found is None:
@@ -138,12 +156,12 @@ class Module:
         return tuple(_parts(instruction.type[1:-1]))
 
     def root(self, computation: str) -> Instruction:
-        """What a computation returns."""
+        """The instruction whose result a computation returns."""
         lines = self.computations[computation]
         return next((i for i in lines if i.is_root), lines[-1])
 
     def constant(self, computation: str, operand: str) -> int | None:
-        """The value of an operand that is a constant integer or truth value; converted or copied ones are found too."""
+        """The value of a constant integer or boolean, through conversions and copies; None for anything else."""
         found = self.find(computation, operand)
         while found is not None and found.opcode in ("convert", "copy", "bitcast", "reshape"):
             found = self.find(computation, found.operands[0])
@@ -152,15 +170,15 @@ class Module:
         text = {"true": "1", "false": "0"}.get(found.operands[0], found.operands[0])
         return int(text) if re.fullmatch(r"-?\d+", text) else None
 
-    def trips(self, computation: str, loop: Instruction) -> int | None:
-        """How often a `while` of a computation turns: as XLA noted it, or by its counter; None if that is not known."""
+    def trip_count(self, computation: str, loop: Instruction) -> int | None:
+        """The trip count of a `while`, as annotated by XLA or from its counter; None if unknown."""
         if match := _TRIPS.search(loop.attributes):
             return int(match[1])
         (condition,), (body,) = loop.called("condition"), loop.called("body")
         test = self.root(condition)
         if test.opcode != "compare" or len(test.operands) != 2:
             return None
-        index, limit = self.place(condition, test.operands[0]), self.constant(condition, test.operands[1])
+        index, limit = self.tuple_index(condition, test.operands[0]), self.constant(condition, test.operands[1])
         direction = re.search(r"direction=(\w+)", test.attributes)
         if index is None or limit is None or direction is None or direction[1] not in ("LT", "LE"):
             return None
@@ -170,37 +188,32 @@ class Module:
             return None
         return max(0, -(-(limit + (direction[1] == "LE") - start) // step))
 
-    def place(self, computation: str, operand: str) -> int | None:
-        """Which element of the argument of a computation an operand is."""
+    def tuple_index(self, computation: str, operand: str) -> int | None:
+        """The element of a computation's tuple argument that an operand is."""
         name, _, index = operand.partition("#")
         found = self._by_name[computation].get(name)
         if found is not None and found.opcode in ("copy", "convert", "bitcast"):
-            return self.place(computation, found.operands[0])
+            return self.tuple_index(computation, found.operands[0])
         if found is not None and found.opcode == "get-tuple-element":
-            return _index(found)
+            return found.index
         return int(index) if index else None
 
     def _step(self, body: str, index: int) -> int | None:
-        """What a turn adds to an element of its argument."""
+        """What an iteration adds to an element of its argument."""
         root = self.root(body)
         added = self.find(body, root.operands[index]) if root.opcode == "tuple" else None
         while added is not None and added.opcode in ("copy", "bitcast"):
             added = self.find(body, added.operands[0])
         if added is None or added.opcode != "add":
             return None
-        sides = [(self.place(body, a), self.constant(body, b)) for a, b in (added.operands, added.operands[::-1])]
+        sides = [(self.tuple_index(body, a), self.constant(body, b)) for a, b in (added.operands, added.operands[::-1])]
         return next((step for place, step in sides if place == index and step is not None), None)
 
 
-def _index(instruction: Instruction) -> int:
-    match = re.search(r"index=(\d+)", instruction.attributes)
-    return int(match[1]) if match else 0
+def parse(text: str) -> Module:
+    """Parse the text of an HLO module, such as `compiled.as_text()`.
 
-
-def read(text: str) -> Module:
-    """The module that a text describes.
-
-    >>> module = read("ENTRY %main (x: f32[2]) -> f32[2] {\\n  ROOT %x = f32[2]{0} parameter(0)\\n}")
+    >>> module = parse("ENTRY %main (x: f32[2]) -> f32[2] {\\n  ROOT %x = f32[2]{0} parameter(0)\\n}")
     >>> module.root("main").opcode
     'parameter'
     """
@@ -214,14 +227,13 @@ def read(text: str) -> Module:
             computations[name], name = tuple(lines), ""
         elif name and (instruction := _instruction(line)):
             lines.append(instruction)
-    return Module(computations, entry, _replaced(text[: text.find("\n")]))
+    return Module(computations, entry, _aliases(text[: text.find("\n")]))
 
 
-def _replaced(head: str) -> dict[int, int]:
-    """Which results take the place of which arguments, by the first line of a module."""
-    _, _, aliases = head.partition("input_output_alias={ ")
-    aliases, _, _ = aliases.partition(" }")
-    return {int(result or 0): int(argument) for result, argument in _ALIAS.findall(aliases)}
+def _aliases(head: str) -> dict[int, int]:
+    """The `input_output_alias` in the first line of a module."""
+    _, _, listed = head.partition("input_output_alias={ ")
+    return {int(result or 0): int(argument) for result, argument in _ALIAS.findall(listed.partition(" }")[0])}
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -240,7 +252,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that opens at `start` closes."""
+    """The position of the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.finditer(r"[()]", text[start:]):
         depth += 1 if match[0] == "(" else -1
@@ -250,12 +262,12 @@ def _closing(text: str, start: int) -> int:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Operands, without their types where those are written too."""
+    """The names of operands, without their types."""
     return (word.rsplit(" ", 1)[-1].lstrip("%") for word in _parts(text))
 
 
 def _parts(text: str) -> Iterator[str]:
-    """What stands between the commas that are in no brackets."""
+    """Split at the commas outside of brackets."""
     depth, begin = 0, 0
     for at, sign in enumerate(text + ","):
         depth += (sign in "([{") - (sign in ")]}")
@@ -271,7 +283,7 @@ _MESH = re.compile(r"replica_groups=(?:@?\w+)?\[?mesh\[([^\]]*)\][^{]*\{([^}]*)\
 
 
 def group_size(attributes: str) -> int:
-    """How many devices take part in a collective together, from its `replica_groups`.
+    """The number of devices in each group of a collective, from its `replica_groups`.
 
     >>> group_size("replica_groups={{0,1},{2,3}}"), group_size("replica_groups=[2,4]<=[4,2]T(1,0)")
     (2, 4)
@@ -284,7 +296,7 @@ def group_size(attributes: str) -> int:
         return int(match[1].split(",")[-1])
     if match := _MESH.search(attributes):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match[1])}
-        # A part of an axis is written 'axis':(1)4, four long.
+        # A sub-axis is written 'axis':(1)4, four long.
         parts = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", match[2])
         return math.prod(int(part) if part else sizes[axis] for axis, part in parts)
     raise ValueError(f"no devices in {attributes.strip()[:200]!r}: a collective names them by replica_groups")

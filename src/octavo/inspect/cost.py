@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from octavo._text import format_table
 from octavo.inspect.flops import tally
 from octavo.numerics import FormatLike, get_format
 from octavo.qarray import QArray, is_qarray
@@ -117,8 +118,7 @@ class Cost:
                 for r in self.memory
             ],
         )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines = format_table(rows)
         lines += [f"not counted, opaque: {name}" for name in self.opaque]
         lines += [f"counted once, unknown trip count: {name}" for name in self.unknown_loops]
         total = f"{self.macs:.4g} multiply-adds, ACE {self.ace:.4g}, weights of {self.memory_bits / 8:.4g} bytes"

@@ -1,56 +1,30 @@
-"""What a set of rules will do to a function, before anything runs."""
+"""What rules will do to a function, before anything runs."""
 
 import dataclasses
 import html
 import json
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from octavo.hlo.collectives import Traffic, read_traffic, sent_size
-from octavo.inspect.unmatched import unmatched
-from octavo.ops import DotConfig, Matmul, Operand, lowering_of
-from octavo.qarray import QArray
+from octavo._text import format_bytes, format_bytes_si, format_table
+from octavo.hlo import Communication, read_communication
+from octavo.inspect.plan_row import PlanRow, make_row
+from octavo.inspect.unmatched import unmatched_rules
 from octavo.rules import QuantizationRule
 from octavo.transform.api import Quantized, quantized
 from octavo.transform.arguments import weights_of_arguments
-from octavo.transform.site import Site, operand_axes
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanRow:
-    """What becomes of one multiplication."""
-
-    path: str
-    op: str
-    weight: str | None
-    shapes: str
-    rule: int | None
-    """The number of the rule in the list, from 0."""
-    fwd: str
-    dlhs: str
-    drhs: str
-    scales: str
-    lowering: str
-    bytes_before: int
-    """Of the weight, as it is in float and as the product reads it; of both operands if there is no weight."""
-    bytes_after: int
-    flops: int
-    times: int
-    reason: str | None
-    sent: int | None = None
-    """What a device sends of the weight, if the plan was told and some of it is; on the first row of that weight."""
+from octavo.transform.site import Site
 
 
 class Plan:
-    """Every multiplication of a function with what the rules do to it; printed as a table.
+    """Every matmul of a function with what the rules do to it; printed as a table.
 
-    `rows` are in the order of execution. `to_json` gives the same for programs. `traffic` is what a device sends, if
-    the plan was told by `with_traffic`.
+    Attributes:
+        rows: One for each matmul, in the order of execution.
+        rules: The rules.
+        notes: Rules that match nothing, and the like.
+        communication: The collectives of a compiled program, see `with_communication`.
     """
 
     def __init__(
@@ -58,32 +32,34 @@ class Plan:
         rows: Sequence[PlanRow],
         rules: Sequence[QuantizationRule],
         notes: Sequence[str] = (),
-        traffic: Traffic | None = None,
+        communication: Communication | None = None,
     ):
-        self.rows, self.rules, self.notes, self.traffic = tuple(rows), tuple(rules), tuple(notes), traffic
+        self.rows, self.rules, self.notes, self.communication = tuple(rows), tuple(rules), tuple(notes), communication
 
-    def with_traffic(self, program: Any, *, weights: str | Callable[[str], bool] = "params") -> "Plan":
-        """This plan with what a device sends in a program that was compiled from the function, its step for example.
+    def with_communication(self, program: Any, *, weights: str | Callable[[str], bool] = "params") -> "Plan":
+        """This plan with the collective bytes of a program that contains the function, such as a training step.
 
-        `program` is that program, its HLO text or its `Traffic`; `weights` tells its arguments that hold weights, as
-        for `read_traffic`. Each weight of the plan is looked for among them by its path.
+        Args:
+            program: The compiled program, its HLO text or its `Communication`.
+            weights: Decides which arguments of the program hold weights, as for `read_communication`. Those of the
+                plan are found among them by their paths.
 
-        >>> import octavo
+        >>> import jax, jax.numpy as jnp, octavo
         >>> rule = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
         >>> params, x = {"w": jnp.ones((8, 8))}, jnp.ones((8, 8))
         >>> low = octavo.quantized(lambda params, x: x @ params["w"], rule)
-        >>> told = octavo.plan(low, None, params, x).with_traffic(jax.jit(low).lower(params, x).compile())
-        >>> print(str(told).splitlines()[-1])
+        >>> sharded = octavo.plan(low, None, params, x).with_communication(jax.jit(low).lower(params, x).compile())
+        >>> print(str(sharded).splitlines()[-1])
         a device sends 0 B
         """
-        if not isinstance(program, Traffic):
-            program = read_traffic(program if isinstance(program, str) else program.as_text(), weights=weights)
+        if not isinstance(program, Communication):
+            program = read_communication(program if isinstance(program, str) else program.as_text(), weights=weights)
         by_argument = program.by_weight()
         names = weights_of_arguments(by_argument, [row.weight for row in self.rows if row.weight])
-        sent: dict[str | None, int] = {}
+        sizes: dict[str | None, int] = {}
         for argument, weight in names.items():
-            sent[weight] = sent.get(weight, 0) + by_argument[argument]
-        rows = [dataclasses.replace(row, sent=sent.pop(row.weight, None)) for row in self.rows]
+            sizes[weight] = sizes.get(weight, 0) + by_argument[argument]
+        rows = [dataclasses.replace(row, collective_bytes=sizes.pop(row.weight, None)) for row in self.rows]
         return Plan(rows, self.rules, self.notes, program)
 
     @property
@@ -93,25 +69,25 @@ class Plan:
     @property
     def share(self) -> float:
         """The share of forward FLOPs that a rule quantizes."""
-        done = sum(row.flops for row in self.rows if row.reason is None)
-        return done / self.flops if self.flops else 0.0
+        low = sum(row.flops for row in self.rows if row.reason is None)
+        return low / self.flops if self.flops else 0.0
 
     def to_json(self) -> str:
         """The plan as a JSON text."""
         rows = [dataclasses.asdict(row) for row in self.rows]
         plan = {"share": self.share, "flops": self.flops, "rows": rows, "notes": list(self.notes)}
-        return json.dumps(plan if self.traffic is None else plan | {"traffic": self.traffic.summary()})
+        return json.dumps(
+            plan if self.communication is None else plan | {"communication": self.communication.summary()}
+        )
 
     def __str__(self) -> str:
-        table = self._table()
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
+        lines = format_table(self._table())
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *self.notes, *self._summary()])
 
     __repr__ = __str__
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[str]:
-        """Printed by rich: what is left alone is dim, the summary bold."""
+        """Printed by rich: what stays in float is dim, the summary bold."""
         summary = self._summary()
         lines = str(self).split("\n")[: -len(summary)]
         for line, row in zip(lines, [None, None, *self.rows, *self.notes], strict=True):
@@ -121,7 +97,7 @@ class Plan:
             yield f"[bold]{line}[/bold]"
 
     def _repr_html_(self) -> str:
-        """For notebooks: what is left alone is pale, and notes follow."""
+        """For notebooks: what stays in float is pale, and notes follow."""
         head, *body = self._table()
         cells = lambda texts, tag: "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)  # noqa: E731
         rows = "".join(
@@ -133,18 +109,20 @@ class Plan:
 
     def _table(self) -> list[list[str]]:
         table = [list(_COLUMNS), *(_cells(row, self.flops) for row in self.rows)]
-        if self.traffic is not None:
-            sent = ["" if row.sent is None else sent_size(row.sent) for row in self.rows]
+        if self.communication is not None:
+            sizes = ["" if row.collective_bytes is None else format_bytes_si(row.collective_bytes) for row in self.rows]
             # Before the note, which may be long.
-            table = [[*line[:-1], cell, line[-1]] for line, cell in zip(table, ["sent", *sent], strict=True)]
+            table = [
+                [*line[:-1], cell, line[-1]] for line, cell in zip(table, ["collective bytes", *sizes], strict=True)
+            ]
         return table
 
     def _summary(self) -> list[str]:
         before, after = (sum(getattr(r, f"bytes_{when}") for r in self.rows) for when in ("before", "after"))
-        done = sum(row.reason is None for row in self.rows)
-        saved = f"; operands {_size(before)} -> {_size(after)}" if before else ""
-        share = f"{done} of {len(self.rows)} products quantized, {100 * self.share:.1f} % of forward FLOPs{saved}"
-        return [share] if self.traffic is None else [share, self.traffic.line()]
+        low = sum(row.reason is None for row in self.rows)
+        saved = f"; operands {format_bytes(before)} -> {format_bytes(after)}" if before else ""
+        share = f"{low} of {len(self.rows)} matmuls quantized, {100 * self.share:.1f} % of forward FLOPs{saved}"
+        return [share] if self.communication is None else [share, self.communication.line()]
 
 
 _COLUMNS = ("path", "op", "shapes", "rule", "fwd", "dlhs", "drhs", "scales", "lowering", "bytes", "FLOPs", "note")
@@ -152,7 +130,8 @@ _COLUMNS = ("path", "op", "shapes", "rule", "fwd", "dlhs", "drhs", "scales", "lo
 
 def _cells(row: PlanRow, total: int) -> list[str]:
     share = f"{100 * row.flops / total:.1f} %" if total else ""
-    size = f"{_size(row.bytes_before)} -> {_size(row.bytes_after)}" if row.reason is None else _size(row.bytes_before)
+    size = format_bytes(row.bytes_before)
+    size = size if row.reason is not None else f"{size} -> {format_bytes(row.bytes_after)}"
     shapes = row.shapes if row.times == 1 else f"{row.times} x {row.shapes}"
     rule = "" if row.rule is None else str(row.rule)
     name = row.path or row.weight or "(top)"
@@ -163,12 +142,18 @@ def _cells(row: PlanRow, total: int) -> list[str]:
 def plan(
     fn: Callable[..., Any], rules: Any, *args: Any, weights: Any = None, on_unmatched: str = "error", **kwargs: Any
 ) -> Plan:
-    """What the rules do to each multiplication of `fn(*args, **kwargs)`; only the shapes of the arguments are used.
+    """What the rules do to each matmul of `fn(*args, **kwargs)`, without running it.
 
-    A rule that matches nothing, or only what earlier rules take, is an error that names the nearest paths;
-    `on_unmatched="warn"` makes it a warning. `fn` may also be what `quantized` returns, with `rules=None`.
+    Args:
+        fn: A function, or what `quantized` returned.
+        rules: Whatever `quantized` takes for rules; None if `fn` is quantized already.
+        *args: Its arguments; only their shapes are used.
+        weights: Which arguments are weights, as for `quantized`.
+        on_unmatched: "error" raises for a rule that matches nothing, or only what earlier rules take, and names the
+            nearest paths; "warn" and "ignore" do not raise.
+        **kwargs: Its keyword arguments.
 
-    >>> import octavo
+    >>> import jax, jax.numpy as jnp, octavo
     >>> rule = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
     >>> x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
     >>> w = jax.ShapeDtypeStruct((64, 16), jnp.float32)
@@ -182,111 +167,12 @@ def plan(
 def plan_of(
     sites: Sequence[Site], rules: Sequence[QuantizationRule], on_unmatched: str = "error", *, strict: bool = False
 ) -> Plan:
-    """The plan of sites that were found already."""
-    notes = unmatched(sites, rules, strict)
+    """The plan of sites that are known already."""
+    notes = unmatched_rules(sites, rules, strict)
     if notes and on_unmatched == "error":
         raise ValueError("\n".join(notes))
     if on_unmatched == "warn":
         for note in notes:
             warnings.warn(note, stacklevel=3)
     numbers = {id(rule): number for number, rule in enumerate(rules)}
-    return Plan([_row(site, numbers) for site in sites], rules, notes)
-
-
-def _row(site: Site, numbers: dict[int, int]) -> PlanRow:
-    config = site.config
-    lhs, rhs = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in (site.lhs, site.rhs))
-    before, after = (size * site.trips for size in _bytes(site))
-    return PlanRow(
-        path=site.path,
-        op=site.op if site.gradient is None else f"{site.op} ({site.gradient})",
-        weight=site.leaf,
-        shapes=f"{_shape(lhs.shape)} x {_shape(rhs.shape)}",
-        rule=None if site.rule is None else numbers.get(id(site.rule)),
-        fwd=_types(config.fwd) if config else f"{site.lhs[1]} x {site.rhs[1]}",
-        dlhs=_gradient(config, config.dlhs, config.fwd.rhs) if config else "",
-        drhs=_gradient(config, config.drhs, config.fwd.lhs) if config else "",
-        scales=_scales(site) if config else "",
-        lowering=_lowering(site, lhs, rhs) if config else "float",
-        bytes_before=before,
-        bytes_after=after,
-        flops=site.flops,
-        times=site.trips,
-        reason=site.reason,
-    )
-
-
-def _name(operand: Operand | None) -> str:
-    return "float" if operand is None else operand.qtype.name
-
-
-def _types(matmul: Matmul) -> str:
-    return f"{_name(matmul.lhs)} x {_name(matmul.rhs)}"
-
-
-def _gradient(config: DotConfig, matmul: Matmul, saved: Operand | None) -> str:
-    """The types of a gradient: the incoming gradient, then the residual as the product takes it."""
-    if matmul.lhs is None and matmul.rhs is None and matmul.residual == "original":
-        return "float"
-    residual = saved if matmul.residual == "reuse" else matmul.rhs
-    return f"{_name(matmul.lhs)} x {_name(residual)}"
-
-
-def _quantized(operand: Operand | None, shape: tuple[int, ...], dtype: str, axes: dict[str, Any]) -> Any:
-    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    if operand is None:
-        return x
-    how = operand.quantizer(len(shape), **axes)
-    return jax.eval_shape(lambda a: how.quantize(a, key=jax.random.key(0)), x)
-
-
-def _sides(site: Site) -> tuple[Any, Any]:
-    assert site.config is not None
-    fwd = site.config.fwd
-    left = _quantized(fwd.lhs, *site.lhs, operand_axes(site, right=False))
-    return left, _quantized(fwd.rhs, *site.rhs, operand_axes(site, right=True))
-
-
-def _scales(site: Site) -> str:
-    shapes = [_shape(x.scale.shape) if isinstance(x, QArray) else "-" for x in _sides(site)]
-    return " ".join(shapes)
-
-
-def _lowering(site: Site, lhs: Any, rhs: Any) -> str:
-    assert site.config is not None
-    if site.op not in ("dot_general", "einsum"):
-        return (
-            "int8" if all(isinstance(x, QArray) and x.qvalue.dtype == jnp.int8 for x in _sides(site)) else "see verify"
-        )
-    return lowering_of(site.config, *_sides(site), site.numbers)
-
-
-def _bytes(site: Site) -> tuple[int, int]:
-    """The bytes of the weight, or of both operands, before and after."""
-    lhs, rhs = site.weights
-    chosen = [1] if rhs else [0] if lhs else [0, 1]
-    types = (site.lhs, site.rhs)
-    before = sum(math.prod(types[i][0]) * jnp.dtype(types[i][1]).itemsize for i in chosen)
-    if site.config is None:
-        return before, before
-    sides = _sides(site)
-    return before, sum(_nbytes(sides[i]) for i in chosen)
-
-
-def _nbytes(x: Any) -> int:
-    if isinstance(x, QArray):
-        packed = jax.eval_shape(lambda q: q.pack(), x) if x.qtype.bits < 8 else x
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(packed))
-    return math.prod(x.shape) * x.dtype.itemsize
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return "(" + ",".join(map(str, shape)) + ")"
-
-
-def _size(count: int | float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    return Plan([make_row(site, numbers.get(id(site.rule))) for site in sites], rules, notes)

@@ -1,4 +1,4 @@
-"""Rules that do nothing, and why."""
+"""Rules that match nothing, and why."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ from octavo.rules import QuantizationRule, nearest
 from octavo.transform.site import Site
 
 
-def unmatched(sites: Sequence[Site], rules: Sequence[QuantizationRule], strict: bool) -> list[str]:
-    """A line for every rule that does nothing, and why."""
+def unmatched_rules(sites: Sequence[Site], rules: Sequence[QuantizationRule], strict: bool) -> list[str]:
+    """A line for every rule that matches nothing, or only what earlier rules take."""
     used = {id(site.rule) for site in sites}
     notes = []
     for number, rule in enumerate(rules):
@@ -18,7 +18,7 @@ def unmatched(sites: Sequence[Site], rules: Sequence[QuantizationRule], strict: 
         if met:
             first = met[0].rule
             taken = next(n for n, r in enumerate(rules) if r is first)
-            why = f"is shadowed: rule {taken} comes first and takes all {len(met)} products that it matches"
+            why = f"is shadowed: rule {taken} comes first and takes all {len(met)} matmuls that it matches"
         else:
             near = nearest(rule.module_path, names)
             hint = f"; the nearest paths are {', '.join(map(repr, near))}" if near else ""

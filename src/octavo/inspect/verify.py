@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import export
 
+from octavo._text import format_table
 from octavo.inspect.flops import Product, tally
 from octavo.kernels import pallas
 from octavo.transform.jaxpr import live, of_arrays, this_platform
@@ -131,8 +132,7 @@ class Verification:
 
     def __str__(self) -> str:
         rows = self._table()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines = format_table(rows)
         return "\n".join([*lines, *self.notes(), self.summary()])
 
     def _repr_html_(self) -> str:

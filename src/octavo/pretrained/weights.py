@@ -50,7 +50,7 @@ def weight_rules(
     match = _SPEC.fullmatch(asked)
     name = _ALIASES.get(match["format"], match["format"]) if match else asked
     if match is None or name not in formats():
-        if asked in recipes():
+        if asked in recipes(aliases=True):
             return recipe(asked)
         known = (*_ALIASES, *formats(), TRAINED)
         raise ValueError(f"{asked!r} is no number format: {nearest_names(asked, known)}; or a file of rules")

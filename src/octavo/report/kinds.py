@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo._names import did_you_mean
 from octavo.report.compare import compare_report
 from octavo.report.conversion import conversion_report, read_conversion
 from octavo.report.evaluation import evaluation_report, read_evaluation
@@ -15,7 +16,6 @@ from octavo.report.record import COMPARISON, CONVERSION, EVALUATION, read_record
 from octavo.report.run import read_run
 from octavo.report.several import comparisons, conversions, evaluations, trainings
 from octavo.report.tables import versions
-from octavo.rules.checks import nearest_name
 from octavo.train.metrics import METRICS
 
 
@@ -50,7 +50,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
             return kind
     if not place.exists():
         beside = sorted(p.name for p in place.parent.iterdir() if p.is_dir()) if place.parent.is_dir() else []
-        raise FileNotFoundError(f"there is no {place}: {nearest_name(place.name, beside)}Give the directory of a run")
+        raise FileNotFoundError(f"there is no {place}: {did_you_mean(place.name, beside)}Give the directory of a run")
     known = "; ".join(f"{kind.name} ({', '.join(kind.files)})" for kind in _kinds)
     raise ValueError(
         f"{place} is no run that there is a page about. These are, with the files they are known by: {known}"

@@ -8,9 +8,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from octavo._names import did_you_mean
 from octavo.report.scale import Point
 from octavo.report.words import Number
-from octavo.rules.checks import nearest_name
 from octavo.train.config import Config
 from octavo.train.metrics import METRICS, TELEMETRY, read_metrics
 
@@ -79,7 +79,7 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
     folder = Path(directory)
     if not folder.is_dir():
         beside = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if folder.parent.is_dir() else []
-        hint = nearest_name(folder.name, beside)
+        hint = did_you_mean(folder.name, beside)
         raise FileNotFoundError(f"there is no run in {folder}: {hint}Give a run's base_output_directory/run_name")
     if not any((folder / name).exists() for name in (METRICS, "config.yml", "plan.json")):
         raise FileNotFoundError(f"{folder} is no run's directory: it has no {METRICS}, config.yml or plan.json")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from octavo.hlo.collectives import sent_size
+from octavo._text import format_bytes_si
 from octavo.report.markup import Cell, details, missing, note, section, table
 from octavo.report.words import TIMES, percent, size
 
@@ -28,7 +28,7 @@ def plan_section(plan: Mapping[str, Any] | None, heading: str = "Plan") -> str:
     if len(rows) > _MOST_ROWS:
         caption += f"; the {_MOST_ROWS} largest are listed, all of them are in plan.json"
     shown = rows[:_MOST_ROWS]
-    traffic = plan.get("traffic")  # of a run on several devices
+    traffic = plan.get("communication")  # of a run on several devices
     cells = [_plan_cells(row, total) + _sent_cells(row, traffic) for row in shown]
     dim = [row["reason"] is not None for row in shown]
     columns = _PLAN if traffic is None else (*_PLAN, "weights sent")
@@ -39,7 +39,11 @@ def plan_section(plan: Mapping[str, Any] | None, heading: str = "Plan") -> str:
 def _sent_cells(row: Mapping[str, Any], traffic: Mapping[str, Any] | None) -> list[Cell]:
     if traffic is None:
         return []
-    return [Cell("") if row["sent"] is None else Cell(sent_size(row["sent"]), row["sent"])]
+    return [
+        Cell("")
+        if row["collective_bytes"] is None
+        else Cell(format_bytes_si(row["collective_bytes"]), row["collective_bytes"])
+    ]
 
 
 def _sent_table(traffic: Mapping[str, Any] | None) -> str:
@@ -48,14 +52,14 @@ def _sent_table(traffic: Mapping[str, Any] | None) -> str:
         return "" if traffic is None else note("A device sends nothing in a step.")
     total, weights, gradients = (traffic[name] for name in ("total", "weights", "gradients"))
     uses = {"weights": weights, "gradients": gradients, "the rest": total - weights - gradients}
-    shares = ", ".join(f"{use} {sent_size(sent)}" for use, sent in uses.items() if sent)
+    shares = ", ".join(f"{use} {format_bytes_si(sent)}" for use, sent in uses.items() if sent)
     found = [(kind, dtype, sent) for kind, types in traffic["by_kind"].items() for dtype, sent in types.items() if sent]
     rows = [
-        [Cell(kind), Cell(dtype, code=True), Cell(sent_size(sent), sent), Cell(percent(sent / total) or "", sent)]
+        [Cell(kind), Cell(dtype, code=True), Cell(format_bytes_si(sent), sent), Cell(percent(sent / total) or "", sent)]
         for kind, dtype, sent in sorted(found, key=lambda entry: -entry[2])
     ]
     loops = [note(f"Counted once, unknown trip count: {name}") for name in traffic["unknown_loops"]]
-    caption = f"A device sends {sent_size(total)} in a step: {shares}"
+    caption = f"A device sends {format_bytes_si(total)} in a step: {shares}"
     return "".join([table(caption, ("collective", "type", "sent", "share"), rows, sortable=True), *loops])
 
 

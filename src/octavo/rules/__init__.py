@@ -1,11 +1,10 @@
-"""Who is quantized, and how? Rules, the products they compile to, and recipes by name."""
+"""Which tensors are quantized, and how? Rules, the configs that they compile to, and recipes by name."""
 
-from octavo.rules import named as named  # registers the recipes
+from octavo.rules import builtin as builtin  # registers the recipes
 from octavo.rules.compile import dot_config
-from octavo.rules.exclusion import SENSITIVE
 from octavo.rules.intmp import mixed_precision
 from octavo.rules.io import RulesLike, as_rules, rules_from_json, rules_from_yaml, rules_to_json, rules_to_yaml
-from octavo.rules.match import Site, find, nearest, shadowed, unused
+from octavo.rules.match import SENSITIVE, find, nearest
 from octavo.rules.registry import Recipe, get_recipe, recipe, recipes, register_recipe
 from octavo.rules.rule import QtRule, QuantizationRule
 from octavo.rules.schedule import Schedule
@@ -17,7 +16,6 @@ __all__ = [
     "Recipe",
     "RulesLike",
     "Schedule",
-    "Site",
     "as_rules",
     "dot_config",
     "find",
@@ -31,6 +29,4 @@ __all__ = [
     "rules_from_yaml",
     "rules_to_json",
     "rules_to_yaml",
-    "shadowed",
-    "unused",
 ]

@@ -1,10 +1,10 @@
 """Checks of a rule's fields: each gives the value as it is stored, or says what is wrong with which field."""
 
-import difflib
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from octavo._names import did_you_mean
 from octavo.calibration import Calibration, get_calibration
 from octavo.numerics import Format, Rounding, get_format, get_rounding
 from octavo.ops import Matmul
@@ -16,20 +16,10 @@ SYNONYMS = {"dot": "dot_general", "matmul": "dot_general"}
 """Other names of the same."""
 
 
-def nearest_name(name: Any, known: Collection[str]) -> str:
-    """A phrase with the one known name that a misspelt one probably meant, or nothing.
-
-    >>> nearest_name("dotgeneral", OPS)
-    "did you mean 'dot_general'? "
-    """
-    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}? " if near else ""
-
-
 def check_choice(field: str, value: Any, allowed: Collection[str | None]) -> Any:
     """One of a few values."""
     if value not in allowed:
-        hint = nearest_name(value, [a for a in allowed if a is not None])
+        hint = did_you_mean(value, [a for a in allowed if a is not None])
         raise ValueError(f"{field}={value!r}: {hint}Allowed: {', '.join(map(repr, allowed))}")
     return value
 
@@ -110,7 +100,7 @@ def check_op_names(value: Any) -> tuple[str, ...]:
     names = tuple(value)
     for name in names:
         if name not in (*OPS, *SYNONYMS):
-            hint = nearest_name(name, (*OPS, *SYNONYMS))
+            hint = did_you_mean(name, (*OPS, *SYNONYMS))
             raise ValueError(f"op_names has {name!r}: {hint}Allowed: {', '.join((*OPS, *SYNONYMS))}")
     return tuple(dict.fromkeys(SYNONYMS.get(name, name) for name in names))
 
@@ -217,3 +207,48 @@ def check_matmul(field: str, value: Any) -> Matmul | None:
     if not isinstance(value, Matmul | None):
         raise ValueError(f"{field}={value!r}: an octavo.Matmul or None")
     return value
+
+
+_OPERANDS = ("lhs", "rhs", "dlhs_grad", "drhs_grad", "dlhs_residual", "drhs_residual")
+_QT_CONFIG = {
+    **{f"{operand}_qtype": check_qtype for operand in _OPERANDS},
+    **{f"{operand}_calibration_method": check_calibration for operand in _OPERANDS},
+    **{f"{operand}_disable_channelwise_axes": check_flag for operand in _OPERANDS},
+    "tile_size": check_tiles,
+    "dlhs_tile_size": check_tile,
+    "drhs_tile_size": check_tile,
+    "disable_gradient_clipping": check_flag,
+    "use_original_residuals": check_flag,
+    "sparsity_rule": check_sparsity,
+}
+_QWIX_ONLY = {
+    **{f"{side}_collect_quant_stat": "act_static_scale=True" for side in ("lhs", "rhs")},
+    **{f"{side}_stochastic_rounding_noise_fn": "bwd_stochastic_rounding='uniform'" for side in ("dlhs", "drhs")},
+}
+
+
+def check_qt_config(field: str, value: Any) -> tuple[tuple[str, Any], ...] | None:
+    """Qwix's `additional_qt_config` as pairs, each checked under its own name.
+
+    >>> check_qt_config("additional_qt_config", {"drhs_grad_qtype": "fp8_e5m2"})
+    (('drhs_grad_qtype', 'float8_e5m2'),)
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping | tuple | list):
+        raise ValueError(f"{field}={value!r}: a mapping of Qwix's DotGeneralQtConfig fields")
+    pairs = []
+    for key, setting in dict(value).items():
+        where = f"{field}[{key!r}]"
+        if key in _QWIX_ONLY:
+            if setting:
+                raise ValueError(f"{where} is a function of Qwix's own and has no counterpart: use {_QWIX_ONLY[key]}")
+            continue
+        if key not in _QT_CONFIG:
+            known = sorted((*_QT_CONFIG, *_QWIX_ONLY))
+            raise ValueError(f"{where}: no such setting; {did_you_mean(key, known)}Known: {', '.join(known)}")
+        check = _QT_CONFIG[key]
+        optional = setting is None and check in (check_calibration, check_flag)
+        if not optional:
+            pairs.append((key, check(where, setting)))
+    return tuple(pairs)

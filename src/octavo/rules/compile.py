@@ -1,68 +1,105 @@
-"""From a rule to the six operands: the DotConfig of a product, given which side of it is a weight."""
+"""Compiling a rule to the DotConfig of a matmul: the quantizers of its six operands.
+
+The functions here read a rule's fields only, so that `rule.py` may compile a rule when it is made.
+"""
 
 from typing import Any
 
 from octavo.numerics import Rounding, Stochastic, get_format
 from octavo.ops import DotConfig, Matmul, Operand
 from octavo.rules.checks import contraction_or_square
-from octavo.rules.qwix_config import swap_sides
-from octavo.rules.rule import QtRule, QuantizationRule
 
 _FLOAT = Matmul(residual="original")
 
 
-def dot_config(rule: QuantizationRule, *, lhs_weight: bool, rhs_weight: bool) -> DotConfig | None:
-    """How a product runs under a rule, or None where the rule leaves it alone.
+type Configs = dict[tuple[bool, bool], DotConfig | None]
+"""The compiled forms of a rule by (there is a weight, it is the left operand)."""
 
-    Static ranges (`act_static_scale`) are no part of it: they come with the call, as bounds in its `scaling`. Of two
-    weights, the right one counts as the weight. For a weight on the left everything changes sides, both gradients too.
 
+def dot_config(rule: Any, *, lhs_weight: bool, rhs_weight: bool) -> DotConfig | None:
+    """How a matmul runs under a rule, or None where the rule leaves it alone.
+
+    Static ranges (`act_static_scale`) are no part of it: they come with the call, as bounds in its `scaling`.
+
+    Args:
+        rule: A `QuantizationRule`.
+        lhs_weight: Whether the left operand is a weight. Both gradients change sides then.
+        rhs_weight: Whether the right operand is a weight. Of two weights, the right one counts as the weight.
+
+    >>> from octavo.rules import QtRule
     >>> config = dot_config(QtRule(weight_qtype="int4", act_qtype="int8"), lhs_weight=True, rhs_weight=False)
     >>> config.fwd.lhs.qtype.name, config.fwd.rhs.qtype.name, config.dlhs
     ('int4', 'int8', Matmul(residual='original'))
     """
-    weights = lhs_weight or rhs_weight
+    kind = lhs_weight or rhs_weight, lhs_weight and not rhs_weight
+    configs: Configs = rule._configs
+    if kind not in configs:  # a weight on the left: some rules have no meaning for it
+        configs[kind] = _compile(rule, *kind)
+    return configs[kind]
+
+
+def compile_rule(rule: Any) -> Configs:
+    """The forms of a rule for a weight on the right and for two activations; raises if there are none."""
+    configs: Configs = {}
+    for weights in (True, False):
+        try:
+            configs[weights, False] = _compile(rule, weights, False)
+        except ValueError as error:
+            kind = "a matmul with a weight" if weights else "a matmul of two activations"
+            raise ValueError(f"this {type(rule).__name__} does not describe {kind}: {error}") from None
+    return configs
+
+
+def _compile(rule: Any, weights: bool, left: bool) -> DotConfig | None:
     if rule.leaves_alone or (rule.scope != "all" and (rule.scope == "weights") != weights):
         return None
-    left = lhs_weight and not rhs_weight
-    raw = dict(rule.additional_qt_config or ()) if isinstance(rule, QtRule) else {}
+    raw = dict(getattr(rule, "additional_qt_config", None) or ())
     raw = swap_sides(raw) if left else raw
 
     # From here on, lhs is the activation and rhs the weight.
     replaced: tuple[Matmul | None, ...] = (None, None, None)
-    if isinstance(rule, QtRule) and (weights or rule.scope == "activations"):
+    if _trains(rule) and (weights or rule.scope == "activations"):
         replaced = (rule.fwd, rule.dlhs, rule.drhs)
     fwd = replaced[0] or _forward(rule, weights, raw)
     if fwd.lhs is fwd.rhs is replaced[1] is replaced[2] is None:
         return None
-    tile = rule.bwd_weight_grad_tile_size if isinstance(rule, QtRule) and weights else None
+    tile = rule.bwd_weight_grad_tile_size if _trains(rule) and weights else None
     dlhs = replaced[1] or _gradient(rule, "dlhs", fwd, fwd.rhs, None, raw)
-    drhs = replaced[2] or _summed(_gradient(rule, "drhs", fwd, fwd.lhs, tile, raw), rule, weights)
+    drhs = replaced[2] or _accumulated(_gradient(rule, "drhs", fwd, fwd.lhs, tile, raw), rule, weights)
     sparsity = raw.get("sparsity_rule") or rule.sparsity if weights else None
     if left:
         if sparsity is not None:
             raise ValueError(
-                f"sparsity={sparsity} prunes the right operand of a product, and here the weight is the left one: "
-                "swap the operands, or exempt this product by an earlier rule"
+                f"sparsity={sparsity} prunes the right operand of a matmul, and here the weight is the left one: "
+                "swap the operands, or exempt this matmul by an earlier rule"
             )
         fwd, dlhs, drhs = fwd.replace(lhs=fwd.rhs, rhs=fwd.lhs), drhs, dlhs
     clip = not raw.get("disable_gradient_clipping", False)
     return DotConfig(fwd, dlhs, drhs, clip_gradient=clip, sparsity=sparsity, lowering=rule.lowering)
 
 
-def check_compiles(rule: QuantizationRule) -> None:
-    """Refuse a rule that no product could be compiled from."""
-    for weights in (True, False):
-        try:
-            dot_config(rule, lhs_weight=False, rhs_weight=weights)
-        except ValueError as error:
-            kind = "a product with a weight" if weights else "a product of two activations"
-            raise ValueError(f"this {type(rule).__name__} does not describe {kind}: {error}") from None
+def _trains(rule: Any) -> bool:
+    """Whether it is a QtRule."""
+    return hasattr(rule, "bwd_qtype")
 
 
-def _forward(rule: QuantizationRule, weights: bool, raw: dict[str, Any]) -> Matmul:
+def swap_sides(settings: dict[str, Any]) -> dict[str, Any]:
+    """Qwix's settings for a matmul with its operands swapped.
+
+    >>> swap_sides({"lhs_qtype": "int8", "drhs_tile_size": 128})
+    {'rhs_qtype': 'int8', 'dlhs_tile_size': 128}
+    """
+    other = {"lhs": "rhs", "rhs": "lhs", "dlhs": "drhs", "drhs": "dlhs"}
+    swapped = {}
+    for key, value in settings.items():
+        side, _, rest = key.partition("_")
+        swapped[f"{other[side]}_{rest}" if side in other else key] = value
+    return swapped
+
+
+def _forward(rule: Any, weights: bool, raw: dict[str, Any]) -> Matmul:
     second = rule.weight_qtype if weights else rule.kv_qtype or rule.act_qtype
-    # A product with a weight that has no type is left alone, whatever the activation's type.
+    # A matmul with a weight that has no type is left alone, whatever the activation's type.
     first = rule.act_qtype if not weights or second is not None else None
     lhs_qtype, rhs_qtype = raw.get("lhs_qtype", first), raw.get("rhs_qtype", second)
     lhs = _operand(rule, "lhs", lhs_qtype, raw, weight=False)
@@ -70,8 +107,8 @@ def _forward(rule: QuantizationRule, weights: bool, raw: dict[str, Any]) -> Matm
     return Matmul(lhs, rhs, rotate=rule.rotate)
 
 
-def _operand(rule: QuantizationRule, side: str, qtype: Any, raw: dict[str, Any], *, weight: bool) -> Operand | None:
-    """An operand of the forward product."""
+def _operand(rule: Any, side: str, qtype: Any, raw: dict[str, Any], *, weight: bool) -> Operand | None:
+    """An operand of the forward matmul."""
     if qtype is None:
         return None
     tile, square = contraction_or_square("tile_size", raw.get("tile_size", rule.tile_size))
@@ -89,13 +126,11 @@ def _operand(rule: QuantizationRule, side: str, qtype: Any, raw: dict[str, Any],
     )
 
 
-def _gradient(
-    rule: QuantizationRule, name: str, fwd: Matmul, saved: Operand | None, tile: Any, raw: dict[str, Any]
-) -> Matmul:
-    """One of the two gradients; `saved` is how the forward product took the operand that comes back as residual."""
-    if not isinstance(rule, QtRule):
+def _gradient(rule: Any, name: str, fwd: Matmul, saved: Operand | None, tile: Any, raw: dict[str, Any]) -> Matmul:
+    """One of the two gradients; `saved` is how the forward matmul took the operand that comes back as residual."""
+    if not _trains(rule):
         return _FLOAT
-    # Where the residual has no type, quantizing the gradient alone would add noise to a product that runs in float.
+    # Where the residual has no type, quantizing the gradient alone would add noise to a matmul that runs in float.
     qtype = raw.get(f"{name}_grad_qtype", None if saved is None else rule.bwd_qtype)
     if qtype is None:
         reuse = rule.residual == "reuse" or raw.get("use_original_residuals") is False
@@ -112,19 +147,21 @@ def _gradient(
         arithmetic=rule.arithmetic,
     )
     residual = _residual_operand(saved, name, tile, raw)
-    how = rule.residual or _residual(rule, name, fwd, saved, raw)
+    residual_kind = rule.residual or _residual(rule, name, fwd, saved, raw)
     if residual is None:
         return Matmul(gradient, residual="original")
-    return Matmul(gradient, None if how == "reuse" else residual, residual=how, rotate=rule.bwd_rotate)
+    return Matmul(
+        gradient, None if residual_kind == "reuse" else residual, residual=residual_kind, rotate=rule.bwd_rotate
+    )
 
 
-def _summed(drhs: Matmul, rule: QuantizationRule, weights: bool) -> Matmul:
-    """The gradient of a weight, summed as the rule says."""
-    accumulator = rule.bwd_weight_grad_accumulator if isinstance(rule, QtRule) and weights else None
+def _accumulated(drhs: Matmul, rule: Any, weights: bool) -> Matmul:
+    """The gradient of a weight in the rule's accumulator."""
+    accumulator = rule.bwd_weight_grad_accumulator if _trains(rule) and weights else None
     return drhs if accumulator is None else drhs.replace(accumulator=accumulator)
 
 
-def _residual(rule: QtRule, name: str, fwd: Matmul, saved: Operand | None, raw: dict[str, Any]) -> str:
+def _residual(rule: Any, name: str, fwd: Matmul, saved: Operand | None, raw: dict[str, Any]) -> str:
     """How a gradient takes its residual, unless the rule says it: never as a float that was meant to be low precision.
 
     Tiles along the forward's contraction do not fit the gradient's. Plain tiles are quantized again from the saved
@@ -166,13 +203,13 @@ def _check_block(qtype: Any, tile: Any, per_tensor: bool) -> None:
         raise ValueError(f"one scale per tensor with {fmt.name}, which has one for each {fmt.tile} values: choose one")
 
 
-def _per_tensor(rule: QuantizationRule) -> bool:
-    return rule.per_tensor or (isinstance(rule, QtRule) and rule.disable_channelwise_axes)
+def _per_tensor(rule: Any) -> bool:
+    return rule.per_tensor or (_trains(rule) and rule.disable_channelwise_axes)
 
 
-def _noise(rule: QtRule) -> Rounding | str:
+def _noise(rule: Any) -> Rounding | str:
     # One random number for each value. Qwix draws one for a whole row (channelwise_noise_axes), which rounds a row's
-    # values up or down together; independent noise is as cheap to use and its errors cancel in the product.
+    # values up or down together; independent noise is as cheap to use and its errors cancel in the matmul.
     if rule.bwd_stochastic_rounding is None:
         return "nearest"
     return Stochastic(bits=8) if rule.bwd_stochastic_rounding == "low_bit_uniform" else Stochastic()

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.rules.checks import check_regex, nearest_name
-from octavo.rules.exclusion import SENSITIVE, excluding
+from octavo._names import did_you_mean
+from octavo.rules.checks import check_regex
+from octavo.rules.match import SENSITIVE, excluding
 from octavo.rules.rule import QtRule, QuantizationRule
 
 MIXED = "intmp"
@@ -53,7 +54,7 @@ def _checked(path: str, entry: Any) -> dict[str, Any]:
         raise ValueError(f"{MIXED}: {path!r} has {entry!r}; a mapping such as {{'w_bits': 4}}")
     for key in entry:
         if key not in _KEYS:
-            hint = nearest_name(key, _KEYS)
+            hint = did_you_mean(key, _KEYS)
             raise ValueError(f"{MIXED}: {path!r} has an unknown key {key!r}; {hint}Known: {', '.join(_KEYS)}")
     return dict(entry)
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from octavo._config import Config, _decode, _encode
+from octavo._names import did_you_mean
 from octavo.calibration import get_calibration
 from octavo.numerics import Stochastic, get_rounding
 from octavo.ops import Matmul, Operand
-from octavo.rules.checks import check_choice, check_qtype, nearest_name
+from octavo.rules.checks import check_choice, check_qtype
 from octavo.rules.registry import recipe, recipes
 from octavo.rules.rule import QtRule, QuantizationRule
 
@@ -73,7 +74,9 @@ def as_rules(source: RulesLike | Sequence[Any]) -> tuple[QuantizationRule, ...]:
     rules = tuple(source)
     for i, rule in enumerate(rules, 1):
         if not isinstance(rule, QuantizationRule):
-            hint = f"; did you mean recipe({rule!r})?" if isinstance(rule, str) and rule in recipes() else ""
+            hint = (
+                f"; did you mean recipe({rule!r})?" if isinstance(rule, str) and rule in recipes(aliases=True) else ""
+            )
             raise ValueError(f"rule {i} of {len(rules)} is {rule!r}, which is no QuantizationRule{hint}")
     return rules
 
@@ -175,4 +178,4 @@ def _check_known(kind: type, fields: Mapping[str, Any], where: str) -> None:
     known = [field.name for field in dataclasses.fields(kind)]
     for name in fields:
         if name not in known:
-            raise ValueError(f"{where}: unknown field {name!r}; {nearest_name(name, known)}Known: {', '.join(known)}")
+            raise ValueError(f"{where}: unknown field {name!r}; {did_you_mean(name, known)}Known: {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Which rule is for which operation, and which rules are for none."""
+"""Which rule is for which operation, and which paths recipes leave in float."""
 
 import difflib
 import re
@@ -6,8 +6,21 @@ from collections.abc import Iterable, Sequence
 
 from octavo.rules.rule import QuantizationRule
 
-type Site = tuple[str, str, bool]
-"""A path, the name of an operation there, and whether one of its operands is a weight."""
+_PARTS = "router|gate_logits?|(token_)?embed(der|dings?)?|embed_tokens|lm_head|logits(_dense)?"
+SENSITIVE = rf"(?i)(.*/)?({_PARTS})(_\d+)?(/.*)?"
+"""Paths of routers, embeddings and logits, which recipes leave in float: their names as whole parts of a path.
+
+An MLP's `gate` or `gate_proj` is none of them.
+"""
+
+
+def excluding(pattern: str | None) -> tuple[QuantizationRule, ...]:
+    """The rule that leaves paths alone, if there is a pattern; it may match nothing.
+
+    >>> excluding("head")
+    (QuantizationRule(module_path='head', skip=True, optional=True),)
+    """
+    return () if pattern is None else (QuantizationRule(module_path=pattern, skip=True, optional=True),)
 
 
 def find(rules: Sequence[QuantizationRule], path: str, op: str, *, weights: bool) -> QuantizationRule | None:
@@ -18,31 +31,6 @@ def find(rules: Sequence[QuantizationRule], path: str, op: str, *, weights: bool
     QuantizationRule(module_path='.*/router', skip=True)
     """
     return next((rule for rule in rules if rule.matches(path, op, weights=weights)), None)
-
-
-def unused(rules: Sequence[QuantizationRule], sites: Iterable[Site]) -> tuple[QuantizationRule, ...]:
-    """The rules that match no site, also those that may (`optional`): what to make of them is the caller's choice.
-
-    >>> unused([QuantizationRule(module_path="mpl")], [("mlp", "dot_general", True)])
-    (QuantizationRule(module_path='mpl'),)
-    """
-    sites = list(sites)
-    return tuple(rule for rule in rules if not any(rule.matches(p, op, weights=w) for p, op, w in sites))
-
-
-def shadowed(rules: Sequence[QuantizationRule], sites: Iterable[Site]) -> tuple[QuantizationRule, ...]:
-    """The rules that match some sites, but none of them first.
-
-    >>> rules = [QuantizationRule(), QuantizationRule(module_path="mlp", weight_qtype="int8")]
-    >>> shadowed(rules, [("mlp", "dot_general", True)])
-    (QuantizationRule(module_path='mlp', weight_qtype='int8'),)
-    """
-    matching, first = set[int](), set[int]()
-    for path, op, weights in sites:
-        hits = [i for i, rule in enumerate(rules) if rule.matches(path, op, weights=weights)]
-        matching.update(hits)
-        first.update(hits[:1])
-    return tuple(rule for i, rule in enumerate(rules) if i in matching - first)
 
 
 def nearest(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:

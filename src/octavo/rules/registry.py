@@ -6,22 +6,32 @@ from pathlib import Path
 from typing import Any
 
 from octavo._config import Config
-from octavo.numerics import nearest_names
-from octavo.rules.checks import check_op_names, check_regex, nearest_name
-from octavo.rules.exclusion import SENSITIVE, excluding
+from octavo._names import did_you_mean, unknown_name
+from octavo.rules.checks import check_op_names, check_regex
 from octavo.rules.intmp import MIXED, mixed_precision
+from octavo.rules.match import SENSITIVE, excluding
 from octavo.rules.rule import QuantizationRule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe(Config):
-    """Rules under a name, with what they do, where they come from, and which paths they leave out."""
+    """Rules under a name.
+
+    Attributes:
+        name: The name by which `recipe` finds it.
+        summary: What it does, in one sentence.
+        source: Where it comes from: a paper or a repository.
+        rules: Its rules; the first that matches an operation decides.
+        exclude: A regular expression of module paths that stay in float, or None.
+        alias_of: The recipe of which this is another name.
+    """
 
     name: str
     summary: str
     source: str
     rules: tuple[QuantizationRule, ...] = ()
     exclude: str | None = SENSITIVE
+    alias_of: str | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "rules", tuple(self.rules))
@@ -46,23 +56,29 @@ def register_recipe(new: Recipe, *, replace: bool = False) -> Recipe:
     return new
 
 
-def recipes() -> tuple[str, ...]:
-    """The names of all recipes, sorted.
+def register_alias(name: str, target: str, summary: str, source: str) -> Recipe:
+    """Make a recipe known by another name, too."""
+    known = get_recipe(target)
+    return register_recipe(known.replace(name=name, summary=summary, source=source, alias_of=target))
 
-    >>> "deepseek_fp8" in recipes()
-    True
+
+def recipes(*, aliases: bool = False) -> tuple[str, ...]:
+    """The names of all recipes, sorted; with `aliases`, also the other names that some of them have.
+
+    >>> "deepseek_fp8" in recipes(), "te_mxfp8" in recipes(), "te_mxfp8" in recipes(aliases=True)
+    (True, False, True)
     """
-    return tuple(sorted(_recipes))
+    return tuple(sorted(name for name, found in _recipes.items() if aliases or found.alias_of is None))
 
 
 def get_recipe(name: str) -> Recipe:
-    """A recipe with its sentence and its source.
+    """A recipe by its name or an alias.
 
     >>> get_recipe("int8").summary
     'Int8 in all three matmuls, a scale for each channel.'
     """
     if name not in _recipes:
-        raise ValueError(f"unknown recipe {name!r}: {nearest_names(name, recipes())}")
+        raise ValueError(f"unknown recipe {name!r}: {unknown_name(name, recipes(aliases=True))}")
     return _recipes[name]
 
 
@@ -74,11 +90,15 @@ def recipe(
     config: Mapping[str, Any] | str | Path | None = None,
     **overrides: Any,
 ) -> tuple[QuantizationRule, ...]:
-    """The rules of a recipe for the modules at a path, with some fields changed.
+    """The rules of a recipe, with some fields changed.
 
-    The first rule leaves routers, embeddings and logits alone; `exclude` is a regular expression of one's own for that,
-    or None to leave nothing out. `op_names` narrows the recipe to some of its operations. `config` is the table of
-    bits by layer that "intmp" needs.
+    Args:
+        name: The recipe's name; `recipes()` lists them.
+        module_path: A regular expression of the modules that it is for.
+        exclude: A regular expression of modules that stay in float, by default routers, embeddings and logits; None
+            leaves nothing out.
+        config: The table of bits by layer that "intmp" needs, or its JSON file.
+        **overrides: Fields of the rules, see `QtRule`. `op_names` narrows the recipe to some of its operations.
 
     >>> recipe("int8w", ".*/mlp/.*", exclude=None, tile_size=128)
     (QuantizationRule(module_path='.*/mlp/.*', weight_qtype='int8', tile_size=128, scope='weights'),)
@@ -111,7 +131,7 @@ def _changed(rule: QuantizationRule, name: str, changes: dict[str, Any]) -> Quan
     if unknown := [field for field in changes if field not in known]:
         kind = type(rule).__name__
         raise ValueError(
-            f"recipe({name!r}): {kind} has no field {unknown[0]!r}; {nearest_name(unknown[0], known)}"
+            f"recipe({name!r}): {kind} has no field {unknown[0]!r}; {did_you_mean(unknown[0], known)}"
             f"Known: {', '.join(known)}"
         )
     try:

@@ -1,6 +1,7 @@
-"""Who is quantized, and how: one frozen rule for a part of a model."""
+"""A frozen rule for the quantization of some modules of a model."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -11,28 +12,45 @@ from octavo.numerics import FormatLike, Rounding
 from octavo.ops import Matmul, lowerings
 from octavo.qarray.arithmetic import ARITHMETICS
 from octavo.rules import checks
+from octavo.rules.compile import Configs, compile_rule
 from octavo.rules.conflicts import check_backward, check_forward
-from octavo.rules.qwix_config import check_overrides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class QuantizationRule(Config):
-    """How the products of the modules that `module_path` matches run forward; their gradients stay in float.
+    """How the matmuls of some modules run forward, while their gradients stay in float.
 
-    `module_path` is a regular expression that has to match the whole path; `op_names` narrows a rule to some operations
-    (none: all of them), and `scope` to products with a weight ("weights") or of two activations ("activations").
-    Of several rules the first that matches counts. One with `skip=True` leaves what it matches in float, and one
-    that may match nothing at all says so with `optional=True`.
+    Of several rules, the first that matches an operation decides. A type is a name, a dtype or a `Format`; None stays
+    in float.
 
-    Types are names, dtypes or formats; None stays in float. `tile_size` cuts the contraction into tiles with scales of
-    their own, `square_tiles` the other axis of a weight too, and `per_tensor` gives one scale to a whole operand.
-    `act_static_scale` remembers the range of activations over steps: one per tensor, unless `act_batch_axes` names the
-    axes that share it. `kv_qtype` is the type of keys and values, the second operand of a product of two activations
-    and what the KV cache stores; `kv_axis` says what shares a scale in the cache: one head's values for a token, or
-    those of all heads. `rotate` and `sparsity` are those of `Matmul` and `DotConfig`. Bodies with derivatives of their
-    own are rewritten only with `inside_custom=True`. `gather_axes` are axes of the mesh, such as "fsdp": a weight that
-    is cut along them is brought together as codes and scales, where `quantized(shardings=...)` is told how it lies.
-    `dispatch_qtype` is the type in which tokens are sent to the devices of the experts that a rule is for.
+    Attributes:
+        module_path: A regular expression that matches the whole path of a module.
+        op_names: Operations that the rule is for, such as ("dot_general", "einsum"); all of them if empty.
+        weight_qtype: The type of weights.
+        act_qtype: The type of activations.
+        tile_size: Values along the contraction that share a scale; a float 1/n means n tiles. {0: 128, 1: 128} means
+            square tiles of the weight.
+        act_static_scale: Quantize activations by a range that is averaged over steps and kept as state.
+        weight_calibration_method: The calibration of weights, such as "absmax" or "minmax".
+        act_calibration_method: The calibration of activations, "absmax" if None.
+        act_batch_axes: Axes that share a static scale; all axes if None.
+        scope: "weights" for matmuls with a weight, "activations" for those of two activations, or "all".
+        skip: Leave what the rule matches in float.
+        optional: The rule may match nothing without an error.
+        kv_qtype: The type of keys and values: the second operand of a matmul of two activations, and the KV cache.
+        kv_axis: What shares a scale in the KV cache: "dkv" for the values of one head and token, "heads_and_dkv" for
+            those of all heads.
+        rounding: "nearest", "stochastic" or a `Rounding`, for the forward operands.
+        rotate: The block size of a Hadamard rotation of both forward operands.
+        sparsity: (n, m) keeps the n largest of each m weights.
+        arithmetic: The arithmetic of scales, "float32" or "qwix" for bit-equality with Qwix.
+        lowering: How the matmul is lowered; "auto" chooses.
+        square_tiles: Tile the other axis of a weight as well, by `tile_size`.
+        per_tensor: One scale for a whole operand.
+        inside_custom: Rewrite the bodies of custom_jvp and custom_vjp functions too.
+        gather_axes: Mesh axes, such as ("fsdp",), along which weights are all-gathered as codes and scales. Needs
+            `quantized(shardings=...)`.
+        dispatch_qtype: The type in which tokens are dispatched to the devices of their experts.
 
     >>> QuantizationRule(module_path=".*/mlp/.*", weight_qtype="int4", tile_size=128)
     QuantizationRule(module_path='.*/mlp/.*', weight_qtype='int4', tile_size=128)
@@ -66,10 +84,12 @@ class QuantizationRule(Config):
     def __post_init__(self):
         self._normalize()
         self._check()
-        # Not at the top: compile.py needs this class.
-        from octavo.rules.compile import check_compiles
+        _ = self._configs  # what cannot be compiled raises here
 
-        check_compiles(self)
+    @functools.cached_property
+    def _configs(self) -> Configs:
+        """The compiled forms of this rule; see `dot_config`."""
+        return compile_rule(self)
 
     def _put(self, check: Any, *fields: str) -> None:
         for field in fields:
@@ -126,23 +146,31 @@ class QuantizationRule(Config):
 class QtRule(QuantizationRule):
     """A rule for training: with `bwd_qtype`, the two gradients run in low precision as well.
 
-    `bwd_weight_grad_tile_size` cuts the contraction of the weight's gradient, which runs over the batch, into tiles.
-    `bwd_weight_grad_accumulator` is the dtype in which that product's floats and tiles are summed, over devices too:
-    "bfloat16" sends half of float32, and rounds as a step in bfloat16 does.
-    `disable_channelwise_axes` is `per_tensor` by Qwix's name. `bwd_stochastic_rounding` rounds gradients "uniform"ly at
-    random, or with 8 bits of noise each ("low_bit_uniform"). `residual` is how the gradients take what the forward
-    pass saved, as in `Matmul`: by default its codes, or where tiles run the other way values that are quantized again
-    along the gradient's contraction. `bwd_rotate` rotates the operands of both gradients. `reduce_qtype` is the type in
-    which devices add up the gradients of weights, over the axes `reduce_axes` of the mesh along which rows are cut (a
-    tuple for each axis of rows where several are, as (("data", "fsdp"), ("context",)) of sequences in parts). That is
-    where `quantized(shardings=...)` is told how weights lie; with `reduce_feedback` what rounding loses is added in the
-    next step.
+    Has the attributes of `QuantizationRule`, and these. In `fwd`, `dlhs` and `drhs`, `lhs` is the activation (or the
+    cotangent) and `rhs` the weight (or the residual), on whichever side of the matmul the weight stands; they apply to
+    matmuls with a weight, unless the scope is "activations".
 
-    `fwd`, `dlhs` and `drhs` replace a whole matmul. There, `lhs` is the activation (or the incoming gradient) and `rhs`
-    the weight (or what was saved); `dlhs` is the gradient of the activation and `drhs` that of the weight, on
-    whichever side of the product the weight stands. They speak of products with a weight, unless the scope is
-    "activations". `additional_qt_config` takes raw settings by the names of Qwix's DotGeneralQtConfig, where lhs and
-    rhs are the sides as they stand.
+    Attributes:
+        bwd_qtype: The type of cotangents in both gradients.
+        bwd_calibration_method: The calibration of cotangents.
+        bwd_weight_grad_tile_size: Tiles along the contraction of the weight gradient, which runs over the batch.
+        bwd_weight_grad_accumulator: The dtype in which the weight gradient is summed, across devices too: "float32",
+            "bfloat16" or "float16".
+        disable_channelwise_axes: Qwix's name for `per_tensor`.
+        bwd_stochastic_rounding: "uniform" rounds cotangents stochastically, "low_bit_uniform" with 8 bits of noise.
+        channelwise_noise_axes: Accepted for Qwix; noise is independent for each value.
+        additional_qt_config: Settings by the names of Qwix's DotGeneralQtConfig, whose lhs and rhs are the sides of
+            the matmul as written.
+        fwd: Replaces the whole forward matmul.
+        dlhs: Replaces the gradient with respect to the activation.
+        drhs: Replaces the gradient with respect to the weight.
+        residual: How gradients take saved operands, as in `Matmul`: "reuse" codes, "requantize" them along the
+            gradient's contraction, or quantize the "original" again. None chooses by granularity.
+        bwd_rotate: The block size of a Hadamard rotation of the operands of both gradients.
+        reduce_qtype: The type in which weight gradients are reduced across devices. Needs `quantized(shardings=...)`.
+        reduce_axes: Mesh axes along which rows are sharded, such as ("data", "fsdp"); a tuple of them for each axis of
+            rows if several are sharded.
+        reduce_feedback: Add the rounding error of a reduction to the next step's gradient (error feedback).
 
     >>> QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", bwd_stochastic_rounding="uniform")
     QtRule(weight_qtype='int8', act_qtype='int8', bwd_qtype='int8', bwd_stochastic_rounding='uniform')
@@ -173,7 +201,7 @@ class QtRule(QuantizationRule):
         self._put(checks.check_tile, "bwd_weight_grad_tile_size")
         self._put(checks.check_flag, "disable_channelwise_axes", "reduce_feedback")
         self._put(checks.check_axes, "channelwise_noise_axes")
-        self._put(check_overrides, "additional_qt_config")
+        self._put(checks.check_qt_config, "additional_qt_config")
         self._put(checks.check_rotation, "bwd_rotate")
         checks.check_choice(
             "bwd_stochastic_rounding", self.bwd_stochastic_rounding, (None, "uniform", "low_bit_uniform")

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Sequence
 
+from octavo._names import did_you_mean
 from octavo.calibration import get_calibration
 from octavo.data import datasets, tokenizers
 from octavo.rules import recipes
-from octavo.rules.checks import nearest_name
 from octavo.train.axes import AXES, DEFAULT_RULES, split_axes
 
 
@@ -25,7 +25,7 @@ def check_given(value: str) -> None:
 
 def check_recipe(value: str) -> None:
     """A recipe that is registered, or none."""
-    _check_known(value, ("", *recipes()))
+    _check_known(value, ("", *recipes(aliases=True)))
 
 
 def check_dataset(value: str) -> None:
@@ -41,7 +41,7 @@ def check_tokenizer(value: str) -> None:
 def _check_known(value: str, known: Sequence[str]) -> None:
     if value not in known:
         names = [name for name in known if name]
-        raise ValueError(f"{nearest_name(value, names)}Known: {', '.join(names)}")
+        raise ValueError(f"{did_you_mean(value, names)}Known: {', '.join(names)}")
 
 
 def check_method(value: str) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
+from octavo._names import did_you_mean
 from octavo.numerics import nearest_names
-from octavo.rules.checks import nearest_name
 from octavo.train.keys import ConfigError
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -42,7 +42,7 @@ def model(name: str, beside: list[Path]) -> list[Layer]:
         if (found := folder / f"{name}.yml").is_file():
             return [dataclasses.replace(layer, kind="model") for layer in chain(str(found))]
     known = sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.yml")})
-    raise ConfigError([f"model_name={name}: {nearest_name(name, known)}There is no models/{name}.yml; known: "
+    raise ConfigError([f"model_name={name}: {did_you_mean(name, known)}There is no models/{name}.yml; known: "
                        f"{', '.join(known)}"])  # fmt: skip
 
 

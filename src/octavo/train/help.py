@@ -30,7 +30,7 @@ finite, a full disk or another error; 2: the configuration is wrong, and nothing
 
 def help_text() -> str:
     """All keys by groups, with defaults and allowed values."""
-    parts = [_USAGE, _wrapped("Models: ", ", ".join(models())), _wrapped("Recipes: ", ", ".join(recipes()))]
+    parts = [_USAGE, _wrapped("Models: ", ", ".join(models())), _wrapped("Recipes: ", ", ".join(recipes(aliases=True)))]
     for group, title in GROUPS.items():
         parts.append(f"{title}\n" + "\n".join(_help_lines(group)))
     parts.append("Next: octavo train quantization=int8 steps=50")

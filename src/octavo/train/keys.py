@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from octavo.rules.checks import nearest_name
+from octavo._names import did_you_mean
 from octavo.train.maxtext import instead
 
 _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "~", "")
@@ -89,7 +89,7 @@ class Key:
         """Why a value is not allowed, or None."""
         for item in value if isinstance(value, tuple) else (value,):
             if self.choices and item not in self.choices:
-                return f"{nearest_name(item, [c for c in self.choices if c])}Allowed: {self.allowed}"
+                return f"{did_you_mean(item, [c for c in self.choices if c])}Allowed: {self.allowed}"
         if value is not None and not isinstance(value, tuple) and not self._within(value):
             return f"must be {self.allowed}"
         try:
@@ -148,7 +148,7 @@ def unknown_key(name: str, known: Collection[str], place: str = "") -> str:
     >>> unknown_key("stepz", ["steps", "dtype"])
     "unknown key 'stepz': did you mean 'steps'?"
     """
-    hint = instead(name) or nearest_name(name, known).strip() or "`octavo train --help` lists the keys"
+    hint = instead(name) or did_you_mean(name, known).strip() or "`octavo train --help` lists the keys"
     return f"unknown key {name!r}{f' ({place})' if place else ''}: {hint}"
 
 

@@ -3,13 +3,14 @@
 from octavo.calibration import AmaxHistory
 from octavo.ops import Matmul, Operand
 from octavo.rules.intmp import MIXED
-from octavo.rules.registry import Recipe, register_recipe
+from octavo.rules.registry import Recipe, register_alias, register_recipe
 from octavo.rules.rule import QtRule, QuantizationRule
 
 _MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext"
 _QWIX = "https://github.com/google/qwix"
 _TE = "https://github.com/NVIDIA/TransformerEngine, transformer_engine/common/recipe"
 _MICIKEVICIUS = "Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433"
+_NOUNE = "Noune et al., 8-bit Numerical Formats for Deep Neural Networks, arXiv:2206.02915"
 _OCP = "OCP Microscaling Formats (MX) Specification v1.0"
 _NVFP4 = "NVIDIA, Pretraining Large Language Models with NVFP4, arXiv:2509.25149"
 
@@ -79,14 +80,20 @@ _add("int8", _training("int8", "int8"), "Int8 in all three matmuls, a scale for 
 _add("int4", _training("int4", "int4"), "Int4 in all three matmuls, a scale for each channel.", _QWIX)
 _add("fp4", _training("float4_e2m1fn", "float4_e2m1fn"), "E2M1 in all three matmuls, a scale for each channel.", _QWIX)
 _add("fp8", _training(_E4M3, _E4M3), "E4M3 in all three matmuls, a scale for each channel.", _MAXTEXT)
-_add("fp8_e4m3", _training(_E4M3, _E4M3), "E4M3 in all three matmuls, a scale for each channel.", _MAXTEXT)
+register_alias("fp8_e4m3", "fp8", "Alias of fp8.", _MAXTEXT)
 _add("fp8_e5m2", _training(_E5M2, _E5M2), "E5M2 in all three matmuls, a scale for each channel.", _MAXTEXT)
 _add("fp8_full", _training(_E4M3, _E5M2), "E4M3 forward and E5M2 gradients, a scale for each channel.", _MAXTEXT)
 _add("fp8_gpu", _delayed(_E4M3, _E5M2), "E4M3 forward, E5M2 gradients, delayed scaling per tensor.", _MICIKEVICIUS)
-for _name in ("fp8_nanoo", "nanoo_fp8"):
-    _rule = _delayed("float8_e4m3fnuz", "float8_e5m2fnuz")
-    _source = "Noune et al., 8-bit Numerical Formats for Deep Neural Networks, arXiv:2206.02915"
-    _add(_name, _rule, "Delayed scaling per tensor in the fnuz formats of AMD's MI300.", _source)
+register_alias(
+    "te_fp8_delayedscaling", "fp8_gpu", "Alias of fp8_gpu, as Transformer Engine's DelayedScaling(length=1024).", _TE
+)
+_add(
+    "fp8_nanoo",
+    _delayed("float8_e4m3fnuz", "float8_e5m2fnuz"),
+    "Delayed scaling per tensor in the fnuz formats of AMD's MI300.",
+    _NOUNE,
+)
+register_alias("nanoo_fp8", "fp8_nanoo", "Alias of fp8_nanoo.", _NOUNE)
 _add("int8w", _forward_only("int8"), "Int8 weights, activations and gradients in float.", _MAXTEXT)
 _add("int4w", _forward_only("int4"), "Int4 weights, activations and gradients in float.", _MAXTEXT)
 _add(MIXED, (), "Bits of weights and activations by layer, from the table passed as config=.", _MAXTEXT)
@@ -98,15 +105,11 @@ _add(
     "https://github.com/google/aqt",
 )
 _add(
-    "te_fp8_delayedscaling", _delayed(_E4M3, _E5M2), "Transformer Engine's DelayedScaling with a history of 1024.", _TE
-)
-_add(
     "te_fp8_currentscaling",
     _training(_E4M3, _E5M2, per_tensor=True),
     "Transformer Engine's Float8CurrentScaling: E4M3 forward, E5M2 gradients, the tensor's own range.",
     _TE,
 )
-_add("te_mxfp8", _blocks("mxfp8"), "Transformer Engine's MXFP8BlockScaling: E4M3 in blocks of 32.", _TE)
 _add(
     "te_nvfp4",
     # The weight gradient of experts contracts groups of rows that change from step to step: no blocks to rotate.
@@ -128,6 +131,7 @@ _add(
     "E4M3 in blocks of 32 in all three matmuls, block scales rounded up.",
     "Mishra et al., Recipes for Pre-training LLMs with MXFP8, arXiv:2506.08027",
 )
+register_alias("te_mxfp8", "mxfp8", "Alias of mxfp8, as Transformer Engine's MXFP8BlockScaling.", _TE)
 _add("mxfp4", _blocks("mxfp4"), "E2M1 in blocks of 32 in all three matmuls, rounded to nearest.", _OCP)
 _add("nvfp4", _blocks("nvfp4"), "NVFP4 in all three matmuls, rounded to nearest, nothing rotated.", _NVFP4)
 _add(
