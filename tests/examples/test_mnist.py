@@ -37,7 +37,7 @@ def test_converted_weights_give_the_logits_of_the_float_ones_bit_for_bit(name):
     model, x = mnist.Cnn(mnist.CONFIGS[name]), jax.random.uniform(jax.random.key(1), (5, 8, 8, 1))
     params = jax.jit(model.init)(jax.random.key(0), x)["params"]
     served, stored = mnist.convert(model, params, x)
-    assert all(mnist.is_low(layer["kernel"]) for layer in stored.values())
+    assert all(mnist.is_quantized(layer["kernel"]) for layer in stored.values())
     want, got = jax.jit(model.apply)({"params": params}, x), jax.jit(served.apply)({"params": stored}, x)
     np.testing.assert_array_equal(got, want)
 

@@ -99,16 +99,16 @@ def convert(model: Cnn, params: Any, x: jax.Array) -> tuple[Any, Any]:
     served = octavo.quantize_model(model, octavo.PtqProvider(()))
     abstract = jax.eval_shape(served.init, jax.random.key(0), x)["params"]
     stored = octavo.quantize_params(params, abstract)
-    pack = lambda w: dataclasses.replace(w, array=w.array.pack()) if is_low(w) else w  # noqa: E731
-    return served, jax.tree.map(pack, stored, is_leaf=is_low)
+    pack = lambda w: dataclasses.replace(w, array=w.array.pack()) if is_quantized(w) else w  # noqa: E731
+    return served, jax.tree.map(pack, stored, is_leaf=is_quantized)
 
 
-def is_low(x: Any) -> bool:
+def is_quantized(x: Any) -> bool:
     return isinstance(x, octavo.WithAux)
 
 
 def size(params: Any) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(params, is_leaf=is_low))
+    return sum(x.nbytes for x in jax.tree.leaves(params, is_leaf=is_quantized))
 
 
 class Found(NamedTuple):

@@ -16,7 +16,7 @@ from octavo.numerics import E8M0, BlockFormat, Format, IntFormat, power_of_two_s
 
 
 class Arithmetic(abc.ABC):
-    """How a Quantizer computes."""
+    """The arithmetic of a quantizer: scales from bounds, and codes from values."""
 
     def compute_dtype(self, dtype: np.dtype) -> np.dtype:
         """The dtype in which bounds are measured and values divided."""
@@ -43,7 +43,7 @@ class Arithmetic(abc.ABC):
         """The codes of `x`."""
 
     def decode(self, codes: Array, fmt: Format, scale: Array, zero_point: Array | None, dtype: np.dtype) -> Array:
-        """The values that codes stand for, in the computing dtype."""
+        """The values of codes, in the computing dtype."""
         x = fmt.decode(codes).astype(dtype)
         return (x if zero_point is None else x - zero_point.astype(dtype)) * scale
 

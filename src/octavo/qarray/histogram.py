@@ -1,4 +1,4 @@
-"""What a histogram shows of a tensor: its values in units of their scales, beside the values that the format has."""
+"""Histograms of tensors: their values in units of the scale, with the representable values of the format."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from octavo.qarray.qarray import QArray
 _SAMPLE = 1 << 17
 _BARS = 96
 WORST = 4
-"""How many tensors are shown of a model: those with the lowest signal to noise."""
+"""The number of tensors shown of a model: those with the lowest signal-to-noise ratio."""
 
 
 def histogram(path: str, x: np.ndarray, q: QArray, *, sqnr_db: float | None = None) -> dict[str, Any]:
-    """Counts of a tensor's values, each divided by the scale that it has, as JSON can hold them.
+    """A histogram of a tensor's values divided by their scales, as JSON data.
 
-    Large tensors are sampled. `clipped` is the share of values beyond the end of the format, `zeroed` of those other
-    than zero that became zero; `grid` are the format's values.
+    Large tensors are sampled. `clipped` is the fraction of nonzero values beyond the format's range, `zeroed` of those
+    that round to zero; `grid` are the representable values.
 
     >>> import octavo
     >>> x = np.linspace(-1, 1, 64, dtype=np.float32)
@@ -63,15 +63,15 @@ def sqnr_db(before: np.ndarray, after: np.ndarray) -> float | None:
 
 
 def _scaled(x: np.ndarray, q: QArray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Values in units of codes, all of them or a sample; what each would be as zero; the precision of scales."""
+    """Values (or a sample) in units of the scale, the zero point of each, and the relative precision of scales."""
     # At random: even steps would meet the same columns again and again.
     few = x.size <= _SAMPLE
     flat = np.arange(x.size) if few else np.random.default_rng(0).integers(0, x.size, _SAMPLE)
     at = np.unravel_index(flat, x.shape)
-    scale = _of(q.scale, at, q)
+    scale = _at_indices(q.scale, at, q)
     if q.outer_scale is not None:
-        scale = scale * _of(q.outer_scale, at, q)
-    zero = np.zeros_like(scale) if q.zero_point is None else _of(q.zero_point, at, q)
+        scale = scale * _at_indices(q.outer_scale, at, q)
+    zero = np.zeros_like(scale) if q.zero_point is None else _at_indices(q.zero_point, at, q)
     with np.errstate(divide="ignore", invalid="ignore"):
         values = np.where(scale > 0, x[at].astype(np.float32) / scale, np.float32(0)) + zero
     known = np.isfinite(values)
@@ -79,12 +79,12 @@ def _scaled(x: np.ndarray, q: QArray) -> tuple[np.ndarray, np.ndarray, float]:
 
 
 def _rounded(q: QArray) -> bool:
-    """Whether a scale is smaller than the range asks for by accident; a power of two is on purpose."""
+    """Whether scales are rounded to nearest; powers of two are rounded on purpose."""
     return jnp.dtype(q.scale.dtype) != jnp.float8_e8m0fnu
 
 
-def _of(part: Any, at: tuple[np.ndarray, ...], q: QArray) -> np.ndarray:
-    """The entries of a scale or zero point that belong to values at some places."""
+def _at_indices(part: Any, at: tuple[np.ndarray, ...], q: QArray) -> np.ndarray:
+    """The entries of a scale or zero point for values at given indices."""
     stored = np.asarray(part).astype(np.float32)
     sizes = (n // max(1, s) for n, s in zip(q._stored_shape, stored.shape, strict=True))
     return stored[tuple(i // size for i, size in zip(at, sizes, strict=True))]

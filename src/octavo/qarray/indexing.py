@@ -23,7 +23,7 @@ def from_end(axis: int, ndim: int) -> int:
 
 
 def unpad(x: Shaped[Array, "..."], padding: Sequence[tuple[int, int]]) -> Shaped[Array, "..."]:
-    """An array without the values that filled up its last tiles."""
+    """An array without the padding of its last tiles."""
     for axis, count in padding:
         index = [slice(None)] * x.ndim
         index[axis] = slice(0, x.shape[axis] - count)
@@ -111,8 +111,8 @@ def _reshape_tiles(old: tuple[int, ...], part: tuple[int, ...], new: tuple[int, 
 def take(q: Any, index: Any) -> Any:
     """`q[index]` for integers, slices, None, Ellipsis and integer arrays.
 
-    The scale is indexed like the codes, tile by tile. Where that is not possible, because a slice cuts a tile or the
-    axis is padded, the scale is first spread along that axis to one entry per value.
+    The scale is indexed like the codes, tile by tile. Where that is not possible, because a slice splits a tile or the
+    axis is padded, the scale is first repeated along that axis for each value.
     """
     entries = _per_axis(index, q.ndim)
     for axis, entry in enumerate([e for e in entries if e is not None]):
@@ -120,8 +120,8 @@ def take(q: Any, index: Any) -> Any:
             continue
         if q.packed is not None and q.packed[0] == axis - q.ndim:
             q = q.unpack()
-        if axis - q.ndim in dict(q.padding) or _cuts_tiles(q, axis, entry):
-            q = _spread(q, axis)
+        if axis - q.ndim in dict(q.padding) or _splits_tiles(q, axis, entry):
+            q = _repeat_scale(q, axis)
     stored = q._stored_shape
 
     def pick(x: Array) -> Array:
@@ -130,7 +130,7 @@ def take(q: Any, index: Any) -> Any:
 
     new = q._map(lambda x: x if x is q.qvalue else pick(x))
     new = new._replace(qvalue=q.qvalue[_plain(entries, q.shape)])
-    place = {axis: _place_after(entries, q.ndim, axis) for axis in {a for a, _ in q.padding} | {(q.packed or (0,))[0]}}
+    place = {axis: _axis_after(entries, q.ndim, axis) for axis in {a for a, _ in q.padding} | {(q.packed or (0,))[0]}}
     return new._replace(
         padding=tuple((place[axis], count) for axis, count in q.padding),
         packed=None if q.packed is None else (place[q.packed[0]], q.packed[1]),
@@ -162,7 +162,7 @@ def _plain(entries: list[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(entries)
 
 
-def _cuts_tiles(q: Any, axis: int, entry: Any) -> bool:
+def _splits_tiles(q: Any, axis: int, entry: Any) -> bool:
     if not isinstance(entry, slice):
         return False
     size = q._stored_shape[axis]
@@ -172,7 +172,7 @@ def _cuts_tiles(q: Any, axis: int, entry: Any) -> bool:
     return any(step != 1 or start % tile or stop % tile for tile in tiles)
 
 
-def _spread(q: Any, axis: int) -> Any:
+def _repeat_scale(q: Any, axis: int) -> Any:
     """The same array with one scale per value along an axis, and no padding there."""
     stored, ndim = q._stored_shape, q.ndim
     own = [(a, n) for a, n in q.padding if a == axis - ndim]
@@ -202,10 +202,10 @@ def _adapt(entry: Any, count: int, size: int) -> Any:
     return jnp.where(entry < 0, entry + size, entry) // tile
 
 
-def _place_after(entries: list[Any], ndim: int, axis: int) -> int:
-    """Where an axis that is taken whole lies afterwards, by NumPy's rules, both counted from the end.
+def _axis_after(entries: list[Any], ndim: int, axis: int) -> int:
+    """The position of an unindexed axis after indexing, by NumPy's rules; both count from the end.
 
-    Found by asking NumPy: the axis is the one whose size changes when it is longer by one.
+    Determined by NumPy itself: the axis is the one whose size changes when it is longer by one.
     """
     plain = tuple(
         0 if isinstance(e, int | np.integer) else e if e is None or isinstance(e, slice) else np.zeros(e.shape, int)
