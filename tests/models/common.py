@@ -4,11 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from octavo.models import ModelConfig, apply, init_params
 
-DENSE = ModelConfig(vocab_size=31, emb_dim=16, num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24)
-MOE = DENSE.replace(num_layers=2, num_experts=4, experts_per_token=2, moe_mlp_dim=12, shared_experts=2)
+DENSE = ModelConfig(vocab_size=31, emb_dim=16, num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24)
+MOE = DENSE.replace(num_experts=4, experts_per_token=2, moe_mlp_dim=12, shared_experts=2)
 MIXED = MOE.replace(num_layers=5, first_dense_layers=2, unscanned_first=1, unscanned_last=1)
 
 
@@ -18,22 +19,31 @@ run = jax.jit(apply, static_argnums=0)
 
 @functools.cache
 def params_of(config):
-    """Random parameters, and norms that are not all one."""
-    params = init(config, jax.random.key(0))
-    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
-    uneven = lambda x: x * (1 + 0.3 * jax.random.normal(next(keys), x.shape, x.dtype))  # noqa: E731
-    return jax.tree.map(uneven, params)
+    """Random parameters, with norm scales that are not all one. One program: eagerly, every leaf compiles its own."""
+
+    @jax.jit
+    def make():
+        params = init_params(config, jax.random.key(0))
+        keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
+        return jax.tree.map(lambda x: x * (1 + 0.3 * jax.random.normal(next(keys), x.shape, x.dtype)), params)
+
+    return make()
 
 
 def batch(config, shape=(2, 7), key=2):
-    """Tokens, and their positions and segments: the first sequence holds two documents."""
-    tokens = jax.random.randint(jax.random.key(key), shape, 0, config.vocab_size)
-    cut = shape[1] // 2
-    index = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-    first = jnp.arange(shape[0])[:, None] == 0
-    segments = 1 + (first & (index >= cut)).astype(jnp.int32)
-    positions = jnp.where(segments == 2, index - cut, index)
-    return tokens, positions, segments
+    """Tokens, positions and segments; the first sequence packs two documents."""
+    rng, split = np.random.default_rng(key), shape[1] // 2
+    tokens = rng.integers(0, config.vocab_size, shape)
+    index = np.broadcast_to(np.arange(shape[1]), shape)
+    segments = 1 + ((np.arange(shape[0])[:, None] == 0) & (index >= split))
+    positions = np.where(segments == 2, index - split, index)
+    return tuple(jnp.asarray(x, jnp.int32) for x in (tokens, positions, segments))
+
+
+def one_document(tokens):
+    """`tokens` as a batch in which every row is one document: the defaults, in the form of `batch`."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return tokens, positions, jnp.ones_like(tokens)
 
 
 def loss_of(config):

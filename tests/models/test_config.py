@@ -19,7 +19,7 @@ WRONG = [
     (MOE, {"experts_per_token": 5}, "experts_per_token=5 is more than there are: num_experts=4"),
     (MOE, {"moe_mlp_dim": 0}, "num_experts=4 needs moe_mlp_dim"),
     (MOE, {"first_dense_layers": 3}, "first_dense_layers=3 leaves no layer with experts: num_layers=2"),
-    (DENSE, {"unscanned_first": 2, "unscanned_last": 2}, "unscanned_first=2 and unscanned_last=2 are more layers than"),
+    (DENSE, {"unscanned_first": 2, "unscanned_last": 1}, "unscanned_first=2 and unscanned_last=1 are more layers than"),
 ]
 
 

@@ -9,12 +9,14 @@ import pytest
 from flax import nnx
 
 import octavo
-from octavo.models import POLICIES, Decoder, apply, layer_groups
+from octavo.models import Decoder, abstract_params, apply, layer_groups
+from tests.cases import slow_except
 from tests.models.common import DENSE, MIXED, MOE, batch, loss_of, params_of, step_of
 
 RULES = octavo.recipe("int8", "decoder/.*layers.*")
 ATTENTION = ("query", "key", "value", "out")
 MLP = ("wi_0", "wi_1", "wo")
+REMAT = ("none", "minimal", "full")
 
 
 def expected(config):
@@ -32,23 +34,23 @@ def expected(config):
     return found
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("remat", ["none", "minimal"])
-@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unscanned"])
-@pytest.mark.parametrize(
-    "config",
-    [
-        DENSE.replace(num_layers=2, tied_logits=False),
-        MIXED,
-        MOE.replace(sparse_matmul=False),
-    ],
-    ids=["dense", "moe", "moe, all experts"],
-)
-@pytest.mark.sampled(3)
-def test_what_is_quantized(config, scan, remat):
-    config = config.replace(scan_layers=scan, remat=remat)
+UNTIED = DENSE.replace(num_layers=2, tied_logits=False)
+# Every pair of a model, scanned or unscanned layers and a policy.
+MODELS = {
+    "dense": UNTIED,
+    "dense, unscanned, minimal": UNTIED.replace(scan_layers=False, remat="minimal"),
+    "mixed, minimal": MIXED.replace(remat="minimal"),
+    "mixed, unscanned": MIXED.replace(scan_layers=False),
+    "all experts, minimal": MOE.replace(sparse_matmul=False, remat="minimal"),
+    "all experts, unscanned": MOE.replace(sparse_matmul=False, scan_layers=False),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(["dense", "mixed, minimal"], MODELS))
+def test_what_is_quantized(name):
+    config = MODELS[name]
     low = octavo.quantized(functools.partial(apply, config), RULES)
-    sites = low.sites(params_of(config), *batch(config))
+    sites = low.sites(abstract_params(config), *batch(config))
     assert {(site.path, site.op) for site in sites if site.config is not None} == expected(config)
     for site in sites:
         if site.config is not None:
@@ -68,16 +70,18 @@ def test_a_rule_may_pick_the_layers_that_stand_apart():
     config = DENSE.replace(num_layers=4, unscanned_first=1, unscanned_last=1)
     rules = [octavo.QuantizationRule(module_path="decoder/(first|last)_layers.*", skip=True), *RULES]
     low = octavo.quantized(functools.partial(apply, config), rules)
-    sites = low.sites(params_of(config), *batch(config))
+    sites = low.sites(abstract_params(config), *batch(config))
     assert {site.path.split("/")[1] for site in sites if site.config is not None} == {"layers"}
 
 
-@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
-@pytest.mark.parametrize("remat", ["none", "minimal", "full"])
-@pytest.mark.sampled(6)
-def test_the_step_is_in_low_precision(config, remat):
+STEPS = {f"{name}-{remat}": (config, remat) for name, config in (("dense", DENSE), ("moe", MOE)) for remat in REMAT}
+
+
+@pytest.mark.parametrize("name", slow_except(["dense-full"], STEPS))
+def test_the_step_is_in_low_precision(name):
+    config, remat = STEPS[name]
     config = config.replace(remat=remat)
-    params, inputs = params_of(config), batch(config)
+    params, inputs = abstract_params(config), batch(config)
     low = octavo.quantized(loss_of(config), RULES)
     seen = octavo.verify(jax.value_and_grad(low), params, *inputs)
     plain = octavo.verify(jax.value_and_grad(loss_of(config)), params, *inputs)
@@ -94,10 +98,10 @@ def test_the_step_is_in_low_precision(config, remat):
     assert seen.opaque == seen.unknown_loops == ()
 
 
-@pytest.mark.parametrize("config", [DENSE, pytest.param(MOE, marks=pytest.mark.slow)], ids=["dense", "moe"])
 @pytest.mark.slow
-def test_what_a_policy_keeps_is_not_computed_again(config):
-    params, inputs = params_of(config), batch(config)
+def test_what_a_policy_keeps_is_not_computed_again():
+    config = MOE
+    params, inputs = abstract_params(config), batch(config)
 
     def flops(remat, *kinds):
         low = octavo.quantized(loss_of(config.replace(remat=remat)), RULES)
@@ -116,9 +120,9 @@ def distance(tree, wanted):
     return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
 
 
-@pytest.mark.parametrize("config", [pytest.param(DENSE, marks=pytest.mark.slow), MOE], ids=["dense", "moe"])
 @pytest.mark.slow
-def test_training_in_low_precision_follows_float(config):
+def test_training_in_low_precision_follows_float():
+    config = MOE
     params, inputs = params_of(config), batch(config, (4, 16))
     low = octavo.quantized(loss_of(config), RULES)
     value, grads = jax.jit(jax.value_and_grad(low))(params, *inputs)
@@ -128,16 +132,15 @@ def test_training_in_low_precision_follows_float(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", [name for name in POLICIES if name != "none"])
-@pytest.mark.sampled(3)
+@pytest.mark.parametrize("remat", ["full", "minimal_with_context", "dots"])
 def test_rematerialization_changes_no_number(remat):
     params, inputs, config = params_of(MOE), batch(MOE), MOE.replace(remat=remat)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     jax.tree.map(close, step_of(config)(params, *inputs), step_of(MOE)(params, *inputs))
 
 
-@pytest.mark.parametrize("remat", ["minimal", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.slow
+@pytest.mark.parametrize("remat", ["minimal", "full"])
 def test_rematerialization_in_low_precision(remat):
     params, inputs = params_of(DENSE), batch(DENSE)
     step = lambda config: jax.jit(jax.value_and_grad(octavo.quantized(loss_of(config), RULES)))(params, *inputs)  # noqa: E731
@@ -147,12 +150,13 @@ def test_rematerialization_in_low_precision(remat):
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("config", [pytest.param(DENSE, marks=pytest.mark.slow), MOE], ids=["dense", "moe"])
 @pytest.mark.slow
-def test_quantized_as_a_module(config):
-    model = Decoder(config, rngs=nnx.Rngs(0))
-    tokens, *_ = batch(config)
-    logits, _ = octavo.quantize_model(model, octavo.QtProvider(RULES))(tokens)
-    wanted, _ = octavo.quantized(functools.partial(apply, config), RULES)(nnx.to_pure_dict(nnx.state(model)), tokens)
+def test_quantized_as_a_module():
+    model = nnx.jit(lambda: Decoder(MOE, rngs=nnx.Rngs(0)))()
+    tokens, *_ = batch(MOE)
+    call = nnx.jit(lambda model, tokens: model(tokens)[0])
+    logits = call(octavo.quantize_model(model, octavo.QtProvider(RULES)), tokens)
+    params = nnx.to_pure_dict(nnx.state(model))
+    wanted, _ = jax.jit(octavo.quantized(functools.partial(apply, MOE), RULES))(params, tokens)
     np.testing.assert_allclose(logits, wanted, atol=1e-5)
-    assert np.abs(logits - model(tokens)[0]).max() > 1e-3
+    assert np.abs(logits - call(model, tokens)).max() > 1e-3

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import octavo
 from octavo.models import ModelConfig, apply, init_params
 
 DENSE = ModelConfig(
@@ -26,11 +27,38 @@ def params_of(config):
     return jax.jit(init_params, static_argnums=0)(config, jax.random.key(0))
 
 
+@functools.cache
+def quantized_params(config, name="int8", tile=None):
+    """Random parameters with kernels and the embedding table quantized, by one program."""
+
+    def leaf(path, x):
+        kind = path[-1].key
+        if kind == "bias":
+            return jnp.asarray(np.random.default_rng(0).standard_normal(x.shape), x.dtype)
+        if kind not in ("kernel", "embedding") or "router" in jax.tree_util.keystr(path):
+            return x
+        axis = x.ndim - 2 if kind == "kernel" else 1
+        channels = tuple(i for i in range(x.ndim) if i != axis)
+        tiling = {} if tile is None else {"tiled_axes": {axis: tile}, "scale_dtype": "bfloat16"}
+        q = octavo.quantize(x, name, channelwise_axes=channels, **tiling)
+        return q.pack(axis) if q.qtype.bits < 8 else q
+
+    make = lambda: jax.tree_util.tree_map_with_path(leaf, init_params(config, jax.random.key(0)))  # noqa: E731
+    return jax.jit(make)()
+
+
+def dequantized(params):
+    """The same parameters as floats."""
+    is_qarray = lambda x: isinstance(x, octavo.QArray)  # noqa: E731
+    floats = lambda p: jax.tree.map(lambda x: x.dequantize() if is_qarray(x) else x, p, is_leaf=is_qarray)  # noqa: E731
+    return jax.jit(floats)(params)
+
+
 run = jax.jit(apply, static_argnums=0)
 
 
-def tokens_of(config, shape, key=1):
-    return jax.random.randint(jax.random.key(key), shape, 0, config.vocab_size)
+def tokens_of(config, shape):
+    return jnp.asarray(np.random.default_rng(1).integers(0, config.vocab_size, shape), jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=0)

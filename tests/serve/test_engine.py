@@ -8,21 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import octavo
-from octavo.models import fuse, stack_layers
+from octavo.models import fuse
 from octavo.serve import Engine, KVConfig, Request, SamplingParams
-from tests.serve.common import DENSE, MOE, Bytes, greedy, params_of, run
+from tests.serve.common import DENSE, MOE, Bytes, dequantized, greedy, params_of, quantized_params, run
 
-ONE = DENSE.replace(num_layers=1)
+ONE = DENSE.replace(num_layers=1, vocab_size=257)
 FLOAT = KVConfig()
-TEXT = ONE.replace(vocab_size=257)
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 PROMPTS = [[1, 2, 3], list(range(20)), [7] * 9, [5]]
 
 
 @functools.cache
-def engine_of(config=ONE, slots=2, kv=FLOAT, tokenizer=None):
-    return Engine(config, params_of(config), slots=slots, max_length=40, chunk=8, kv=kv, tokenizer=tokenizer)
+def engine_of(config=ONE, kv=FLOAT):
+    """One engine for nearly all tests: its programs are compiled once. No token is an end of text unless set."""
+    return Engine(config, params_of(config), slots=2, max_length=40, chunk=8, kv=kv, tokenizer=Bytes(), eos_ids=())
 
 
 def answers(events):
@@ -32,7 +31,9 @@ def answers(events):
     return found
 
 
-@pytest.mark.parametrize("config", [DENSE, pytest.param(MOE, marks=pytest.mark.slow)], ids=["dense", "moe"])
+@pytest.mark.parametrize(
+    "config", [ONE, *(pytest.param(c, marks=pytest.mark.slow) for c in (DENSE, MOE))], ids=["one layer", "dense", "moe"]
+)
 def test_greedy_is_the_plain_loop(config):
     got = answers(engine_of(config).generate(PROMPTS, GREEDY))
     assert got == {i: greedy(config, params_of(config), prompt, 5) for i, prompt in enumerate(PROMPTS)}
@@ -91,7 +92,7 @@ def test_requests_come_and_go():
     assert events == []  # a prompt of three chunks
     engine.add(Request("b", tuple(PROMPTS[0]), GREEDY))
     engine.add(Request("c", tuple(PROMPTS[2]), GREEDY))
-    assert (engine.busy, engine.free_slots, engine.waiting) == (True, 0, 2)
+    assert (engine.busy, engine.active, engine.free_slots, engine.waiting) == (True, 2, 0, 1)
     with pytest.raises(ValueError, match="there is a request 'b' already"):
         engine.add(Request("b", (1,), GREEDY))
     with pytest.raises(RuntimeError, match="generate needs the engine to itself"):
@@ -122,9 +123,10 @@ def test_several_tokens_at_once_are_those_of_single_steps():
             assert [e for e in many if e.request_id == i] == [e for e in one if e.request_id == i]
 
 
-def test_what_follows_the_end_of_a_text_is_thrown_away():
-    tokens = answers(engine_of().generate([PROMPTS[0]], GREEDY))[0]
-    engine = Engine(ONE, params_of(ONE), slots=2, max_length=40, chunk=8, eos_ids=[tokens[2]])
+def test_what_follows_the_end_of_a_text_is_thrown_away(monkeypatch):
+    engine = engine_of()
+    tokens = answers(engine.generate([PROMPTS[0]], GREEDY))[0]
+    monkeypatch.setattr(engine, "eos_ids", frozenset([tokens[2]]))
     before = tokens[: tokens.index(tokens[2]) + 1]
     for _ in range(2):  # the slot is as good as new
         events = list(engine.generate([PROMPTS[0]], GREEDY))
@@ -171,9 +173,8 @@ def test_logprobs():
     assert events[0].top[0][0] == events[0].token
 
 
-@pytest.mark.slow
-def test_text_stop_and_end():
-    engine = engine_of(TEXT, tokenizer=Bytes())
+def test_text_stop_and_end(monkeypatch):
+    engine = engine_of()
     params = SamplingParams(seed=5, max_tokens=30)
     events = list(engine.generate([list(b"ab")], params))
     text = "".join(e.text for e in events)
@@ -184,16 +185,17 @@ def test_text_stop_and_end():
     assert "".join(e.text for e in stopped) == text[: text.index(piece)]
     token = events[4].token
     first = next(i for i, e in enumerate(events) if e.token == token)
-    ended = Engine(TEXT, params_of(TEXT), max_length=40, chunk=8, tokenizer=Bytes(), eos_ids=(token,))
-    last = list(ended.generate([list(b"ab")], params))
+    monkeypatch.setattr(engine, "eos_ids", frozenset([token]))
+    last = list(engine.generate([list(b"ab")], params))
     assert (last[-1].finish, len(last)) == ("stop", first + 1)
 
 
-def test_logits_that_are_no_numbers_end_a_request():
-    params = jax.tree.map(lambda x: x, params_of(ONE))
-    params["token_embedder"]["embedding"] = params["token_embedder"]["embedding"].at[4].set(jnp.nan)
-    # Tied logits would all be NaN at token 4.
-    engine = Engine(ONE, params, max_length=40, chunk=8)
+def test_logits_that_are_no_numbers_end_a_request(monkeypatch):
+    engine = engine_of()
+    table = params_of(ONE)["token_embedder"]["embedding"]
+    leaves = [x.at[4].set(jnp.nan) if x.shape == table.shape else x for x in engine._programs._leaves]
+    monkeypatch.setattr(engine._programs, "_leaves", tuple(leaves))
+    # The logits are tied to the table: those of every text with token 4 are NaN.
     assert [e.finish for e in engine.generate([[4]], GREEDY)] == ["error"]
     assert not engine.busy
 
@@ -208,35 +210,15 @@ def test_caches_in_low_precision(kv):
     assert engine_of(kv=kv).cache_bytes_per_token < engine_of().cache_bytes_per_token
 
 
-def quantized(params, how):
-    def leaf(path, x):
-        name = jax.tree_util.keystr(path)
-        if "embedding" in name:
-            return octavo.quantize(x, "int8", channelwise_axes=(0,))
-        return how(x) if "kernel" in name else x
-
-    return jax.tree_util.tree_map_with_path(leaf, params)
-
-
-HOW = {
-    "int8": lambda x: octavo.quantize(x, "int8", channelwise_axes=(1,)),
-    "int4": lambda x: octavo.quantize(x, "int4", channelwise_axes=(1,), tiled_axes={0: 8}).pack(-2),
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 @pytest.mark.slow
-def test_weights_in_low_precision_and_fused(name):
-    params = quantized(params_of(ONE), HOW[name])
+@pytest.mark.parametrize(("name", "tile"), [("int8", None), ("int4", 8)])
+def test_weights_in_low_precision_and_fused(name, tile):
+    params = quantized_params(ONE, name, tile)
     _, joined = fuse(ONE, params)
     parts = [params["decoder"]["layers_0"]["self_attention"][n]["kernel"] for n in ("query", "key", "value")]
     whole = joined["decoder"]["layers_0"]["self_attention"]["query_key_value"]["kernel"]
     np.testing.assert_array_equal(whole.dequantize(), jnp.concatenate([p.dequantize() for p in parts], axis=1))
-    floats = jax.tree.map(
-        lambda x: x.dequantize() if isinstance(x, octavo.QArray) else x,
-        params,
-        is_leaf=lambda x: isinstance(x, octavo.QArray),
-    )
+    floats = dequantized(params)
     engine = Engine(ONE, params, slots=1, max_length=40, chunk=8)
     assert engine.params_nbytes < 0.5 * sum(x.nbytes for x in jax.tree.leaves(floats))
     assert answers(engine.generate(PROMPTS[:2], GREEDY)) == {
@@ -246,35 +228,37 @@ def test_weights_in_low_precision_and_fused(name):
 
 
 def test_what_does_not_go_together_is_not_fused():
-    params = quantized(params_of(ONE), HOW["int8"])
-    params["decoder"]["layers_0"]["mlp"]["wi_0"]["kernel"] = params_of(ONE)["decoder"]["layers_0"]["mlp"]["wi_0"][
-        "kernel"
-    ]
-    assert fuse(ONE, params) is None
-    with pytest.raises(ValueError, match="fuse takes unscanned layers"):
-        fuse(ONE.replace(scan_layers=True), params)
+    def check():
+        params = quantized_params.__wrapped__(ONE)
+        params["decoder"]["layers_0"]["mlp"]["wi_0"] = params_of(ONE)["decoder"]["layers_0"]["mlp"]["wi_0"]
+        assert fuse(ONE, params) is None
+        with pytest.raises(ValueError, match="fuse takes unscanned layers"):
+            fuse(ONE.replace(scan_layers=True), params)
+
+    jax.eval_shape(check)
 
 
 @pytest.mark.slow
 def test_parameters_of_scanned_layers():
     config = DENSE.replace(scan_layers=True)
-    engine = Engine(config, stack_layers(params_of(DENSE)), max_length=40, chunk=8)
+    engine = Engine(config, params_of(config), max_length=40, chunk=8)
     assert answers(engine.generate(PROMPTS[:1], GREEDY))[0] == greedy(DENSE, params_of(DENSE), PROMPTS[0], 5)
 
 
-def test_errors():
+def test_errors(monkeypatch):
     engine = engine_of()
     for prompt, text in (
         ((), "the prompt is empty"),
         ((1,) * 40, "the prompt has 40 tokens, and with max_length=40 there is no room for an answer"),
-        ((31,), "the prompt has the token 31, but there are 31"),
-        ((-1,), "the prompt has the token -1"),
+        ((257,), "a token id outside of the vocabulary: ids are from 0 to 256"),
+        ((-1,), "a token id outside of the vocabulary"),
     ):
         with pytest.raises(ValueError, match=text):
             engine.add(Request(0, prompt, GREEDY))
         with pytest.raises(ValueError, match=text):
             list(engine.generate([[1], prompt], GREEDY))
     assert not engine.busy
+    monkeypatch.setattr(engine, "tokenizer", None)
     with pytest.raises(ValueError, match="stop texts need a tokenizer"):
         engine.add(Request(0, (1,), SamplingParams(stop=("x",))))
     with pytest.raises(ValueError, match="2 prompts, but sampling parameters for 1"):

@@ -43,6 +43,10 @@ class Event:
     """The likeliest tokens and their log probabilities, as many as the request asked for."""
 
 
+class ContextLengthError(ValueError):
+    """A prompt that leaves no room for an answer."""
+
+
 @dataclasses.dataclass
 class _Slot:
     """A request that runs."""
@@ -117,9 +121,14 @@ class Engine:
         return bool(self._waiting or self._ended or any(self._running))
 
     @property
+    def active(self) -> int:
+        """Requests in slots."""
+        return self.slots - self._running.count(None)
+
+    @property
     def free_slots(self) -> int:
-        """How many more requests would run at once and not wait."""
-        return max(0, self._running.count(None) - len(self._waiting))
+        """How many more requests would start at once."""
+        return self.slots - self.active
 
     @property
     def waiting(self) -> int:
@@ -162,20 +171,20 @@ class Engine:
             raise ValueError("stop texts need a tokenizer: Engine(..., tokenizer=...)")
         self._ids.add(request.request_id)
         self._waiting.append(request)
+        self._admit()
 
     def check(self, prompt: Sequence[int]) -> None:
         """Raise a ValueError for a prompt that cannot be answered."""
         if not len(prompt):
             raise ValueError("the prompt is empty: give it at least one token, such as the tokenizer's bos_id")
         if len(prompt) >= self.max_length:
-            raise ValueError(
+            raise ContextLengthError(
                 f"the prompt has {len(prompt)} tokens, and with max_length={self.max_length} there is no room for an "
-                "answer: shorten it, or make the engine with a larger max_length"
+                "answer: shorten it, or use a larger max_length"
             )
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= self.config.vocab_size:
-            wrong = low if low < 0 else high
-            raise ValueError(f"the prompt has the token {wrong}, but there are {self.config.vocab_size}, from 0 on")
+        if min(prompt) < 0 or max(prompt) >= self.config.vocab_size:
+            last = self.config.vocab_size - 1
+            raise ValueError(f"the prompt has a token id outside of the vocabulary: ids are from 0 to {last}")
 
     def cancel(self, request_id: str | int) -> None:
         """End a request; its last event comes with the next step. One that has ended is left alone."""
@@ -201,7 +210,7 @@ class Engine:
         if number is not None:
             events += self._prefill(number)
         if going:
-            events += self._decode(going, 1 if number is not None or self._waiting else most)
+            events += self._decode(going, 1 if number is not None else most)
         return events
 
     def generate(

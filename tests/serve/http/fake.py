@@ -6,7 +6,7 @@ import threading
 import time
 from types import SimpleNamespace
 
-from octavo.serve.engine import Event
+from octavo.serve.engine import Engine, Event
 
 
 class Letters:
@@ -55,27 +55,42 @@ class FakeEngine:
         """By the number of a token how a text ends with it, whatever was asked for."""
         self.most_at_once = self.steps = 0
         self.cancelled = []
-        self._running = collections.OrderedDict()
+        self._running, self._waiting = {}, collections.deque()
 
     @property
     def busy(self):
-        return bool(self._running)
+        return bool(self._running or self._waiting)
+
+    @property
+    def active(self):
+        return len(self._running)
 
     @property
     def free_slots(self):
-        return self.slots - len(self._running)
+        return self.slots - self.active
+
+    def check(self, prompt):
+        Engine.check(self, prompt)
 
     def add(self, request):
         if self.refusal is not None:
             raise self.refusal
-        assert self.free_slots > 0
         assert len(request.prompt) + request.params.max_tokens <= self.max_length
-        self._running[request.request_id] = (request, 0)
-        self.most_at_once = max(self.most_at_once, len(self._running))
+        self._waiting.append(request)
+        self._admit()
+
+    def _admit(self):
+        while self._waiting and self.free_slots:
+            request = self._waiting.popleft()
+            self._running[request.request_id] = (request, 0)
+        self.most_at_once = max(self.most_at_once, self.active)
 
     def cancel(self, request_id):
-        self.cancelled.append(request_id)
-        del self._running[request_id]
+        known = [*self._running, *(request.request_id for request in self._waiting)]
+        if request_id in known:
+            self.cancelled.append(request_id)
+        self._running.pop(request_id, None)
+        self._waiting = collections.deque(r for r in self._waiting if r.request_id != request_id)
 
     def step(self, most=1):
         self.gate.wait()
@@ -83,6 +98,7 @@ class FakeEngine:
         self.steps += 1
         if self.failure is not None:
             raise self.failure
+        self._admit()
         events = []
         for request_id, (request, i) in list(self._running.items()):
             params = request.params

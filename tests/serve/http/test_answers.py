@@ -171,6 +171,6 @@ def test_a_text_that_the_engine_could_not_finish_is_an_error():
         events, done = stream(url, prompt="a", max_tokens=8)
         assert not done
         assert len(events) == 3
-        assert events[-1]["error"]["message"] == "the engine could not finish this answer"
+        assert events[-1]["error"]["message"] == "the engine could not finish this response"
         engine.ends.clear()
         assert post(url, prompt="a", max_tokens=8)[0] == 200

@@ -102,10 +102,10 @@ def joined(events):
 BAD = [
     (b'{"prompt": ', 400, "the body is no JSON"),
     ({"prompt": "a", "tempature": 1}, 400, "unknown field 'tempature'"),
-    ({"prompt": "y" * LENGTH}, 400, f"the server's limit is {LENGTH} with the answer"),
+    ({"prompt": "y" * LENGTH}, 400, f"with max_length={LENGTH} there is no room for an answer"),
     ({"prompt": "a", "model": "other"}, 404, "there is no model 'other'"),
     ({"prompt": "z" * 9000}, 413, "the body is longer than 8000 bytes"),
-    ({"prompt": "a", "n": 99}, 400, "n is from 1 to 4"),
+    ({"prompt": "a", "n": 99}, 400, "n is at most 4, got 99"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""An HTTP endpoint that clients of OpenAI's API can use, on Starlette and uvicorn; see docs/http.md."""
+"""An HTTP server that is compatible with clients of OpenAI's API, on Starlette and uvicorn; see docs/http.md."""
 
 try:
     from octavo.serve.http.app import Api
@@ -6,10 +6,11 @@ try:
     from octavo.serve.http.limits import Limits
     from octavo.serve.http.server import bind, running, serve, url_of
 except ModuleNotFoundError as _error:
-    if (_error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
+    _package = (_error.name or "").partition(".")[0]
+    if _package not in ("prometheus_client", "pydantic", "starlette", "uvicorn"):
         raise
     raise ModuleNotFoundError(
-        f"an HTTP server needs the package {_error.name!r}; install it with: pip install 'octavo[serve]'",
+        f"an HTTP server needs the package {_package!r}; install it with: pip install 'octavo[serve]'",
         name=_error.name,
     ) from None
 

@@ -1,11 +1,11 @@
-"""The endpoints: what OpenAI's clients call, health and metrics."""
+"""The ASGI application: OpenAI's endpoints, health and metrics."""
 
 import asyncio
 import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,37 +13,44 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from octavo.serve.http import fields
-from octavo.serve.http.answers import Answer, ChatShape, CompletionShape, Shape
+from octavo.serve.http.body import read_body, while_connected
 from octavo.serve.http.errors import ApiError
-from octavo.serve.http.fields import Ask
-from octavo.serve.http.guard import Guard, error_response
-from octavo.serve.http.incoming import read_body, while_connected
 from octavo.serve.http.limits import DEFAULT, Limits
-from octavo.serve.http.metrics import Metrics
-from octavo.serve.http.prompts import Prompts
+from octavo.serve.http.metrics import CONTENT_TYPE, Metrics
+from octavo.serve.http.middleware import RequestMiddleware, error_response
+from octavo.serve.http.prompts import AnyRequest, Prompts
+from octavo.serve.http.requests import ChatCompletionRequest, CompletionRequest, parse
+from octavo.serve.http.responses import ChatFormat, CompletionFormat, ResponseBuilder, ResponseFormat
 from octavo.serve.http.worker import Job, Worker
 
 _SSE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_LAST_WORDS = 5.0
+_ERROR_EVENT_SECONDS = 5.0
 
 
 class Api:
-    """A model behind HTTP: `app` is an ASGI application, which any server of those can run.
+    """The ASGI application `app` around an engine, which nothing else may use while it runs.
 
-    The engine belongs to it from its start to its end, and to nobody else.
+    Args:
+        engine: An `octavo.serve.Engine` with a tokenizer.
+        name: The name of the model in requests.
+        limits: Bounds on requests.
+        api_key: If set, requests need the header `Authorization: Bearer KEY`.
     """
 
     def __init__(self, engine: Any, *, name: str, limits: Limits = DEFAULT, api_key: str | None = None):
         self.name, self.limits, self.metrics = name, limits, Metrics()
-        self.worker = Worker(engine, slots=engine.slots, waiting=limits.queue)
+        self.worker = Worker(engine, queue_limit=limits.queue)
         self.prompts = Prompts(engine)
         self.started = int(time.time())
         self._closing = False
+        self.metrics.add_gauge("slots", "Texts that can be generated at a time.", lambda: self.worker.slots)
+        self.metrics.add_gauge("active_slots", "Texts that are being generated.", lambda: self.worker.active)
+        self.metrics.add_gauge("queue_depth", "Texts that wait for a slot.", lambda: self.worker.waiting)
+        self.metrics.add_gauge("engine_up", "1 while the engine runs.", lambda: self.worker.alive)
         routes = [
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.show_metrics, methods=["GET"]),
@@ -56,7 +63,7 @@ class Api:
         self.app = Starlette(
             routes=routes,
             lifespan=self._lifespan,
-            middleware=[Middleware(Guard, metrics=self.metrics, api_key=api_key, paths=paths)],
+            middleware=[Middleware(RequestMiddleware, metrics=self.metrics, api_key=api_key, paths=paths)],
             exception_handlers={HTTPException: _http_error},
         )
         self.app.router.redirect_slashes = False
@@ -70,34 +77,26 @@ class Api:
             await asyncio.to_thread(self.worker.stop)
 
     async def close(self, grace: float) -> None:
-        """Refuse new requests; give those that run some seconds, then give them up."""
+        """Reject new requests; cancel those that still run after `grace` seconds."""
         self._closing = True
         await asyncio.sleep(grace)
         self.worker.abort(_stopping())
 
-    # What is not text.
-
     async def health(self, request: HttpRequest) -> Response:
-        """200 while requests are worked on."""
+        """200 while requests are processed."""
         state = "ok" if self.worker.alive and not self._closing else "stopping" if self._closing else "dead"
         return JSONResponse({"status": state}, 200 if state == "ok" else 503)
 
     async def show_metrics(self, request: HttpRequest) -> Response:
-        """Prometheus text."""
-        gauges = {
-            "slots": (self.worker.slots, "Texts that can be made at a time."),
-            "active_slots": (self.worker.active, "Texts that are being made."),
-            "queue_depth": (self.worker.waiting, "Texts that wait for a slot."),
-            "engine_up": (self.worker.alive, "1 while the engine works."),
-        }
-        return PlainTextResponse(self.metrics.text(gauges), media_type="text/plain; version=0.0.4")
+        """Metrics for Prometheus."""
+        return Response(self.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def models(self, request: HttpRequest) -> Response:
-        """The one model."""
+        """The list of models, which has one."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def one_model(self, request: HttpRequest) -> Response:
-        """The one model, by its name."""
+        """A model by its name."""
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
@@ -114,128 +113,128 @@ class Api:
                 code="model_not_found",
             )
 
-    # What is text.
-
     async def completions(self, request: HttpRequest) -> Response:
         """POST /v1/completions."""
-        return await self._respond(request, fields.completion, CompletionShape())
+        return await self._respond(request, CompletionRequest, CompletionFormat())
 
     async def chat(self, request: HttpRequest) -> Response:
         """POST /v1/chat/completions."""
-        return await self._respond(request, fields.chat, ChatShape())
+        return await self._respond(request, ChatCompletionRequest, ChatFormat())
 
-    async def _respond(self, request: HttpRequest, parse: Callable[[bytes, Limits], Ask], shape: Shape) -> Response:
+    async def _respond(self, request: HttpRequest, cls: type[AnyRequest], fmt: ResponseFormat) -> Response:
         if self._closing:
             raise _stopping()
         self.worker.check()
-        began = time.monotonic()
+        started = time.monotonic()
         try:
-            ask = parse(await read_body(request, self.limits), self.limits)
-            self._check_model(ask.model)
-            # Tokenizing a long text takes a while, in which others want to be served.
-            prompts = await asyncio.to_thread(self.prompts.encode, ask)
-            requests = self.prompts.requests(ask, prompts, request.scope["request_id"])
-            answer = Answer(
-                shape,
+            asked = parse(cls, await read_body(request, self.limits), self.limits)
+            self._check_model(asked.model)
+            # In a thread: tokenizing a long text would block the event loop.
+            prompts = await asyncio.to_thread(self.prompts.encode, asked)
+            requests = self.prompts.requests(asked, prompts, request.scope["request_id"])
+            builder = ResponseBuilder(
+                fmt,
                 self.name,
                 request.scope["request_id"],
-                echoes=self.prompts.echoes(ask, prompts),
-                logprobs=ask.logprobs is not None,
+                echoes=self.prompts.echoes(asked, prompts),
+                logprobs=asked.num_logprobs is not None,
                 prompt_tokens=sum(map(len, prompts)),
                 tokenizer=self.prompts.tokenizer,
             )
-            making = Making(self, self.worker.submit(requests), answer, began)
-            self.metrics.prompt_tokens += answer.prompt_tokens
-            if ask.stream:
-                return EventStream(making, ask.include_usage)
-            with contextlib.closing(making):
-                return JSONResponse(await while_connected(request.receive, making.whole()))
+            pending = PendingResponse(self, self.worker.submit(requests), builder, started)
+            self.metrics.prompt_tokens.inc(builder.prompt_tokens)
+            if asked.stream:
+                return EventStream(pending, asked.include_usage)
+            with contextlib.closing(pending):
+                return JSONResponse(await while_connected(request.receive, pending.complete()))
         except ClientDisconnect:
-            self.metrics.disconnects += 1
+            self.metrics.disconnects.inc()
             return Response(status_code=499)  # nobody will read it
 
 
 @dataclasses.dataclass
-class Making:
-    """An answer, while it is made."""
+class PendingResponse:
+    """A response that is being generated."""
 
     api: Api
     job: Job
-    answer: Answer
-    began: float
+    builder: ResponseBuilder
+    started: float
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
-        """Its pieces."""
-        metrics, answer = self.api.metrics, self.answer
+        """The chunks, as they are generated."""
+        metrics, builder = self.api.metrics, self.builder
         async for index, event in self.job:
-            if not answer.generated:
-                metrics.first_token.observe(time.monotonic() - self.began)
-            before = answer.generated
-            chunk = answer.add(index, event)
-            metrics.generated_tokens += answer.generated - before
+            if not builder.generated:
+                metrics.first_token.observe(time.monotonic() - self.started)
+            before = builder.generated
+            chunk = builder.add(index, event)
+            metrics.generated_tokens.inc(builder.generated - before)
             if chunk is not None:
                 yield chunk
 
-    async def whole(self) -> dict[str, Any]:
-        """All of it."""
-        async with self.in_time(), contextlib.aclosing(self.chunks()) as chunks:
+    async def complete(self) -> dict[str, Any]:
+        """The complete response."""
+        async with self.deadline(), contextlib.aclosing(self.chunks()) as chunks:
             async for _ in chunks:
                 pass
-        return self.answer.whole()
+        return self.builder.complete()
 
     def close(self) -> None:
-        """However it ended, the engine is left with nothing to do for it."""
+        """Cancel what the engine has not finished."""
         self.api.worker.cancel(self.job)
-        self.api.metrics.seconds.observe(time.monotonic() - self.began)
+        self.api.metrics.seconds.observe(time.monotonic() - self.started)
 
     @contextlib.asynccontextmanager
-    async def in_time(self) -> AsyncIterator[None]:
-        """What is done within ends when the request's time is up."""
-        left = self.began + self.api.limits.timeout - time.monotonic()
+    async def deadline(self) -> AsyncIterator[None]:
+        """A context that raises an error when the request's time is up."""
+        left = self.started + self.api.limits.timeout - time.monotonic()
         try:
             async with asyncio.timeout(left):
                 yield
         except TimeoutError:
             seconds = f"{self.api.limits.timeout:g} seconds"
-            raise ApiError(504, f"the answer was not complete after {seconds}: ask for less", code="timeout") from None
+            raise ApiError(
+                504, f"the response was not complete after {seconds}: ask for less", code="timeout"
+            ) from None
 
 
 class EventStream(Response):
-    """Server-sent events. The status is sent with the first of them, so that an early failure has one of its own."""
+    """Server-sent events. The status is sent with the first event, so that an early error has its own status."""
 
-    def __init__(self, making: Making, include_usage: bool):
+    def __init__(self, pending: PendingResponse, include_usage: bool):
         super().__init__(headers=_SSE, media_type="text/event-stream")
         del self.headers["content-length"]
-        self.making, self.include_usage = making, include_usage
+        self.pending, self.include_usage = pending, include_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.closing(self.making):
+        with contextlib.closing(self.pending):
             try:
                 await while_connected(receive, self._send(send))
             except ClientDisconnect:
-                self.making.api.metrics.disconnects += 1
+                self.pending.api.metrics.disconnects.inc()
 
     async def _send(self, send: Send) -> None:
         started = False
         try:
-            async with self.making.in_time(), contextlib.aclosing(self.making.chunks()) as chunks:
+            async with self.pending.deadline(), contextlib.aclosing(self.pending.chunks()) as chunks:
                 async for chunk in chunks:
                     if not started:
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                         started = True
                     await self._event(send, {**chunk, "usage": None} if self.include_usage else chunk)
-                    # Neither a waiting event nor a write lets others run, and whether the client is gone be seen.
+                    # Neither a queued event nor a write yields to the loop, which must see a disconnect.
                     await asyncio.sleep(0)
                 if self.include_usage:
-                    await self._event(send, self.making.answer.usage_chunk())
+                    await self._event(send, self.pending.builder.usage_chunk())
                 await self._body(send, b"data: [DONE]\n\n")
                 await self._body(send, b"", more=False)
         except ApiError as error:
             if not started:
                 raise
-            # A client that reads no more would block this for ever; without an end, the connection is closed.
+            # A client that does not read would block this for ever; without an end, the connection is closed.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_WORDS):
+                async with asyncio.timeout(_ERROR_EVENT_SECONDS):
                     await self._event(send, error.body())
                     await self._body(send, b"", more=False)
 

@@ -1,4 +1,4 @@
-"""What goes wrong, as clients of OpenAI's API expect to be told: a status, and JSON that says what and where."""
+"""Errors in the form that clients of OpenAI's API expect: a status, and JSON that names the field at fault."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,14 @@ _TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_er
 
 
 class ApiError(Exception):
-    """An answer that is no success. `param` is the field at fault, `code` a word for programs.
+    """An error response.
+
+    Args:
+        status: The HTTP status.
+        message: What is wrong and what to try.
+        param: The field at fault.
+        code: The reason as a word, for programs.
+        headers: Further headers of the response.
 
     >>> ApiError(400, "n is at least 1, got 0", param="n").body()["error"]["type"]
     'invalid_request_error'
@@ -27,6 +34,11 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """What is sent."""
+        """The JSON of the response."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def field_error(name: str, message: str, *, code: str | None = None) -> ApiError:
+    """An error of one field of a request."""
+    return ApiError(400, f"{name} {message}", param=name, code=code)

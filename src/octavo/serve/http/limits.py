@@ -1,4 +1,4 @@
-"""How much one request, and all of them together, may ask for."""
+"""Bounds on single requests and on the whole server."""
 
 import dataclasses
 
@@ -9,26 +9,26 @@ _LEAST = {"queue": 0, "body": 1, "choices": 1, "stops": 0, "body_timeout": 0, "t
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Limits(Config):
-    """Bounds of a server.
+    """The limits of a server.
 
     >>> Limits(queue=8)
     Limits(queue=8)
     """
 
     queue: int = 64
-    """Choices that may wait for a slot; a request beyond is refused with 429."""
+    """Choices that may wait for a slot; further requests get status 429."""
     body: int = 1 << 20
-    """Bytes of a request's body."""
+    """Bytes of a request body."""
     choices: int = 32
-    """Texts that one request may ask for: prompts times n."""
+    """Choices of one request: prompts times n."""
     stops: int = 16
     """Stop strings of a request."""
     body_timeout: float = 30.0
-    """Seconds in which a body must have arrived."""
+    """Seconds until a body must have arrived."""
     timeout: float = 600.0
-    """Seconds in which an answer must be complete, waiting included."""
+    """Seconds until a response must be complete, including the time in the queue."""
     grace: float = 10.0
-    """Seconds that requests have to finish when the server is stopped."""
+    """Seconds that running requests have to finish when the server is stopped."""
 
     def __post_init__(self):
         for name, least in _LEAST.items():

@@ -1,4 +1,4 @@
-"""Running the endpoints on uvicorn: the socket, signals, and an end in good order."""
+"""Running the application on uvicorn: the socket, signals, and graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, which does not listen yet; port 0 is any that is free."""
+    """A bound socket that does not listen yet. Port 0 takes a free port."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)
@@ -37,17 +37,17 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(sock: socket.socket) -> str:
-    """Where a socket is found."""
+    """The URL of a bound socket."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
-    """One that tells when it listens, and gives requests their time when it ends."""
+    """Calls `ready` when it listens, and lets running requests finish when it stops."""
 
     def __init__(self, api: Api, ready: Callable[[], None]):
         grace = api.limits.grace
-        # All but what would differ with the packages that happen to be installed.
+        # Explicit where the defaults depend on which packages are installed.
         config = uvicorn.Config(
             api.app,
             http="h11",
@@ -86,9 +86,18 @@ def serve(
     api_key: str | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve an engine on a bound socket until SIGINT or SIGTERM, then finish what is under way and return."""
+    """Serve an engine until SIGINT or SIGTERM, then let running requests finish and return.
+
+    Args:
+        engine: An `octavo.serve.Engine` with a tokenizer.
+        sock: A bound socket; see `bind`.
+        name: The name of the model in requests.
+        limits: Bounds on requests.
+        api_key: If set, requests need the header `Authorization: Bearer KEY`.
+        ready: Called when the server listens.
+    """
     api = Api(engine, name=name, limits=limits, api_key=api_key)
-    # uvicorn raises the signal that ended it once more, for whoever handled it before. That is us, and we are done.
+    # uvicorn raises the signal that ended it again for the previous handler.
     before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
     try:
         _Server(api, ready).run([sock])
@@ -109,7 +118,7 @@ def running(
     limits: Limits = DEFAULT,
     api_key: str | None = None,
 ) -> Iterator[str]:
-    """A server in a thread, for as long as the block runs: gives its URL."""
+    """Run a server in a thread for the duration of a `with` block, which gets its URL."""
     with bind(host, port) as sock:
         listening = threading.Event()
         server = _Server(Api(engine, name=name, limits=limits, api_key=api_key), listening.set)

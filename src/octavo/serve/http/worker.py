@@ -1,11 +1,10 @@
-"""The thread that owns the engine, and what stands between it and an event loop.
+"""The thread that runs the engine, and its connection to an event loop.
 
-Requests go to the thread by a queue; what it makes comes back by one call into the loop for each step. The loop's side
-keeps the account of who waits for what, so that all of it is done by one thread, and so is all that touches the engine.
+The event loop sends requests to the thread through a queue; the thread sends the events of each step back by one
+callback into the loop. Only the thread touches the engine, and only the loop touches the jobs.
 """
 
 import asyncio
-import collections
 import contextlib
 import logging
 import queue
@@ -18,12 +17,14 @@ from octavo.serve.http.errors import ApiError
 _log = logging.getLogger("octavo.serve")
 
 _BURST = 4
-"""Tokens that the engine may make before it listens again: a few hundredths of a second."""
+"""The most tokens per call of the engine: new requests and cancellations wait for a few hundredths of a second."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """What the thread needs of an engine; see `octavo.serve.Engine`."""
+    """What the thread calls of an engine; see `octavo.serve.Engine`."""
+
+    slots: int
 
     def add(self, request: Any) -> None: ...
     def cancel(self, request_id: Any) -> None: ...
@@ -31,13 +32,13 @@ class Engine(Protocol):
     @property
     def busy(self) -> bool: ...
     @property
-    def free_slots(self) -> int: ...
+    def active(self) -> int: ...
 
 
 class Job:
-    """What one HTTP request asked of the engine: several texts, whose events come in the order they are made.
+    """The engine's requests of one HTTP request. Iterating gives `(index, event)` until all are finished.
 
-    Iterating gives `(index, event)` until all texts are complete, or raises what went wrong.
+    An error of the engine or the server is raised by the iteration.
     """
 
     def __init__(self, requests: Sequence[Any]):
@@ -46,7 +47,7 @@ class Job:
         self._events: asyncio.Queue[tuple[int, Any] | Exception | None] = asyncio.Queue()
 
     def put(self, event: Any) -> None:
-        """An event of one of the texts."""
+        """Add an event of one of the requests."""
         index = self.open[event.request_id]
         if event.finish is not None:
             del self.open[event.request_id]
@@ -55,7 +56,7 @@ class Job:
             self._events.put_nowait(None)
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come, for this reason."""
+        """End the iteration with an error."""
         self.open.clear()
         self._events.put_nowait(error)
 
@@ -63,98 +64,95 @@ class Job:
         return self
 
     async def __anext__(self) -> tuple[int, Any]:
-        found = await self._events.get()
-        if found is None:
+        item = await self._events.get()
+        if item is None:
             raise StopAsyncIteration
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(item, Exception):
+            raise item
+        return item
 
 
 class Worker:
     """Runs an engine in a thread of its own, for one event loop.
 
-    At most `slots` texts run and `waiting` more may wait. `start`, `submit`, `cancel` and `abort` are called by the
-    loop's thread.
+    The engine queues requests beyond its slots; `queue_limit` bounds how many. `start`, `submit`, `cancel` and `abort`
+    are called from the event loop.
     """
 
-    def __init__(self, engine: Engine, *, slots: int, waiting: int):
-        self.slots, self.waiting_limit = slots, waiting
-        self.active = 0
-        """Texts that are in the engine."""
+    def __init__(self, engine: Engine, *, queue_limit: int):
+        self.slots, self.queue_limit = engine.slots, queue_limit
         self.error: BaseException | None = None
-        """What the thread died of."""
+        """The exception that ended the thread."""
         self._engine = engine
         self._inbox: queue.SimpleQueue[tuple[Callable[[Any], None] | None, Any]] = queue.SimpleQueue()
         self._jobs: dict[Any, Job] = {}
-        self._waiting: collections.OrderedDict[Any, Any] = collections.OrderedDict()
-        self._running: set[Any] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
 
-    # On the loop's side.
+    # In the event loop.
 
     def start(self) -> None:
-        """Begin to work for the running loop."""
+        """Start the thread, for the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self, seconds: float = 30.0) -> None:
-        """End the thread, after the step that it is at."""
+        """End the thread after its current step."""
         self._inbox.put((None, None))
         if self._thread.ident is not None:
             self._thread.join(seconds)
 
     @property
     def alive(self) -> bool:
-        """Whether requests would be worked on."""
+        """Whether the thread runs."""
         return self.error is None and self._thread.is_alive()
 
     @property
-    def pending(self) -> int:
-        """Texts that wait or run."""
-        return len(self._jobs)
+    def active(self) -> int:
+        """Requests in slots."""
+        return self._engine.active if self._jobs else 0
 
     @property
     def waiting(self) -> int:
-        """Texts that wait for a slot."""
+        """Requests that wait for a slot."""
         return max(0, len(self._jobs) - self.active)
 
     def submit(self, requests: Sequence[Any]) -> Job:
-        """Queue requests, all of them or none."""
+        """Queue all of the requests, or raise an error and queue none."""
         self.check()
-        if self.pending + len(requests) > self.slots + self.waiting_limit:
+        limit = self.slots + self.queue_limit
+        if len(self._jobs) + len(requests) > limit:
             raise ApiError(
                 429,
-                f"{self.pending} texts are being made or wait already, and no more than "
-                f"{self.slots + self.waiting_limit} may: try again soon",
+                f"{len(self._jobs)} texts are being generated or wait already, and no more than {limit} may: "
+                "try again soon",
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
         job = Job(requests)
         for request in requests:
             self._jobs[request.request_id] = job
-            self._inbox.put((self._accept, request))
+            self._inbox.put((self._add, request))
         return job
 
     def check(self) -> None:
-        """Raise if the engine is gone."""
+        """Raise an error if the engine has failed."""
         if not self.alive:
             raise ApiError(503, "the engine has stopped; restart the server", code="engine_dead")
 
     def cancel(self, job: Job) -> None:
-        """Give up what is left of a job; its slots become free with the next step."""
+        """Cancel the unfinished requests of a job; their slots are free at the next step."""
         for request in job.requests:
             if request.request_id in self._jobs:
-                self._inbox.put((self._drop, request.request_id))
+                self._inbox.put((self._cancel, request.request_id))
 
     def abort(self, error: Exception) -> None:
-        """Fail everything that waits or runs."""
+        """Cancel all requests, and fail their jobs."""
         for job in set(self._jobs.values()):
             self.cancel(job)
             job.fail(error)
 
-    def _deliver(self, events: Sequence[Any], gone: Sequence[Any]) -> None:
+    def _deliver(self, events: Sequence[Any]) -> None:
         for event in events:
             job = self._jobs.get(event.request_id)
             if job is None:
@@ -163,79 +161,53 @@ class Worker:
                 del self._jobs[event.request_id]
             if event.request_id in job.open:
                 job.put(event)
-        for request_id, error in gone:
-            job = self._jobs.pop(request_id, None)
-            if job is not None and error is not None and job.open:
-                job.fail(error)
 
-    def _died(self) -> None:
-        jobs = set(self._jobs.values())
-        self._jobs.clear()
-        self.active = 0
-        for job in jobs:
-            if job.open:
-                job.fail(ApiError(500, "the engine failed while it made this answer", code="engine_dead"))
+    def _remove(self, request_id: Any, error: Exception | None = None) -> None:
+        job = self._jobs.pop(request_id, None)
+        if job is not None and error is not None and job.open:
+            job.fail(error)
 
-    # On the engine's side.
+    def _fail_all(self) -> None:
+        error = ApiError(500, "the engine failed while it generated this response", code="engine_dead")
+        for request_id in list(self._jobs):
+            self._remove(request_id, error)
+
+    # In the thread.
 
     def _run(self) -> None:
         try:
-            while self._listen():
-                self._admit()
-                if self._engine.busy:
-                    self._send(self._engine.step(_BURST))
-                elif self._waiting:
-                    raise RuntimeError(f"the engine is idle, but none of its {self.slots} slots is free")
+            while self._receive():
+                if self._engine.busy and (events := self._engine.step(_BURST)):
+                    self._call(self._deliver, events)
         except BaseException as error:
             self.error = error
-            _log.critical("the engine has failed; this server answers 503 until it is restarted", exc_info=error)
-            self._call(self._died)
+            _log.critical("the engine has failed; the server responds with 503 until it is restarted", exc_info=error)
+            self._call(self._fail_all)
 
-    def _listen(self) -> bool:
-        """Take what came in; wait for it if there is nothing else to do. False when there is no more to come."""
-        wait = not self._engine.busy and not self._waiting
+    def _receive(self) -> bool:
+        """Handle what the loop sent; wait for it if the engine is idle. False when the thread is to end."""
+        block = not self._engine.busy
         while True:
             try:
-                todo, what = self._inbox.get(block=wait)
+                handle, argument = self._inbox.get(block=block)
             except queue.Empty:
                 return True
-            if todo is None:
+            if handle is None:
                 return False
-            todo(what)
-            wait = False
+            handle(argument)
+            block = False
 
-    def _accept(self, request: Any) -> None:
-        self._waiting[request.request_id] = request
+    def _add(self, request: Any) -> None:
+        try:
+            self._engine.add(request)
+        except ValueError as error:
+            self._call(self._remove, request.request_id, ApiError(400, str(error)))
 
-    def _drop(self, request_id: Any) -> None:
-        if request_id in self._running:
-            self._engine.cancel(request_id)
-            self._running.discard(request_id)
-        elif self._waiting.pop(request_id, None) is None:
-            return
-        self._send((), [(request_id, None)])
-
-    def _admit(self) -> None:
-        while self._waiting and self._engine.free_slots > 0:
-            request_id, request = self._waiting.popitem(last=False)
-            try:
-                self._engine.add(request)
-            except ValueError as error:
-                self._send((), [(request_id, ApiError(400, str(error)))])
-            else:
-                self._running.add(request_id)
-        self.active = len(self._running)
-
-    def _send(self, events: Sequence[Any], gone: Sequence[Any] = ()) -> None:
-        events = [event for event in events if event.request_id in self._running]
-        for event in events:
-            if event.finish is not None:
-                self._running.discard(event.request_id)
-        self.active = len(self._running)
-        if events or gone:
-            self._call(self._deliver, events, gone)
+    def _cancel(self, request_id: Any) -> None:
+        self._engine.cancel(request_id)
+        self._call(self._remove, request_id)
 
     def _call(self, fn: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
             self._loop.call_soon_threadsafe(fn, *args)

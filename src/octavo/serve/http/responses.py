@@ -1,4 +1,4 @@
-"""Answers in the shapes of OpenAI's API: whole, or in pieces as they are made."""
+"""Responses in the formats of OpenAI's API, complete or as the chunks of a stream."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from octavo.serve.http.errors import ApiError
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """A token that was made: its text, where that begins in the answer, its logarithm, and alternatives to it."""
+    """A generated token: its text, the offset of that in the choice, its log probability, and alternatives to it."""
 
     text: str
     offset: int
@@ -20,31 +20,31 @@ class Token:
 
 
 @runtime_checkable
-class Shape(Protocol):
-    """How one kind of answer is written."""
+class ResponseFormat(Protocol):
+    """The format of an endpoint's responses."""
 
-    prefix: str
-    whole: str
-    chunk: str
+    id_prefix: str
+    object_name: str
+    chunk_name: str
 
     def choice(self, text: str, tokens: Sequence[Token] | None) -> dict[str, Any]:
-        """The content of a whole choice."""
+        """The content of a complete choice."""
         ...
 
-    def piece(self, text: str, tokens: Sequence[Token] | None, first: bool) -> dict[str, Any]:
-        """The content of a piece of a choice."""
+    def delta(self, text: str, tokens: Sequence[Token] | None, first: bool) -> dict[str, Any]:
+        """The content of a choice in a chunk."""
         ...
 
 
-class CompletionShape:
-    """That of /v1/completions."""
+class CompletionFormat:
+    """The format of /v1/completions."""
 
-    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+    id_prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
 
     def choice(self, text: str, tokens: Sequence[Token] | None) -> dict[str, Any]:
         return {"text": text, "logprobs": self._logprobs(tokens)}
 
-    def piece(self, text: str, tokens: Sequence[Token] | None, first: bool) -> dict[str, Any]:
+    def delta(self, text: str, tokens: Sequence[Token] | None, first: bool) -> dict[str, Any]:
         return self.choice(text, tokens)
 
     def _logprobs(self, tokens: Sequence[Token] | None) -> dict[str, Any] | None:
@@ -58,15 +58,15 @@ class CompletionShape:
         }
 
 
-class ChatShape:
-    """That of /v1/chat/completions."""
+class ChatFormat:
+    """The format of /v1/chat/completions."""
 
-    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    id_prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def choice(self, text: str, tokens: Sequence[Token] | None) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text}, "logprobs": self._logprobs(tokens)}
 
-    def piece(self, text: str, tokens: Sequence[Token] | None, first: bool) -> dict[str, Any]:
+    def delta(self, text: str, tokens: Sequence[Token] | None, first: bool) -> dict[str, Any]:
         delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
         return {"delta": delta, "logprobs": self._logprobs(tokens)}
 
@@ -74,17 +74,17 @@ class ChatShape:
         if tokens is None:
             return None
         content = [
-            {**self._one(token.text, token.logprob), "top_logprobs": [self._one(*other) for other in token.top]}
+            {**self._entry(token.text, token.logprob), "top_logprobs": [self._entry(*other) for other in token.top]}
             for token in tokens
         ]
         return {"content": content}
 
-    def _one(self, text: str, logprob: float) -> dict[str, Any]:
+    def _entry(self, text: str, logprob: float) -> dict[str, Any]:
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode(errors="replace"))}
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity, which is the logarithm of what cannot be."""
+    """JSON has no infinity, the log probability of what cannot be."""
     return logprob if math.isfinite(logprob) else -9999.0
 
 
@@ -93,15 +93,15 @@ class _Choice:
     text: str = ""
     tokens: list[Token] = dataclasses.field(default_factory=list)
     finish: str | None = None
-    begun: bool = False
+    started: bool = False
 
 
-class Answer:
-    """An answer in the making, from the events of its texts."""
+class ResponseBuilder:
+    """Builds a response, or its chunks, from the events of its choices."""
 
     def __init__(
         self,
-        shape: Shape,
+        fmt: ResponseFormat,
         model: str,
         request_id: str,
         *,
@@ -110,58 +110,58 @@ class Answer:
         prompt_tokens: int,
         tokenizer: Any,
     ):
-        self.shape, self.logprobs, self.prompt_tokens, self.generated = shape, logprobs, prompt_tokens, 0
+        self.format, self.logprobs, self.prompt_tokens, self.generated = fmt, logprobs, prompt_tokens, 0
         self._tokenizer = tokenizer
-        self._head = {"id": f"{shape.prefix}-{request_id}", "created": int(time.time()), "model": model}
+        self._head = {"id": f"{fmt.id_prefix}-{request_id}", "created": int(time.time()), "model": model}
         self._choices = [_Choice(echo) for echo in echoes]
 
     def add(self, index: int, event: Any) -> dict[str, Any] | None:
-        """Take an event; the chunk that tells of it, if there is anything to tell."""
+        """Add an event of a choice, and return its chunk; None if that would be empty."""
         if event.finish == "error":
-            raise ApiError(500, "the engine could not finish this answer", code="engine_error")
+            raise ApiError(500, "the engine could not finish this response", code="engine_error")
         if event.finish == "cancelled":
-            raise ApiError(503, "the answer was given up before it was complete", code="cancelled")
+            raise ApiError(503, "the response was cancelled before it was complete", code="cancelled")
         choice = self._choices[index]
-        made = [] if event.token < 0 else [self._token(event, len(choice.text))]
-        self.generated += len(made)
-        text = event.text if choice.begun else choice.text + event.text
-        first, choice.begun = not choice.begun, True
+        new = [] if event.token < 0 else [self._token(event, len(choice.text))]
+        self.generated += len(new)
+        text = event.text if choice.started else choice.text + event.text
+        first, choice.started = not choice.started, True
         choice.text += event.text
         choice.finish = event.finish
-        tokens = made if self.logprobs else None
+        tokens = new if self.logprobs else None
         choice.tokens += tokens or ()
         if not (text or tokens or event.finish or first):
             return None
-        piece = self.shape.piece(text, tokens, first)
-        return self._object(self.shape.chunk, [{"index": index, **piece, "finish_reason": event.finish}])
+        delta = self.format.delta(text, tokens, first)
+        return self._object(self.format.chunk_name, [{"index": index, **delta, "finish_reason": event.finish}])
 
     def _token(self, event: Any, offset: int) -> Token:
         if not self.logprobs:
             return Token("", offset, 0.0, ())
-        name = lambda token: self._tokenizer.decode([token])  # noqa: E731
-        top = tuple((name(token), value) for token, value in event.top)
-        return Token(name(event.token), offset, event.logprob, top)
+        text = lambda token: self._tokenizer.decode([token])  # noqa: E731
+        top = tuple((text(token), value) for token, value in event.top)
+        return Token(text(event.token), offset, event.logprob, top)
 
     def usage(self) -> dict[str, int]:
-        """Tokens so far."""
+        """Counts of tokens so far."""
         total = self.prompt_tokens + self.generated
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.generated, "total_tokens": total}
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream that tells what was used."""
-        return {**self._object(self.shape.chunk, []), "usage": self.usage()}
+        """The last chunk of a stream with `include_usage`."""
+        return {**self._object(self.format.chunk_name, []), "usage": self.usage()}
 
-    def whole(self) -> dict[str, Any]:
-        """The answer, complete."""
+    def complete(self) -> dict[str, Any]:
+        """The complete response."""
         choices = [
             {
                 "index": i,
-                **self.shape.choice(choice.text, choice.tokens if self.logprobs else None),
+                **self.format.choice(choice.text, choice.tokens if self.logprobs else None),
                 "finish_reason": choice.finish,
             }
             for i, choice in enumerate(self._choices)
         ]
-        return {**self._object(self.shape.whole, choices), "usage": self.usage()}
+        return {**self._object(self.format.object_name, choices), "usage": self.usage()}
 
     def _object(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": kind, "choices": list(choices)}

@@ -5,27 +5,32 @@ import json
 import pytest
 
 from octavo.serve.http.errors import ApiError
-from octavo.serve.http.fields import chat, completion
 from octavo.serve.http.limits import Limits
+from octavo.serve.http.requests import ChatCompletionRequest, CompletionRequest, parse
 
 LIMITS = Limits(choices=4, stops=2)
 HELLO = [{"role": "user", "content": "hi"}]
 
 
+def completion(body):
+    return parse(CompletionRequest, body, LIMITS)
+
+
 def asked(**fields):
-    return completion(json.dumps({"prompt": "a", **fields}).encode(), LIMITS)
+    return completion(json.dumps({"prompt": "a", **fields}).encode())
 
 
 def chatted(**fields):
-    return chat(json.dumps({"messages": HELLO, **fields}).encode(), LIMITS)
+    return parse(ChatCompletionRequest, json.dumps({"messages": HELLO, **fields}).encode(), LIMITS)
 
 
 def test_a_request_is_understood():
-    ask = asked(n=2, max_tokens=5, temperature=1, top_k=3, stop="x", seed=-1, stream=True, logprobs=2, user="me")
-    assert ask.prompts == ("a",)
-    assert not ask.chat
-    assert (ask.n, ask.max_tokens, ask.stop, ask.seed, ask.stream, ask.logprobs) == (2, 5, ("x",), -1, True, 2)
-    assert ask.sampling == {"temperature": 1.0, "top_k": 3}
+    found = asked(n=2, max_tokens=5, temperature=1, top_k=3, stop="x", seed=-1, stream=True, logprobs=2, user="me")
+    assert found.prompt == ("a",)
+    assert (found.n, found.token_limit, found.stop, found.seed) == (2, 5, ("x",), -1)
+    assert (found.stream, found.num_logprobs, found.include_usage) == (True, 2, False)
+    assert found.sampling == {"temperature": 1.0, "top_k": 3}
+    assert asked(stream=True, stream_options={"include_usage": True}).include_usage
 
 
 def test_null_is_as_good_as_nothing():
@@ -44,7 +49,7 @@ def test_null_is_as_good_as_nothing():
     ],
 )
 def test_prompts_have_four_forms(given, prompts):
-    assert asked(prompt=given).prompts == prompts
+    assert asked(prompt=given).prompt == prompts
 
 
 @pytest.mark.parametrize(
@@ -58,19 +63,26 @@ def test_prompts_have_four_forms(given, prompts):
         ({"prompt": [True]}, "prompt", "mixed, empty or of another type"),
         ({"prompt": ["a"] * 5}, "prompt", "5 prompts times n=1 is more than 4"),
         ({"prompt": ["a"] * 3, "n": 2}, "prompt", "3 prompts times n=2 is more than 4"),
-        ({"n": 0}, "n", "n is from 1 to 4, got 0"),
-        ({"n": 5}, "n", "n is from 1 to 4, got 5"),
+        ({"n": 0}, "n", "n is at least 1, got 0"),
+        ({"n": 5}, "n", "n is at most 4, got 5"),
         ({"n": 1.5}, "n", "n is a whole number, got a number"),
         ({"n": True}, "n", "n is a whole number, got a boolean"),
         ({"max_tokens": "5"}, "max_tokens", "max_tokens is a whole number, got a string"),
         ({"max_tokens": 0}, "max_tokens", "got 0"),
-        ({"temperature": 2.5}, "temperature", "temperature is from 0 to 2, got 2.5"),
+        ({"temperature": 2.5}, "temperature", "temperature is at most 2, got 2.5"),
         ({"temperature": 10**400}, "temperature", "got a huge number"),
         ({"temperature": []}, "temperature", "temperature is a number, got a list"),
-        ({"top_p": 0}, "top_p", "top_p is above 0 and at most 1, got 0"),
-        ({"min_p": -0.1}, "min_p", "min_p is from 0 to 1, got -0.1"),
+        ({"temperature": True}, "temperature", "temperature is a number, got a boolean"),
+        ({"n": 10**400}, "n", "n is at most 4, got a huge number"),
+        ({"top_k": 10**400}, "top_k", "top_k is at most 1.07374e+09, got a huge number"),
+        ({"prompt": {"a": 1}}, "prompt", "token ids, got an object"),
+        ({"stream": 1}, "stream", "stream is a boolean, got a number"),
+        ({"presence_penalty": False}, "presence_penalty", "presence_penalty is not supported by this server"),
+        ({"tempature": None}, "tempature", "unknown field 'tempature': did you mean 'temperature'"),
+        ({"top_p": 0}, "top_p", "top_p is above 0, got 0"),
+        ({"min_p": -0.1}, "min_p", "min_p is at least 0, got -0.1"),
         ({"top_k": -1}, "top_k", "got -1"),
-        ({"seed": 1 << 63}, "seed", "seed is from -9223372036854775808"),
+        ({"seed": 1 << 63}, "seed", "seed is below 9223372036854775808, got 9223372036854775808"),
         ({"stop": ["a", "b", "c"]}, "stop", "stop is at most 2 strings, got 3"),
         ({"stop": ""}, "stop", "stop has an empty string"),
         ({"stop": [1]}, "stop", "stop is a string, got a number"),
@@ -78,9 +90,9 @@ def test_prompts_have_four_forms(given, prompts):
         ({"stream": "yes"}, "stream", "stream is a boolean, got a string"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options needs stream to be true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "stream_options.x is unknown"),
-        ({"logprobs": 6}, "logprobs", "logprobs is from 0 to 5, got 6"),
+        ({"logprobs": 6}, "logprobs", "logprobs is at most 5, got 6"),
         ({"logprobs": True}, "logprobs", "logprobs is a whole number, got a boolean"),
-        ({"echo": True, "logprobs": 0}, "echo", "echo cannot be had together with logprobs"),
+        ({"echo": True, "logprobs": 0}, "echo", "echo is not supported with logprobs"),
         ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty is not supported by this server"),
         ({"frequency_penalty": -1}, "frequency_penalty", "frequency_penalty is not supported by this server"),
         ({"logit_bias": {"1": 2}}, "logit_bias", "logit_bias is not supported"),
@@ -124,7 +136,7 @@ def test_fields_that_ask_for_nothing_are_fine():
 )
 def test_what_is_no_json_object_is_refused(body):
     with pytest.raises(ApiError, match="the body is") as caught:
-        completion(body, LIMITS)
+        completion(body)
     assert caught.value.status == 400
     assert caught.value.code == "bad_json"
 
@@ -132,28 +144,40 @@ def test_what_is_no_json_object_is_refused(body):
 def test_half_a_character_is_no_text():
     for body in (b'{"prompt": "\\ud800"}', b'{"prompt": "a", "stop": "\\udc00"}'):
         with pytest.raises(ApiError, match="half of a surrogate pair"):
-            completion(body, LIMITS)
+            completion(body)
+    for content in ("\ud800", [{"type": "text", "text": "\udc00"}]):
+        with pytest.raises(ApiError, match="half of a surrogate pair") as caught:
+            chatted(messages=[{"role": "user", "content": content}])
+        assert caught.value.param.startswith("messages[0].content")
     with pytest.raises(ApiError, match="unknown field"):
-        completion(b'{"\\ud800": 1}', LIMITS)
+        completion(b'{"\\ud800": 1}')
+
+
+def test_of_equal_keys_the_last_counts():
+    assert completion(b'{"prompt": "a", "prompt": "b"}').prompt == ("b",)
+    with pytest.raises(ApiError, match="prompt is a string"):
+        completion(b'{"prompt": "a", "prompt": 3}')
 
 
 def test_a_huge_literal_is_not_finite():
-    with pytest.raises(ApiError, match="temperature is a finite number"):
-        completion(b'{"prompt": "a", "temperature": 1e999}', LIMITS)
+    with pytest.raises(ApiError, match="temperature should be a finite number"):
+        completion(b'{"prompt": "a", "temperature": 1e999}')
 
 
 def test_a_conversation_is_understood():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    ask = chatted(
+    found = chatted(
         messages=[{"role": "system", "content": "s", "name": "x"}, {"role": "user", "content": parts}],
         max_completion_tokens=7,
         logprobs=True,
         top_logprobs=3,
     )
-    assert ask.messages == ({"role": "system", "content": "s", "name": "x"}, {"role": "user", "content": "ab"})
-    assert (ask.chat, ask.max_tokens, ask.logprobs) == (True, 7, 3)
-    assert chatted(logprobs=True).logprobs == 0
-    assert chatted(logprobs=False).logprobs is None
+    messages = [{"role": "system", "content": "s", "name": "x"}, {"role": "user", "content": "ab"}]
+    assert [message.to_dict() for message in found.messages] == messages
+    assert (found.token_limit, found.num_logprobs) == (7, 3)
+    assert chatted(logprobs=True).num_logprobs == 0
+    assert chatted(logprobs=False).num_logprobs is None
+    assert chatted(messages=[{**HELLO[0], "tool_calls": [], "refusal": None}]) == chatted()
 
 
 @pytest.mark.parametrize(
@@ -161,14 +185,14 @@ def test_a_conversation_is_understood():
     [
         ({"messages": None}, "messages", "messages is missing"),
         ({"messages": []}, "messages", "messages is empty"),
-        ({"messages": "hi"}, "messages", "messages is a list of messages, got a string"),
-        ({"messages": ["hi"]}, "messages[0]", "messages[0] is an object with role and content"),
-        ({"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role is a string, got null"),
-        ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content", "content is a string, got null"),
+        ({"messages": "hi"}, "messages", "messages is a list, got a string"),
+        ({"messages": ["hi"]}, "messages[0]", "messages[0] is an object, got a string"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role is missing"),
+        ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content", "content is missing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
-            "reads parts of the type 'text'",
+            "type is not supported: this server takes 'text'",
         ),
         ({"messages": [{**HELLO[0], "tool_calls": [1]}]}, "messages[0].tool_calls", "is not supported"),
         ({"tools": [{}]}, "tools", "tools is not supported"),

@@ -1,4 +1,4 @@
-"""Reading what a client sends, and noticing when it leaves."""
+"""Reading the body of a request, and noticing when the client disconnects."""
 
 import asyncio
 import contextlib
@@ -16,10 +16,10 @@ _DISCARD, _DISCARD_SECONDS = 4, 1.0
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """The body of a request, which is JSON by its header, not too long and not too slow.
+    """The body of a request, bounded in size and time.
 
-    Asking for the header also keeps pages in a browser from using a server on the same machine: a page of another
-    origin may not send it.
+    The required Content-Type also keeps web pages of other origins from using a server on the same machine: browsers
+    do not let them send it.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -52,7 +52,7 @@ async def _read(receive: Receive, limits: Limits) -> bytes:
 
 
 async def _discard(receive: Receive, limits: Limits, more: bool = True) -> None:
-    """Read a little on, though it is for nothing: a client that still writes may not see an answer otherwise."""
+    """Read and discard a little more: a client that still writes may not see the response otherwise."""
     left = _DISCARD * limits.body
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DISCARD_SECONDS):
@@ -63,14 +63,14 @@ async def _discard(receive: Receive, limits: Limits, more: bool = True) -> None:
 
 
 def _too_long(limits: Limits) -> ApiError:
-    # The rest of the body is not read, so that the connection cannot be used again.
+    # The rest of the body is not read, so the connection cannot be reused.
     return ApiError(413, f"the body is longer than {limits.body} bytes", code="body_too_long", headers=_CLOSE)
 
 
 async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What the work returns; if the client leaves before, the work is cancelled and ClientDisconnect raised."""
+    """The result of `work`; if the client disconnects first, cancel it and raise ClientDisconnect."""
     working = asyncio.create_task(work)
-    tasks = (working, asyncio.create_task(_gone(receive)))
+    tasks = (working, asyncio.create_task(_wait_for_disconnect(receive)))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -82,6 +82,6 @@ async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""What every request passes: its number, the key, the counting, and an answer whatever happens behind."""
+"""Middleware around all endpoints: request ids, the API key, counters, and a response to every exception."""
 
 import hmac
 import logging
@@ -13,8 +13,8 @@ from octavo.serve.http.metrics import Metrics
 _log = logging.getLogger("octavo.serve")
 
 
-class Guard:
-    """Middleware around the endpoints; `paths` are those that requests are counted by."""
+class RequestMiddleware:
+    """Adds a request id, checks the API key, counts requests by path (one of `paths`), and turns errors into JSON."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics, api_key: str | None, paths: frozenset[str]):
         self.app, self.metrics, self.paths = app, metrics, paths
@@ -27,7 +27,7 @@ class Guard:
         request_id = scope["request_id"] = secrets.token_hex(12)
         status = 0
 
-        async def numbered(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -37,34 +37,34 @@ class Guard:
 
         try:
             self._check_key(scope)
-            await self.app(scope, receive, numbered)
+            await self.app(scope, receive, send_with_id)
         except ApiError as error:
-            await error_response(error)(scope, receive, numbered)
+            await error_response(error)(scope, receive, send_with_id)
         except Exception:
             _log.exception("request %s failed", request_id)
             if status:
-                raise  # too late for an answer: the connection breaks, which tells the client
+                raise  # too late for another status: the connection is closed, which the client sees
             error = ApiError(500, f"something went wrong in the server; its log tells more of request {request_id}")
-            await error_response(error)(scope, receive, numbered)
+            await error_response(error)(scope, receive, send_with_id)
         finally:
             path = scope["path"]
-            # One that never got a status has left.
-            self.metrics.requests[path if path in self.paths else "other", status or 499] += 1
+            # Without a status, the client has left.
+            self.metrics.requests.labels(path if path in self.paths else "other", status or 499).inc()
 
     def _check_key(self, scope: Scope) -> None:
         if self.key is None or scope["path"] == "/health":
             return
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if not hmac.compare_digest(given, self.key):
-            what = "a wrong key" if given else "no key"
+            problem = "a wrong key" if given else "no key"
             raise ApiError(
                 401,
-                f"the request has {what}: send the header Authorization: Bearer KEY",
+                f"the request has {problem}: send the header Authorization: Bearer KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """An error as it is sent."""
+    """The response of an error."""
     return JSONResponse(error.body(), error.status, error.headers)

@@ -1,0 +1,338 @@
+"""Request bodies of the endpoints, as pydantic models in strict mode."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from octavo._names import unknown_name
+from octavo.serve.http.errors import ApiError, field_error
+from octavo.serve.http.limits import Limits
+
+_KINDS = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "a boolean",
+    "string_type": "a string",
+    "list_type": "a list",
+    "model_type": "an object",
+}
+_BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than_equal": "at most"}
+
+
+def _check_text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        # JSON can hold half of a surrogate pair, which no tokenizer takes.
+        raise ValueError("holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def _unsupported_unless(*neutral: Any) -> Callable[[Any, Any], None]:
+    """A validator of a field of OpenAI's that this server does not implement: only values without effect pass."""
+
+    def check(value: Any, info: Any) -> None:
+        # Compared with the type: in Python, 0 == False.
+        if not any(type(value) is type(one) and value == one for one in neutral):
+            raise field_error(str(info.field_name), "is not supported by this server: leave it out", code="unsupported")
+
+    return check
+
+
+def _drop_empty(value: Any) -> Any:
+    """A message without the fields that are null or an empty list, which clients send for `tool_calls` and the like."""
+    return {k: v for k, v in value.items() if v is not None and v != []} if isinstance(value, dict) else value
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
+Zero = Annotated[Any, AfterValidator(_unsupported_unless(0, 0.0))]
+Count = Annotated[int, Field(ge=1, le=1 << 30)]
+Flag = bool | None
+
+
+class _Model(BaseModel):
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class TextPart(_Model):
+    """A part of a message's content."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="ignore")
+    type: Literal["text"]
+    text: Text
+
+
+class Message(_Model):
+    """One message of a conversation."""
+
+    role: Text
+    # Tags in angle brackets are left out of the names of fields in errors.
+    content: Annotated[
+        Annotated[Text, Tag("<text>")] | Annotated[list[TextPart], Tag("<parts>")],
+        Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
+    ]
+    name: Text | None = None
+
+    def to_dict(self) -> dict[str, str]:
+        """The message as a chat template takes it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        found = {"role": self.role, "content": text}
+        return found if self.name is None else {**found, "name": self.name}
+
+
+class StreamOptions(_Model):
+    """Options of a stream."""
+
+    include_usage: Flag = None
+    include_obfuscation: Annotated[Any, AfterValidator(_unsupported_unless(False, None))] = None
+
+
+class GenerationRequest(_Model):
+    """The fields that both endpoints have. A null is the same as a field that is left out."""
+
+    model: Text | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=1 << 30)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    stop: tuple[str, ...] = ()
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    presence_penalty: Zero = None
+    frequency_penalty: Zero = None
+    logit_bias: Annotated[Any, AfterValidator(_unsupported_unless({}))] = None
+    user: Any = None
+
+    @field_validator("n")
+    @classmethod
+    def _check_n(cls, value: int, info: Any) -> int:
+        choices = _limits(info).choices
+        if value > choices:
+            raise field_error("n", f"is at most {choices}, got {_shown(value)}", code="out_of_range")
+        return value
+
+    @field_validator("stop", mode="plain")
+    @classmethod
+    def _check_stop(cls, value: Any, info: Any) -> tuple[str, ...]:
+        if not isinstance(value, str | list):
+            raise _wrong_type("stop", "a string or a list of strings", value)
+        found = tuple([value] if isinstance(value, str) else value)
+        _check_texts("stop", found)
+        if len(found) > _limits(info).stops:
+            raise field_error(
+                "stop", f"is at most {_limits(info).stops} strings, got {len(found)}", code="out_of_range"
+            )
+        if "" in found:
+            raise field_error("stop", "has an empty string, which would stop every text at once")
+        return found
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise field_error("stream_options", "needs stream to be true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the number of tokens used."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters that the request sets."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of POST /v1/completions."""
+
+    prompt: tuple[str | tuple[int, ...], ...]
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    suffix: Annotated[Any, AfterValidator(_unsupported_unless(""))] = None
+    best_of: Annotated[Any, AfterValidator(_unsupported_unless(1))] = None
+
+    @field_validator("prompt", mode="plain")
+    @classmethod
+    def _check_prompt(cls, value: Any) -> tuple[str | tuple[int, ...], ...]:
+        """A text, token ids, or a list of either: one prompt or several."""
+        forms = "a string, a list of strings, token ids or a list of lists of token ids"
+        if not isinstance(value, str | list):
+            raise _wrong_type("prompt", forms, value)
+        if value == []:
+            raise field_error("prompt", "is empty: give at least one prompt")
+        if isinstance(value, str) or all(isinstance(one, str) for one in value):
+            prompts = (value,) if isinstance(value, str) else tuple(value)
+            _check_texts("prompt", prompts)
+            return prompts
+        if _are_ids(value):
+            return (tuple(value),)
+        if all(isinstance(one, list) and one and _are_ids(one) for one in value):
+            return tuple(map(tuple, value))
+        raise field_error("prompt", f"is {forms}; these are mixed, empty or of another type", code="wrong_type")
+
+    @model_validator(mode="after")
+    def _check_together(self, info: Any) -> "CompletionRequest":
+        if self.echo and self.logprobs is not None:
+            raise field_error("echo", "is not supported with logprobs: those of a prompt are not computed")
+        count, choices = len(self.prompt), _limits(info).choices
+        if count * self.n > choices:
+            raise field_error(
+                "prompt" if count > 1 else "n",
+                f"asks for too much: {count} prompts times n={self.n} is more than {choices}",
+                code="out_of_range",
+            )
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens of an answer."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives to each token have their log probability in the answer; None for no logprobs."""
+        return self.logprobs
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Annotated[Message, BeforeValidator(_drop_empty)]], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    response_format: Annotated[Any, AfterValidator(_unsupported_unless({"type": "text"}))] = None
+    modalities: Annotated[Any, AfterValidator(_unsupported_unless(["text"]))] = None
+    tools: Annotated[Any, AfterValidator(_unsupported_unless([]))] = None
+    tool_choice: Annotated[Any, AfterValidator(_unsupported_unless("none"))] = None
+    functions: Annotated[Any, AfterValidator(_unsupported_unless([]))] = None
+    function_call: Annotated[Any, AfterValidator(_unsupported_unless("none"))] = None
+    parallel_tool_calls: Any = None
+    store: Annotated[Any, AfterValidator(_unsupported_unless(False))] = None
+    metadata: Any = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "ChatCompletionRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise field_error("top_logprobs", "needs logprobs to be true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise field_error("max_tokens", "is the old name of max_completion_tokens: give one of them")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens of an answer."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives to each token have their log probability in the answer; None for no logprobs."""
+        return self.top_logprobs if self.logprobs else None
+
+
+def parse[T: GenerationRequest](cls: type[T], body: bytes, limits: Limits) -> T:
+    """The request that a body holds.
+
+    Args:
+        cls: The model of the endpoint's requests.
+        body: JSON in UTF-8.
+        limits: Bounds on what one request may ask for.
+
+    Raises:
+        ApiError: With status 400, and the name of the field that is at fault.
+    """
+    fields = _load(body)
+    for name in fields:
+        if name not in cls.model_fields:
+            shown = name[:60].encode(errors="replace").decode()
+            raise ApiError(400, f"unknown field {shown!r}: {unknown_name(shown, cls.model_fields)}", param=shown)
+    try:
+        return cls.model_validate({k: v for k, v in fields.items() if v is not None}, context=limits)
+    except ValidationError as error:
+        raise _api_error(error.errors(include_url=False)[0]) from None
+
+
+def _load(body: bytes) -> dict[str, Any]:
+    def reject(name: str) -> None:
+        raise json.JSONDecodeError(f"{name} is no number of JSON", name, 0)
+
+    try:
+        found = json.loads(body.decode(), parse_constant=reject)
+    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, of numbers with thousands of digits
+        known = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
+        reason = str(error) if known else "it is nested too deeply, or has a number of too many digits"
+        raise ApiError(400, f"the body is no JSON in UTF-8: {reason}", code="bad_json") from None
+    if not isinstance(found, dict):
+        raise ApiError(400, 'the body is JSON, but no object: it looks like {"prompt": ...}', code="bad_json")
+    return found
+
+
+def _api_error(error: Mapping[str, Any]) -> ApiError:
+    """pydantic's error in the words of an answer: field, expected, given."""
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error["loc"] if str(key)[:1] != "<")[1:]
+    if kind == "missing":
+        return field_error(name, "is missing")
+    if kind == "float_type" and type(value) is int:  # beyond what a float can be
+        return field_error(name, "is out of range: got a huge number", code="out_of_range")
+    if kind in _EXPECTED:
+        return _wrong_type(name, _EXPECTED[kind], value)
+    if kind in _BOUNDS or kind == "less_than":
+        ((_, bound),) = context.items()
+        limit = f"{_BOUNDS[kind]} {bound:g}" if kind in _BOUNDS else f"below {bound}"
+        return field_error(name, f"is {limit}, got {_shown(value)}", code="out_of_range")
+    if kind == "extra_forbidden":
+        return field_error(name, "is unknown, or is not supported by this server: leave it out", code="unsupported")
+    if kind == "literal_error":
+        return field_error(name, f"is not supported: this server takes {context['expected']}", code="unsupported")
+    if kind == "too_short":
+        return field_error(name, "is empty: give at least one")
+    return field_error(name, str(context["error"]) if "error" in context else error["msg"].removeprefix("Input "))
+
+
+def _wrong_type(name: str, expected: str, value: Any) -> ApiError:
+    return field_error(name, f"is {expected}, got {_KINDS.get(type(value), 'null')}", code="wrong_type")
+
+
+def _check_texts(name: str, values: Sequence[Any]) -> None:
+    for value in values:
+        if not isinstance(value, str):
+            raise _wrong_type(name, "a string", value)
+        try:
+            _check_text(value)
+        except ValueError as error:
+            raise field_error(name, str(error)) from None
+
+
+def _are_ids(values: Sequence[Any]) -> bool:
+    return all(type(one) is int for one in values)
+
+
+def _limits(info: Any) -> Limits:
+    assert isinstance(info.context, Limits)
+    return info.context
+
+
+def _shown(value: Any) -> str:
+    """A number of any size, in short."""
+    return f"{value:g}" if isinstance(value, float) else str(value) if abs(value) < 10**20 else "a huge number"
