@@ -24,15 +24,15 @@ def flatten_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> di
     return {path_str(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)}
 
 
-def unflatten_paths(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dictionaries from leaves by path.
+def unflatten_paths(leaves: Mapping[str, Any] | Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """Nested dictionaries from leaves by path: names joined by slashes, or a tuple of names.
 
     >>> unflatten_paths({"decoder/norm/scale": 1, "embedding": 2})
     {'decoder': {'norm': {'scale': 1}}, 'embedding': 2}
     """
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
-        *parents, last = path.split("/")
+        *parents, last = path.split("/") if isinstance(path, str) else path
         node = tree
         for name in parents:
             node = node.setdefault(name, {})

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from octavo.checkpoint import CheckpointError, Checkpoints, CheckpointWarning, load
+from octavo.checkpoint import CheckpointError, CheckpointManager, CheckpointWarning, load
 
 STATE = {"w": np.arange(100.0), "b": {"c": np.arange(3)}}
 
@@ -14,7 +14,7 @@ STATE = {"w": np.arange(100.0), "b": {"c": np.arange(3)}}
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     directory = tmp_path_factory.mktemp("original")
-    with Checkpoints(directory) as checkpoints:
+    with CheckpointManager(directory) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, {**STATE, "w": STATE["w"] + step}, {"step": step})
     return directory
@@ -51,7 +51,7 @@ def test_any_damaged_file_is_named_and_the_one_before_is_used(run, how):
         before = path.read_bytes()
         damage(path)
         match = rf"step 3 is damaged: {path} ({text}).*; step 2 is used instead"
-        with Checkpoints(run) as checkpoints, pytest.warns(CheckpointWarning, match=match):
+        with CheckpointManager(run) as checkpoints, pytest.warns(CheckpointWarning, match=match):
             restored = checkpoints.restore(STATE)
         assert (restored.step, restored.extra, restored.state["w"][0]) == (2, {"step": 2}, 2)
         path.write_bytes(before)
@@ -60,7 +60,7 @@ def test_any_damaged_file_is_named_and_the_one_before_is_used(run, how):
 
 def test_a_damaged_step_that_is_asked_for_is_an_error(run):
     flip(run / "2" / "state" / "w" / "0")
-    with Checkpoints(run) as checkpoints:
+    with CheckpointManager(run) as checkpoints:
         with pytest.raises(CheckpointError, match=r"2/state/w/0 has other contents than were written"):
             checkpoints.restore(STATE, 2)
         with pytest.raises(CheckpointError, match=r"no checkpoint of step 7; the steps 1, 2, 3 are there"):
@@ -72,10 +72,10 @@ def test_none_is_whole(run):
     flip(run / "1" / "state" / "w" / "0")
     (run / "2" / "tree.json").unlink()
     (run / "3" / "manifest.json").write_text("[]")
-    with Checkpoints(run) as checkpoints, pytest.raises(CheckpointError) as error:
+    with CheckpointManager(run) as checkpoints, pytest.raises(CheckpointError) as error:
         checkpoints.restore(STATE)
     lines = str(error.value).splitlines()
-    assert lines[0] == f"no checkpoint in {run} is whole:"
+    assert lines[0] == f"no checkpoint in {run} is intact:"
     assert [line[: len("  step 1")] for line in lines[1:]] == ["  step 3", "  step 2", "  step 1"]
 
 
@@ -90,17 +90,17 @@ def test_a_newer_layout_asks_for_an_update(run):
     from octavo.checkpoint import manifest
 
     body = {"version": 2, "step": 3, "files": {}}
-    (run / "3" / "manifest.json").write_text(json.dumps({**body, "crc32": manifest._own(body)}))
+    (run / "3" / "manifest.json").write_text(json.dumps({**body, "crc32": manifest._own_checksum(body)}))
     with pytest.raises(CheckpointError, match=r"3 was written by a newer Octavo \(layout 2\); update to read it"):
         load(run)
 
 
 def test_damaged_checkpoints_do_not_count_as_kept(run):
     (run / "2" / "tree.json").unlink()
-    with Checkpoints(run, keep=2, asynchronous=False) as checkpoints:
-        assert checkpoints.steps() == [1, 3]
+    with CheckpointManager(run, max_to_keep=2, asynchronous=False) as checkpoints:
+        assert checkpoints.all_steps() == [1, 3]
         checkpoints.save(4, STATE)
-        assert checkpoints.steps() == [3, 4]
+        assert checkpoints.all_steps() == [3, 4]
     assert sorted(p.name for p in run.iterdir()) == [".lock", "3", "4"]
 
 
@@ -114,8 +114,8 @@ def test_leftovers_are_finished_or_deleted(run):
     shutil.copytree(run / "1", run / "0.removed")
     (run / "notes").mkdir()
     (run / "best.json").write_text("{}")
-    with Checkpoints(run) as checkpoints:
-        assert checkpoints.steps() == [1, 2, 3]
+    with CheckpointManager(run) as checkpoints:
+        assert checkpoints.all_steps() == [1, 2, 3]
         assert checkpoints.restore(STATE).state["w"][0] == 3
     assert sorted(p.name for p in run.iterdir()) == [".lock", "1", "2", "3", "best.json", "notes"]
 
@@ -128,9 +128,9 @@ def test_a_reader_changes_nothing(run):
 
 
 def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(run, monkeypatch):
-    from octavo.checkpoint import store
+    from octavo.checkpoint import array_store
 
-    read = store.read
+    read = array_store.read
 
     def deleted_meanwhile(directory, *args):
         if directory.parent.name == "3":
@@ -138,5 +138,5 @@ def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(run, monkeypatch):
             shutil.rmtree(run / "4")
         return read(directory, *args)
 
-    monkeypatch.setattr(store, "read", deleted_meanwhile)
+    monkeypatch.setattr(array_store, "read", deleted_meanwhile)
     assert load(run).step == 2

@@ -14,7 +14,7 @@ import time
 import numpy as np
 import pytest
 
-from octavo.checkpoint import CheckpointError, Checkpoints, CheckpointWarning, manifest
+from octavo.checkpoint import CheckpointError, CheckpointManager, CheckpointWarning, manifest
 
 SAVER = pathlib.Path(__file__).with_name("saver.py")
 
@@ -30,27 +30,38 @@ def finish(process):
 
 
 def kill_at_random(directory, rounds):
-    rng = random.Random(0)
-    latest = 0
-    for _ in range(rounds):
-        with start("loop", directory) as process:
-            # When the second save has begun, or somewhere in those that follow.
-            said = [int(process.stdout.readline()) for _ in range(2)]
+    """Kill processes that save, forked from one parent that has imported everything."""
+    rng, latest = random.Random(0), 0
+    with subprocess.Popen(
+        [sys.executable, str(SAVER), "spawn", str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        for _ in range(rounds):
+            parent.stdin.write("\n")
+            parent.stdin.flush()
+            pid = int(parent.stdout.readline())
+            # During the second save, or somewhere in those that follow.
+            printed = [int(parent.stdout.readline()) for _ in range(2)]
             time.sleep(rng.uniform(0, 0.3))
-            process.kill()
-            said += [int(line) for line in process.stdout.read().split()]
-        with Checkpoints(directory) as checkpoints:
-            restored = checkpoints.restore()
-        # A step is told after its save has begun, and the next save begins after it has ended.
-        assert restored.step >= max(said) - 1
-        assert restored.step > latest
-        latest = restored.step
-        assert restored.extra == {"step": latest}
-        assert restored.state["step"] == latest
-        assert (restored.state["w"] == latest).all()
-        np.testing.assert_array_equal(restored.state["b"]["c"], np.arange(latest, latest + 7))
-        assert all(name == ".lock" or name.isdecimal() for name in os.listdir(directory))
-        assert len([name for name in os.listdir(directory) if name.isdecimal() and int(name) % 50]) <= 3
+            os.kill(pid, signal.SIGKILL)
+            printed += [int(line) for line in iter(parent.stdout.readline, f"{-signal.SIGKILL}\n")]
+            latest = check_after_kill(directory, latest, printed)
+        parent.stdin.close()
+
+
+def check_after_kill(directory, latest, printed):
+    with CheckpointManager(directory) as checkpoints:
+        restored = checkpoints.restore()
+    # A step is printed after its save has begun, and the next save begins after it has ended.
+    assert restored.step >= max(printed) - 1
+    assert restored.step > latest
+    latest = restored.step
+    assert restored.extra == {"step": latest}
+    assert restored.state["step"] == latest
+    assert (restored.state["w"] == latest).all()
+    np.testing.assert_array_equal(restored.state["b"]["c"], np.arange(latest, latest + 7))
+    assert all(name == ".lock" or name.isdecimal() for name in os.listdir(directory))
+    assert len([name for name in os.listdir(directory) if name.isdecimal() and int(name) % 50]) <= 3
+    return latest
 
 
 def test_killed(tmp_path):
@@ -82,7 +93,10 @@ def test_stopped_after_every_single_operation(tmp_path, monkeypatch):
 
             return call
 
-        with Checkpoints(directory, keep=2, asynchronous=False) as checkpoints, monkeypatch.context() as patch:
+        with (
+            CheckpointManager(directory, max_to_keep=2, asynchronous=False) as checkpoints,
+            monkeypatch.context() as patch,
+        ):
             for name in ("rename", "replace", "fsync"):
                 patch.setattr(os, name, counted(getattr(os, name)))
             # A process that is killed does not clean up either.
@@ -103,24 +117,24 @@ def test_stopped_after_every_single_operation(tmp_path, monkeypatch):
             directory = shutil.copytree(tmp_path / "base", tmp_path / f"{step}, {limit}")
             with pytest.raises((CheckpointError, Killed)):
                 save(directory, step, limit)
-            with Checkpoints(directory) as checkpoints:
+            with CheckpointManager(directory) as checkpoints:
                 restored = checkpoints.restore()
                 outcomes.add((restored.step, int(restored.state["w"][0])))
-                assert checkpoints.steps()[-1] == restored.step
+                assert checkpoints.all_steps()[-1] == restored.step
                 assert not [name for name in os.listdir(directory) if "." in name[1:]]
         assert outcomes == ({(2, 102), (2, 2)} if step == 2 else {(2, 102), (3, 3)})
 
 
 def test_a_program_that_ends_in_the_middle_of_its_last_save(tmp_path):
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": 1})
     process = subprocess.run([sys.executable, str(SAVER), "leave", str(tmp_path)], capture_output=True, text=True)
     assert process.returncode == 0
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         restored = checkpoints.restore()
     if restored.step == 1:
         assert "step 3" in process.stderr
-        assert "use `with Checkpoints(...)`, or close()" in process.stderr
+        assert "use `with CheckpointManager(...)`, or close()" in process.stderr
     else:
         assert (restored.state["w"] == 3).all()
 
@@ -130,12 +144,12 @@ def test_two_writers(tmp_path):
         assert process.stdout.readline() == "open\n"
         text = rf"{tmp_path} is in use by process {process.pid} on .*, since .*choose another directory"
         with pytest.raises(CheckpointError, match=text):
-            Checkpoints(tmp_path)
+            CheckpointManager(tmp_path)
         process.kill()
         process.wait()
-    with Checkpoints(tmp_path), pytest.raises(CheckpointError, match=rf"process {os.getpid()} \(this one\)"):
-        Checkpoints(tmp_path)
-    Checkpoints(tmp_path).close()
+    with CheckpointManager(tmp_path), pytest.raises(CheckpointError, match=rf"process {os.getpid()} \(this one\)"):
+        CheckpointManager(tmp_path)
+    CheckpointManager(tmp_path).close()
 
 
 def test_a_child_does_not_hold_its_parents_directory(tmp_path):
@@ -149,7 +163,7 @@ def test_a_child_does_not_hold_its_parents_directory(tmp_path):
         assert process.stdout.readline() == "open\n"
         process.kill()
         process.wait()
-        Checkpoints(tmp_path).close()
+        CheckpointManager(tmp_path).close()
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.stdout.close()
@@ -161,7 +175,7 @@ def test_a_file_that_cannot_be_written(tmp_path):
     assert f"step 2 in {tmp_path} was not saved: " in error
     assert "File too large" in error
     assert re.search(r"; 4,\d{3},\d{3} bytes are needed and [\d,]+ are free", error)
-    assert error.endswith("are free. Step 1 is the last one there")
+    assert error.endswith("are free. The last checkpoint is of step 1")
     assert steps == "[1, 3] ['.lock', '1', '3']"
 
 
@@ -175,7 +189,7 @@ def test_a_full_disk(tmp_path):
     code, (known, surprise, steps) = finish(process)
     assert code == 0
     assert re.search(rf"step 2 in {tmp_path} was not saved: 40,[\d,]+ bytes are needed and 16,[\d,]+ are free", known)
-    assert known.endswith("keep fewer checkpoints or save elsewhere. Step 1 is the last one there")
+    assert known.endswith("keep fewer checkpoints or save elsewhere. The last checkpoint is of step 1")
     assert f"step 2 in {tmp_path} was not saved: " in surprise
     assert "No space left on device" in surprise
     assert steps == "[1] ['.lock', '1'] 1"
@@ -186,10 +200,15 @@ def test_the_next_call_tells_what_went_wrong_behind(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     text = rf"step 2 in {tmp_path} was not saved: OSError: \[Errno 28\] No space left.*; [\d,]+ bytes are needed and .*"
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": 1})
-        checkpoints.wait()
-        for call in (checkpoints.wait, checkpoints.steps, checkpoints.restore, lambda: checkpoints.save(3, {"w": 3})):
+        checkpoints.wait_until_finished()
+        for call in (
+            checkpoints.wait_until_finished,
+            checkpoints.all_steps,
+            checkpoints.restore,
+            lambda: checkpoints.save(3, {"w": 3}),
+        ):
             with monkeypatch.context() as patch:
                 patch.setattr(manifest, "write", fail)
                 checkpoints.save(2, {"w": 2})
@@ -197,19 +216,21 @@ def test_the_next_call_tells_what_went_wrong_behind(tmp_path, monkeypatch):
             with pytest.raises(CheckpointError, match=text) as error:
                 call()
             assert isinstance(error.value.__cause__, OSError)
-            assert checkpoints.steps() == [1]  # Told once, and the next save is free to go well.
+            assert checkpoints.all_steps() == [1]  # Told once, and the next save is free to go well.
         checkpoints.save(2, {"w": 2})
         assert checkpoints.restore().step == 2
         monkeypatch.setattr(manifest, "write", fail)
         checkpoints.save(3, {"w": 3})
-        with pytest.raises(CheckpointError, match=r"step 3 .* Step 2 is the last one there"):
+        with pytest.raises(CheckpointError, match=r"step 3 .* The last checkpoint is of step 2"):
             checkpoints.close()
 
 
 def test_a_directory_that_is_gone(tmp_path):
-    with Checkpoints(tmp_path / "run") as checkpoints:
+    with CheckpointManager(tmp_path / "run") as checkpoints:
         shutil.rmtree(tmp_path / "run")
-        with pytest.raises(CheckpointError, match=r"step 1 .* not saved: the directory is gone .*There is none yet"):
+        with pytest.raises(
+            CheckpointError, match=r"step 1 .* not saved: the directory is gone .*There is no checkpoint yet"
+        ):
             checkpoints.save(1, {"w": 1})
 
 
@@ -217,7 +238,7 @@ def test_an_error_of_the_program_is_not_hidden_by_one_of_the_save(tmp_path, monk
     monkeypatch.setattr(manifest, "write", lambda *_: 1 / 0)
 
     def program():
-        with Checkpoints(tmp_path) as checkpoints:
+        with CheckpointManager(tmp_path) as checkpoints:
             checkpoints.save(1, {"w": 1})
             raise KeyError
 
@@ -229,22 +250,22 @@ def test_an_old_one_that_cannot_be_deleted(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    with Checkpoints(tmp_path, keep=1, asynchronous=False) as checkpoints:
+    with CheckpointManager(tmp_path, max_to_keep=1, asynchronous=False) as checkpoints:
         checkpoints.save(1, {"w": 1})
         with monkeypatch.context() as patch:
-            patch.setattr("octavo.checkpoint.folder.Folder.thin", refuse)
+            patch.setattr("octavo.checkpoint.steps.StepDirectory.prune", refuse)
             with pytest.raises(
                 CheckpointError, match=r"step 2 is saved, but an older checkpoint cannot be deleted: .*13"
             ):
                 checkpoints.save(2, {"w": 2})
-        assert checkpoints.steps() == [1, 2]
+        assert checkpoints.all_steps() == [1, 2]
 
 
 @pytest.fixture
 def nobody():
     """A directory to which this process may not write, whoever it runs as."""
     directory = pathlib.Path(tempfile.mkdtemp())
-    with Checkpoints(directory) as checkpoints:
+    with CheckpointManager(directory) as checkpoints:
         checkpoints.save(1, {"w": 1})
     directory.chmod(0o555)
     root = os.geteuid() == 0
@@ -259,11 +280,11 @@ def nobody():
 
 
 def test_a_directory_that_is_read_only_can_be_read(nobody):
-    with Checkpoints(nobody) as checkpoints:
+    with CheckpointManager(nobody) as checkpoints:
         assert checkpoints.restore().state == {"w": 1}
-        text = rf"step 2 in {nobody} was not saved: it cannot be written to: \[Errno 13\].*bytes are needed"
+        text = rf"step 2 in {nobody} was not saved: the directory is not writable: \[Errno 13\].*bytes are needed"
         with pytest.raises(CheckpointError, match=text):
             checkpoints.save(2, {"w": 2})
-        assert checkpoints.steps() == [1]
+        assert checkpoints.all_steps() == [1]
     with pytest.raises(CheckpointError, match=rf"{nobody}/new cannot be made: \[Errno 13\]"):
-        Checkpoints(nobody / "new")
+        CheckpointManager(nobody / "new")

@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import octavo
-from octavo.checkpoint import Checkpoints
+from octavo.checkpoint import CheckpointManager
 
 STATE = {"params": {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.zeros(3, jnp.bfloat16)}, "step": np.int32(4)}
 
@@ -16,7 +16,7 @@ STATE = {"params": {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.zeros(3, jnp.bf
 @pytest.fixture
 def saved(tmp_path):
     state = {**STATE, "q": octavo.quantize(jnp.ones((2, 4)), "int4")}
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(4, state, {"tokens": 9})
     return tmp_path
 
@@ -45,7 +45,7 @@ def test_orbax_manager_reads_it(saved):
 def test_nothing_is_printed_or_logged(tmp_path, capfd, caplog):
     logger = logging.getLogger("absl")
     before = logger.level, list(logger.filters)
-    with caplog.at_level(logging.INFO), Checkpoints(tmp_path) as checkpoints:
+    with caplog.at_level(logging.INFO), CheckpointManager(tmp_path) as checkpoints:
         caplog.set_level(logging.DEBUG, logger="absl")
         checkpoints.save(1, STATE)
         checkpoints.restore(STATE)

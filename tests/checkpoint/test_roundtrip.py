@@ -11,22 +11,10 @@ import numpy as np
 import pytest
 
 import octavo
-from octavo.checkpoint import CheckpointError, Checkpoints, CheckpointWarning, load
+from octavo.checkpoint import CheckpointError, CheckpointManager, CheckpointWarning, load
 
 LOW = sorted(name for name in dir(ml_dtypes) if isinstance(getattr(ml_dtypes, name), type) and "info" not in name)
-PLAIN = [
-    "bool",
-    "int16",
-    "int32",
-    "int64",
-    "uint16",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "longdouble",
-]
+PLAIN = [*(np.dtype(char).name for char in "?hilHLefdF"), "longdouble"]
 
 
 class Moments(typing.NamedTuple):
@@ -64,7 +52,7 @@ def identical(a, b):
 
 def test_every_dtype_returns_with_every_bit(tmp_path):
     state = {name: patterns(name) for name in [*LOW, *PLAIN]}
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(0, state)
         restored = checkpoints.restore(state)
     assert len(LOW) >= 18
@@ -77,7 +65,7 @@ def test_every_dtype_returns_with_every_bit(tmp_path):
 def test_jax_arrays_of_low_precision_stay_jax_arrays(tmp_path):
     names = ["int4", "uint4", "float8_e4m3fn", "float4_e2m1fn", "bfloat16"]
     state = {name: jnp.asarray(patterns(name)) for name in names}
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(0, state)
         restored = checkpoints.restore(jax.eval_shape(lambda: state))
     for name in names:
@@ -92,7 +80,7 @@ def test_signs_of_zero_and_payloads_of_nan(tmp_path):
         "nan": jnp.asarray(payloads),
         "float": -0.0,
     }
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(0, state)
         restored = checkpoints.restore(state).state
     assert np.signbit(restored["float"])
@@ -111,7 +99,7 @@ def test_keys_numbers_and_odd_shapes(tmp_path):
         "": np.arange(2),
         "a/b": {"c.d": np.arange(3), "%": np.arange(4), "e" * 400: np.arange(5)},
     }
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(12, state, {"tokens": 10**12, "name": "é", "loss": [0.1, None]})
         restored = checkpoints.restore(state)
     assert (restored.step, restored.extra) == (12, {"tokens": 10**12, "name": "é", "loss": [0.1, None]})
@@ -138,7 +126,7 @@ def test_qarrays_return_with_their_format(tmp_path):
         codes, scale.astype(jnp.float8_e4m3fn), None, fmt, outer_scale=jnp.ones((1, 1)), dtype=jnp.float32
     )
     state["plain"] = octavo.quantize(jnp.arange(8.0).reshape(2, 4), "int4")
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(0, state)
         followed = checkpoints.restore(state).state
         free = checkpoints.restore().state
@@ -153,7 +141,7 @@ def test_arrays_return_to_their_devices(tmp_path):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     state = {"w": jax.device_put(jnp.arange(8.0), spread), "count": jnp.int32(1)}
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(0, state)
         restored = checkpoints.restore(state).state
     assert restored["w"].sharding == spread
@@ -164,7 +152,7 @@ def test_arrays_return_to_their_devices(tmp_path):
 def test_a_save_is_of_the_moment_it_was_called(tmp_path):
     update = jax.jit(lambda x: x + 1, donate_argnums=0)
     numpy, device = np.zeros(200_000), jnp.zeros(200_000)
-    with Checkpoints(tmp_path, keep=None) as checkpoints:
+    with CheckpointManager(tmp_path, max_to_keep=None) as checkpoints:
         for step in range(4):
             checkpoints.save(step, {"numpy": numpy, "device": device})
             numpy += 1
@@ -177,40 +165,40 @@ def test_a_save_is_of_the_moment_it_was_called(tmp_path):
 
 def test_a_part_reads_only_its_own_files(tmp_path):
     params = {"decoder": {"w": jnp.arange(3.0)}, "bias": jnp.ones(2)}
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(5, Moments({"params": params}, jax.tree.map(jnp.zeros_like, params)), {"a": 1})
-        restored = checkpoints.restore(params, part="count/params")
+        restored = checkpoints.restore(params, subtree="count/params")
         np.testing.assert_array_equal(restored.state["decoder"]["w"], np.arange(3.0))
     for chunk in (tmp_path / "5" / "state").glob("mu.*/0*"):
         chunk.write_bytes(b"\1" * chunk.stat().st_size)
-    restored = load(tmp_path / "5", part="count/params/decoder")
+    restored = load(tmp_path / "5", subtree="count/params/decoder")
     assert (restored.step, restored.extra) == (5, {"a": 1})
     np.testing.assert_array_equal(restored.state["w"], np.arange(3.0))
-    np.testing.assert_array_equal(load(tmp_path, part="count/params/bias").state, np.ones(2))
+    np.testing.assert_array_equal(load(tmp_path, subtree="count/params/bias").state, np.ones(2))
     with pytest.raises(CheckpointError, match=r"5 has nothing at 'weights'; at the top it has count, mu"):
-        load(tmp_path, part="weights")
+        load(tmp_path, subtree="weights")
     with pytest.raises(CheckpointError, match=r"mu\.bias/0 has other contents"):
-        load(tmp_path, part="mu")
+        load(tmp_path, subtree="mu")
 
 
 def test_what_is_kept(tmp_path):
-    with Checkpoints(tmp_path, keep=2, keep_period=4, asynchronous=False) as checkpoints:
-        assert (checkpoints.steps(), checkpoints.latest(), checkpoints.restore({})) == ([], None, None)
+    with CheckpointManager(tmp_path, max_to_keep=2, keep_period=4, asynchronous=False) as checkpoints:
+        assert (checkpoints.all_steps(), checkpoints.latest_step(), checkpoints.restore({})) == ([], None, None)
         for step in range(1, 11):
             checkpoints.save(step, {"x": np.int64(step)})
-        assert (checkpoints.steps(), checkpoints.latest()) == ([4, 8, 9, 10], 10)
+        assert (checkpoints.all_steps(), checkpoints.latest_step()) == ([4, 8, 9, 10], 10)
         checkpoints.save(7, {"x": np.int64(7)})  # After going back: not deleted as soon as it is written.
-        assert checkpoints.steps() == [4, 7, 8, 9, 10]
+        assert checkpoints.all_steps() == [4, 7, 8, 9, 10]
         assert checkpoints.restore(step=8).state["x"] == 8
-    with Checkpoints(tmp_path, keep=None, asynchronous=False) as checkpoints:
+    with CheckpointManager(tmp_path, max_to_keep=None, asynchronous=False) as checkpoints:
         checkpoints.save(11, {"x": np.int64(11)})
-        assert checkpoints.steps() == [4, 7, 8, 9, 10, 11]
+        assert checkpoints.all_steps() == [4, 7, 8, 9, 10, 11]
 
 
 def test_a_step_is_replaced_only_by_force(tmp_path):
-    with Checkpoints(tmp_path, asynchronous=False) as checkpoints:
+    with CheckpointManager(tmp_path, asynchronous=False) as checkpoints:
         checkpoints.save(1, {"x": np.int64(1)})
-        with pytest.raises(CheckpointError, match=r"1 is there already; pass force=True to replace it"):
+        with pytest.raises(CheckpointError, match=r"1 exists already; pass force=True to replace it"):
             checkpoints.save(1, {"x": np.int64(2)})
         checkpoints.save(1, {"x": np.int64(3)}, force=True)
         assert checkpoints.restore().state["x"] == 3
@@ -235,21 +223,21 @@ def test_a_step_is_replaced_only_by_force(tmp_path):
     ],
 )
 def test_what_cannot_be_saved(tmp_path, state, extra, text):
-    with Checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match=text):
+    with CheckpointManager(tmp_path) as checkpoints, pytest.raises(CheckpointError, match=text):
         checkpoints.save(3, state, extra)
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
 
 
 def test_arguments(tmp_path):
-    with pytest.raises(ValueError, match=r"keep=0 would keep no checkpoint"):
-        Checkpoints(tmp_path, keep=0)
+    with pytest.raises(ValueError, match=r"max_to_keep=0 would keep no checkpoint"):
+        CheckpointManager(tmp_path, max_to_keep=0)
     with pytest.raises(ValueError, match=r"keep_period=-1 is negative"):
-        Checkpoints(tmp_path, keep_period=-1)
-    with Checkpoints(tmp_path) as checkpoints:
-        assert repr(checkpoints) == f"Checkpoints({str(tmp_path)!r}, keep=3, keep_period=0)"
+        CheckpointManager(tmp_path, keep_period=-1)
+    with CheckpointManager(tmp_path) as checkpoints:
+        assert repr(checkpoints) == f"CheckpointManager({str(tmp_path)!r}, max_to_keep=3, keep_period=0)"
         with pytest.raises(ValueError, match=r"step=-1 is negative"):
             checkpoints.save(-1, {})
-    with pytest.raises(CheckpointError, match=r"are closed; open them anew"):
+    with pytest.raises(CheckpointError, match=r"is closed; make a new one"):
         checkpoints.save(0, {})
     with pytest.raises(CheckpointError, match=r"holds no checkpoint: there is no such directory"):
         load(tmp_path / "nowhere")
@@ -258,20 +246,20 @@ def test_arguments(tmp_path):
 @pytest.mark.parametrize(
     ("like", "lines"),
     [
-        ({"w": np.zeros((3, 2)), "n": 1}, ["4 places differ", "n: expected a Python int, found nothing"]),
+        ({"w": np.zeros((3, 2)), "n": 1}, ["4 leaves differ", "n: expected a Python int, found nothing"]),
         ({"w": np.zeros((2, 2)), "q": None, "k": None}, ["w: expected float64[2,2], found float64[2,3]"]),
         ({"w": np.zeros((2, 3), np.float32)}, ["w: expected float32[2,3], found float64[2,3]"]),
         ({"w": np.zeros((2, 3)), "k": jax.random.key(0, impl="rbg")}, ["k: expected key<rbg>[], found key<fry>[]"]),
         ({"w": 0.5}, ["w: expected a Python float, found float64[2,3]"]),
         (
             {"w": np.zeros((2, 3)), "q": octavo.quantize(jnp.ones((2, 2)), "int4")},
-            ["2 places differ", "q: expected a QArray of int4, dtype=float32, found a QArray of int8"],
+            ["2 leaves differ", "q: expected a QArray of int4, dtype=float32, found a QArray of int8"],
         ),
     ],
 )
 def test_another_structure_names_the_leaves(tmp_path, like, lines):
     q = octavo.quantize(jnp.ones((2, 2)), "int8")
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": np.ones((2, 3)), "k": jax.random.key(0), "q": q})
         with pytest.raises(CheckpointError, match="holds another state than is expected") as error:
             checkpoints.restore(like)
@@ -280,24 +268,24 @@ def test_another_structure_names_the_leaves(tmp_path, like, lines):
 
 def test_leaves_may_begin_anew(tmp_path):
     """Those that are stored in another shape, or not, or for nothing; the others are restored, or refused."""
-    renew = lambda path: path[0] == "lost"  # noqa: E731
-    with Checkpoints(tmp_path) as checkpoints:
+    reinit = lambda path: path[0] == "lost"  # noqa: E731
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": np.ones(3), "lost": {"a": np.ones(2), "b": np.ones(2), "d": np.ones(1)}})
         like = {"w": np.zeros(3), "lost": {"a": np.zeros(2), "b": np.zeros(4), "c": np.zeros(1)}}
-        with pytest.warns(CheckpointWarning, match="has other shapes for 3 arrays that begin anew, lost/b for one"):
-            found = checkpoints.restore(like, renew=renew).state
+        with pytest.warns(CheckpointWarning, match="has other shapes for 3 arrays that are reset, such as lost/b"):
+            found = checkpoints.restore(like, reinit=reinit).state
         assert jax.tree.map(lambda x: x.tolist(), found) == {
             "w": [1, 1, 1],
             "lost": {"a": [1, 1], "b": [0, 0, 0, 0], "c": [0]},
         }
-        with pytest.raises(CheckpointError, match="1 place differs:\n  w: expected"), pytest.warns(CheckpointWarning):
-            checkpoints.restore({**like, "w": np.zeros(4)}, renew=renew)
+        with pytest.raises(CheckpointError, match="1 leaf differs:\n  w: expected"), pytest.warns(CheckpointWarning):
+            checkpoints.restore({**like, "w": np.zeros(4)}, reinit=reinit)
 
 
 def test_many_differences_are_counted(tmp_path):
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, {str(i): i for i in range(20)})
-        with pytest.raises(CheckpointError, match=r"20 places differ(.|\n)*and 12 more"):
+        with pytest.raises(CheckpointError, match=r"20 leaves differ(.|\n)*and 12 more"):
             checkpoints.restore({str(i): float(i) for i in range(20)})
 
 

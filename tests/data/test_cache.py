@@ -1,4 +1,4 @@
-"""Streams are kept between runs, whole or not at all, and nothing needs a cache that can be written."""
+"""Tokens are cached between runs, atomically, and a cache that is not writable is no error."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def book(tmp_path):
     return str(path)
 
 
-def test_a_stream_is_written_once_and_mapped(config, book, cache, monkeypatch):
+def test_tokens_are_written_once_and_mapped(config, book, cache, monkeypatch):
     first = make_dataset(config(dataset_path=book))
     (kept,) = cache.iterdir()
     assert kept.name.startswith("tokens-")
@@ -25,7 +25,7 @@ def test_a_stream_is_written_once_and_mapped(config, book, cache, monkeypatch):
     monkeypatch.setattr("octavo.data.corpus._tokenize", lambda *_: pytest.fail("tokenized again"))
     second = make_dataset(config(dataset_path=book))
     np.testing.assert_array_equal(first.batch(3)["inputs"], second.batch(3)["inputs"])
-    assert isinstance(second._stream.base, np.memmap)
+    assert isinstance(second._tokens.base, np.memmap)
 
 
 def test_other_text_is_another_file(config, book, cache):
@@ -72,8 +72,8 @@ def test_the_folder_follows_the_xdg_rules(monkeypatch, tmp_path):
 
 
 def test_a_failed_write_leaves_nothing(cache):
-    def fail(path):
-        path.write_text("half")
+    def fail(file):
+        file.write(b"half")
         raise OSError("disk full")
 
     assert cached("name", fail) is None

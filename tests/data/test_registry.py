@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from octavo.data import KEYS, Layout, datasets, make_dataset, make_tokenizer, register_dataset, register_tokenizer
+from octavo.data import KEYS, BatchConfig, datasets, make_dataset, make_tokenizer, register_dataset, register_tokenizer
 from octavo.data import registry as makers
 
 
@@ -67,8 +67,8 @@ def test_layouts_are_checked(config, field, value, message):
 
 def test_only_training_reuses_batches(config):
     wanted = config(reuse_example_batch=1)
-    assert Layout.of(wanted, "train").reuse == 1
-    assert Layout.of(wanted, "eval").reuse == 0
+    assert BatchConfig.from_config(wanted, "train").reuse == 1
+    assert BatchConfig.from_config(wanted, "eval").reuse == 0
 
 
 @pytest.mark.parametrize("kind", ["python", "text", "tokens", "synthetic"])

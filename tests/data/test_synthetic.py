@@ -15,7 +15,7 @@ def test_fixed_is_the_same_batch_at_every_step(config):
     assert first["inputs"].max() < 50
     assert (first["inputs_segmentation"] == 1).all()
     np.testing.assert_array_equal(first["inputs_position"][0], np.arange(64))
-    assert data.batches == 1
+    assert data.num_batches == 1
 
 
 def language(config, split="train", **changes):
@@ -26,9 +26,9 @@ def language(config, split="train", **changes):
 def test_the_language_has_the_entropy_it_says(config, vocab_size):
     data = language(config, vocab_size=vocab_size, per_device_batch_size=64, max_target_length=256)
     batch = data.batch(0)
-    chances = data.chances(batch["inputs"], batch["targets"])
-    assert (chances > 0).all()
-    losses = -np.log(chances)
+    probabilities = data.probabilities(batch["inputs"], batch["targets"])
+    assert (probabilities > 0).all()
+    losses = -np.log(probabilities)
     assert abs(losses.mean() - data.entropy) < 4 * losses.std() / np.sqrt(losses.size)
     assert data.entropy == pytest.approx(1.875 * np.log(2))
 
@@ -36,7 +36,7 @@ def test_the_language_has_the_entropy_it_says(config, vocab_size):
 def test_chances_of_all_tokens_sum_to_one(config):
     data = language(config, vocab_size=64)
     inputs = data.batch(0)["inputs"]
-    total = sum(data.chances(inputs, np.full_like(inputs, token)) for token in range(64))
+    total = sum(data.probabilities(inputs, np.full_like(inputs, token)) for token in range(64))
     np.testing.assert_allclose(total, 1)
 
 
@@ -76,7 +76,7 @@ def test_the_default_vocabulary_and_text(config):
     assert data.vocab_size == 256
     assert data.decode(np.array([3, 4])) == "3 4"
     assert data.describe()["entropy"] == data.entropy
-    assert data.batches is None
+    assert data.num_batches is None
 
 
 def test_too_small_a_vocabulary_and_unknown_kinds_are_refused(config):

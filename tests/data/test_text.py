@@ -10,13 +10,12 @@ import pytest
 
 from octavo.data import make_dataset
 from octavo.data.corpus import Fingerprint
-from octavo.data.files import cut, held_out
-from octavo.data.stdlib import library_files
+from octavo.data.text import held_out_names, library_files, split_tail
 
 
 def read_through(data):
     """All documents of an unshuffled, packed dataset, decoded."""
-    rows = [data.batch(i) for i in range(data.batches)]
+    rows = [data.batch(i) for i in range(data.num_batches)]
     targets = np.concatenate([row["targets"][row["targets_segmentation"] > 0] for row in rows])
     documents = "".join("\0" if i == 255 else chr(i) for i in targets).split("\0")
     assert documents.pop() == ""
@@ -25,7 +24,7 @@ def read_through(data):
 
 def unshuffled(config, split="train", **changes):
     data = make_dataset(config(**changes), split)
-    data.layout = type(data.layout)(batch_size=4, length=16, shuffle=False)
+    data.config = type(data.config)(batch_size=4, length=16, shuffle=False)
     return data
 
 
@@ -108,17 +107,17 @@ def test_a_vocabulary_may_be_larger_but_not_smaller(config, tmp_path):
         make_dataset(config(dataset_path=str(tmp_path), vocab_size=100))
 
 
-def test_a_missing_file_moves_no_other_one():
+def test_a_missing_file_changes_no_other():
     names = [f"file{i}" for i in range(500)]
-    kept = held_out(names)
+    kept = held_out_names(names)
     assert 10 < len(kept) < 45
-    assert held_out(names[::2]) == kept & set(names[::2])
-    assert held_out([]) == set()
+    assert held_out_names(names[::2]) == kept & set(names[::2])
+    assert held_out_names([]) == set()
 
 
-def test_cuts_keep_characters_whole():
+def test_splits_are_between_characters():
     for text in ("", "a", "é" * 7, "日本" * 33, "x" * 100):
-        head, tail = cut(text.encode(), 0.3)
+        head, tail = split_tail(text.encode(), 0.3)
         assert head.decode() + tail.decode() == text
 
 

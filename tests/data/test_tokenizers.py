@@ -46,7 +46,9 @@ def test_a_bpe_is_learned_kept_and_shared_by_both_splits(config, book, cache, mo
     assert train.vocab_size == rest.vocab_size == 300
     assert train.describe()["bytes_per_token"] > 2
     assert rest.describe()["tokenizer"] == "bpe"
-    tokens = np.concatenate([b["targets"][b["targets_segmentation"] > 0] for b in map(rest.batch, range(rest.batches))])
+    tokens = np.concatenate(
+        [b["targets"][b["targets_segmentation"] > 0] for b in map(rest.batch, range(rest.num_batches))]
+    )
     assert TEXT.endswith(rest.decode(tokens))
     assert len(rest.decode(tokens)) > 500
 

@@ -100,7 +100,7 @@ def test_what_was_trained_is_served_bit_for_bit(runs, tmp_path, name):
 @pytest.mark.slow
 def test_a_run_in_float_is_opened_with_its_layers_apart(runs):
     source = open_model(runs / "run-")
-    found = load(runs / "run-" / "checkpoints", part="params").state
+    found = load(runs / "run-" / "checkpoints", subtree="params").state
     wanted = paths_of(unstack_layers(found))
     assert set(wanted) == set(source.leaves)
     for path, leaf in source.leaves.items():

@@ -212,6 +212,6 @@ def test_a_disk_that_is_full(tmp_path):
     )
     assert saved, process.stdout + process.stderr
     last = int(saved[1]) - 1
-    assert f"Step {last} is the last one there" in process.stderr
+    assert f"The last checkpoint is of step {last}" in process.stderr
     assert "Traceback" not in process.stderr
     assert process.stdout.splitlines()[-2:] == ["status 1", str(last)]

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from octavo.checkpoint import CheckpointError, Checkpoints, CheckpointWarning
+from octavo.checkpoint import CheckpointError, CheckpointManager, CheckpointWarning
 from octavo.hlo import partitioned_hlo, read_communication
 from octavo.train.setup import Setup
-from octavo.train.state import begins_anew
+from octavo.train.state import is_reset_on_remesh
 from octavo.train.trainer import Trainer
 from octavo.transform.state import GRADIENT_STATE
 from tests.train.common import EXPERTS, small
@@ -181,22 +181,22 @@ def test_gradients_scattered_in_eight_bits_train_as_those_in_float(experts):
 
 
 @pytest.mark.slow
-def test_what_was_lost_goes_on_on_the_same_mesh_and_begins_anew_on_another(tmp_path):
+def test_error_feedback_is_restored_on_the_same_mesh_and_reset_on_another(tmp_path):
     more = {"quantization": "int8", "gradient_scatter_dtype": "int8", "gradient_scatter_error_feedback": True}
     _, first = steps(2, **more, ici_data_parallelism=2)
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(2, first.state)
         # The arguments of a step are donated: this is what comes next.
         following = float(first.step()["learning/loss"]), float(first.step()["learning/loss"])
         same = Trainer(small(**{**COPIES, **more, "ici_data_parallelism": 2}))
-        same.resume(checkpoints.restore(same.state, renew=begins_anew).state)
+        same.resume(checkpoints.restore(same.state, reinit=is_reset_on_remesh).state)
         assert (float(same.step()["learning/loss"]), float(same.step()["learning/loss"])) == following
         other = Trainer(small(**{**COPIES, **more, "ici_data_parallelism": 1, "ici_tensor_parallelism": 2}))
-        with pytest.raises(CheckpointError, match="7 places differ"):
+        with pytest.raises(CheckpointError, match="7 leaves differ"):
             checkpoints.restore(other.state)
         assert len(jax.tree.leaves(other.state.quant)) == 7
-        with pytest.warns(CheckpointWarning, match="has other shapes for 7 arrays that begin anew"):
-            other.resume(checkpoints.restore(other.state, renew=begins_anew).state)
+        with pytest.warns(CheckpointWarning, match="has other shapes for 7 arrays that are reset"):
+            other.resume(checkpoints.restore(other.state, reinit=is_reset_on_remesh).state)
         assert not any(jnp.any(x != 0) for x in jax.tree.leaves(other.state.quant))
         assert float(other.step()["learning/loss"]) == pytest.approx(following[0], rel=1e-4)
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import octavo
-from octavo.checkpoint import Checkpoints
+from octavo.checkpoint import CheckpointManager
 from octavo.cli.train import run
 from octavo.models import apply
 from octavo.train.config import ConfigError
@@ -433,7 +433,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(tmp_path):
     ]
     expected = losses(configs[0], 4)
     found, before = [], None
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         for number, config in enumerate(configs):
             trainer = Trainer(config)
             if number:

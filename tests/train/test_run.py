@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from octavo.checkpoint import CheckpointError, Checkpoints, load, manifest
+from octavo.checkpoint import CheckpointError, CheckpointManager, load, manifest
 from octavo.cli.train import run as command
 from octavo.train import loop
 from octavo.train.halt import HaltedError
@@ -40,8 +40,8 @@ def metrics_of(directory, name="test"):
 
 
 def steps_of(directory, name="test"):
-    with Checkpoints(directory / name / "checkpoints") as checkpoints:
-        return checkpoints.steps()
+    with CheckpointManager(directory / name / "checkpoints") as checkpoints:
+        return checkpoints.all_steps()
 
 
 def when(text, act):
@@ -117,7 +117,7 @@ def test_no_step_is_timed_with_what_happens_between_steps(tmp_path, monkeypatch)
         monkeypatch.setattr(owner, name, call)
 
     slowly(Trainer, "evaluate")
-    slowly(Checkpoints, "save")
+    slowly(CheckpointManager, "save")
     slowly(loop.Telemetry, "measure")
     compiled = []
 
@@ -286,14 +286,14 @@ def test_a_full_disk_is_an_error_and_the_last_checkpoint_stays(tmp_path, monkeyp
     error = capsys.readouterr().err
     assert error.startswith("octavo train: the checkpoint of step 4 in ")
     assert "No space left on device" in error
-    assert "Step 2 is the last one there" in error
+    assert "The last checkpoint is of step 2" in error
     assert load(tmp_path / "test" / "checkpoints").step == 2
     monkeypatch.undo()
     assert lines_of(**at(tmp_path, checkpoint_period=2))[0][0] == "resuming at step 2 of 8"
 
 
 def test_two_runs_cannot_share_a_directory(tmp_path, capsys):
-    with Checkpoints(tmp_path / "test" / "checkpoints"):
+    with CheckpointManager(tmp_path / "test" / "checkpoints"):
         assert command(words(**at(tmp_path))) == 1
     error = capsys.readouterr().err
     assert f"is in use by process {os.getpid()}" in error
@@ -309,7 +309,7 @@ def test_an_error_on_the_way_lets_go_of_the_directory(tmp_path, monkeypatch):
         patch.setattr(Trainer, "__init__", fail)
         with pytest.raises(ValueError, match="no model today"):
             lines_of(**at(tmp_path))
-    Checkpoints(tmp_path / "test" / "checkpoints").close()
+    CheckpointManager(tmp_path / "test" / "checkpoints").close()
 
 
 @pytest.mark.slow
@@ -347,7 +347,7 @@ def test_parameters_of_another_run(tmp_path):
     lines_of(**at(tmp_path, steps=2, run_name="first"))
     path = tmp_path / "first" / "checkpoints"
     trainer = Trainer(small(load_parameters_path=str(path)))
-    saved = load(path, part="params").state
+    saved = load(path, subtree="params").state
     jax.tree.map(np.testing.assert_array_equal, trainer.state.params, saved)
     assert trainer.now == 0
     _, outcome = lines_of(**at(tmp_path, steps=2, run_name="second", load_parameters_path=str(path)))

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import octavo
-from octavo.checkpoint import Checkpoints
+from octavo.checkpoint import CheckpointManager
 from octavo.train.halt import explain
 from octavo.train.optimizer import learning_rate_schedule, make_optimizer
 from octavo.train.telemetry import Telemetry
@@ -193,7 +193,7 @@ def test_quantized_parameters_give_the_same_loss_bit_for_bit(more, tmp_path):
     batches = [trainer.eval_data.batch(i) for i in range(2)]
     served = [jax.jit(low)(params, batch, 256.0, 1.0)[1] for batch in batches]
     assert float(sum(x.lm for x in served) / sum(x.weights for x in served)) == trained
-    with Checkpoints(tmp_path) as there:
+    with CheckpointManager(tmp_path) as there:
         there.save(1, {"params": params})
     again = Trainer(
         small(load_parameters_path=str(tmp_path), checkpoint_is_quantized=True, quantization="int8w", **more)

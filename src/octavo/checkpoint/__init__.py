@@ -1,7 +1,7 @@
-"""Training state on disk: whole or not there, bit for bit, readable with Orbax."""
+"""Checkpoints of a training state: atomic, bit-exact, verified by checksums, readable with Orbax."""
 
-from octavo.checkpoint.checkpoints import Checkpoints
 from octavo.checkpoint.errors import CheckpointError, CheckpointWarning
-from octavo.checkpoint.reading import Restored, load, structure
+from octavo.checkpoint.manager import CheckpointManager
+from octavo.checkpoint.restore import Restored, load, load_abstract
 
-__all__ = ["CheckpointError", "CheckpointWarning", "Checkpoints", "Restored", "load", "structure"]
+__all__ = ["CheckpointError", "CheckpointManager", "CheckpointWarning", "Restored", "load", "load_abstract"]

@@ -1,4 +1,4 @@
-"""What may go wrong with a checkpoint."""
+"""Errors and warnings about checkpoints."""
 
 
 class CheckpointError(RuntimeError):
@@ -6,8 +6,8 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint is passed over, or something around it is not as it should be."""
+    """A checkpoint is skipped, or part of it is not used."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not whole: a file of it is missing, truncated or changed."""
+    """A file of a checkpoint is missing, truncated or changed."""

@@ -1,4 +1,4 @@
-"""One writer to a directory: a lock that the operating system releases when its process ends, however it ends."""
+"""A lock for the single writer of a directory; the operating system releases it when the process ends in any way."""
 
 import errno
 import fcntl
@@ -11,16 +11,14 @@ from pathlib import Path
 
 from octavo.checkpoint.errors import CheckpointError
 
-NAME = ".lock"
-
 _held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 class Lock:
-    """The right to write to a directory. Raises OSError where the directory cannot be written to at all."""
+    """An exclusive lock on a directory. Raises OSError where the directory is not writable."""
 
     def __init__(self, directory: Path):
-        self._handle: int | None = os.open(directory / NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        self._handle: int | None = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -29,7 +27,7 @@ class Lock:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
             raise CheckpointError(
-                f"{directory} is in use by {_owner(owner)}; two runs must not save to one directory: wait for "
+                f"{directory} is in use by {_describe_owner(owner)}; two runs must not save to one directory: wait for "
                 "that one to end, or choose another directory"
             ) from None
         note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -38,13 +36,13 @@ class Lock:
         _held.add(self)
 
     def release(self) -> None:
-        """Let others write. The file stays: removing it would let two processes lock two files of one name."""
+        """Release the lock. The file stays: if it were removed, two processes could lock two files of one name."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
 
-def _owner(note: bytes) -> str:
+def _describe_owner(note: bytes) -> str:
     try:
         owner = json.loads(note)
         this = " (this one)" if (owner["pid"], owner["host"]) == (os.getpid(), socket.gethostname()) else ""
@@ -53,10 +51,10 @@ def _owner(note: bytes) -> str:
         return "another process"
 
 
-def _leave_to_parent() -> None:
-    # A forked child, say a data loader, shares the lock and would hold it on after its parent was killed.
+def _release_in_child() -> None:
+    # A forked child, such as a data loader, shares the lock and would still hold it after its parent was killed.
     for lock in list(_held):
         lock.release()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_release_in_child)

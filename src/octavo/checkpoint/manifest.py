@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the size and checksum of each file, written last, so that it vouches for the whole."""
+"""The manifest of a checkpoint: size and CRC-32 of every other file, written last."""
 
 import json
 import os
@@ -8,16 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from octavo._io import atomic_write, sync_directory
 from octavo.checkpoint.errors import CheckpointError, DamagedError
 
 NAME = "manifest.json"
 VERSION = 1
 
 _BLOCK = 1 << 20
+_CHANGED = "has other contents than were written (its checksum differs)"
 
 
 def write(directory: Path, step: int) -> None:
-    """Bring every file of a directory to the disk, then the manifest that lists them."""
+    """Flush every file of a directory to disk, then write the manifest that lists them."""
     paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
     with ThreadPoolExecutor(4) as pool:
         sums = list(pool.map(lambda path: _checksum(path, sync=True), paths))
@@ -26,65 +28,52 @@ def write(directory: Path, step: int) -> None:
     for path in [directory, *directory.rglob("*")]:
         if path.is_dir():
             sync_directory(path)
-    put(directory / NAME, json.dumps({**body, "crc32": _own(body)}))
+    atomic_write(directory / NAME, json.dumps({**body, "crc32": _own_checksum(body)}))
 
 
-def check(directory: Path, *, contents: Callable[[str], bool] | None = None) -> int:
-    """Raise DamagedError unless all files have the sizes, and those named by `contents` the checksums, of the manifest.
+def verify(directory: Path, *, contents: Callable[[str], bool] | None = None) -> int:
+    """Raise DamagedError unless the files agree with the manifest.
 
-    Returns the step that the manifest is of.
+    Args:
+      directory: The folder of a checkpoint.
+      contents: Selects by name the files whose checksums are compared; sizes always are.
+
+    Returns:
+      The step that the manifest names.
     """
     manifest = _read(directory)
-    found = {}
-    for name in manifest["files"]:
-        try:
-            found[name] = (directory / name).stat().st_size
-        except OSError as error:
-            raise _damaged(directory, name, f"is missing ({error.strerror})") from error
     for name, (size, _) in manifest["files"].items():
-        if found[name] != size:
-            raise _damaged(directory, name, f"has {found[name]} bytes instead of {size}")
-    names = [name for name in manifest["files"] if contents is not None and contents(name)]
+        try:
+            found = (directory / name).stat().st_size
+        except OSError as error:
+            raise DamagedError(f"{directory / name} is missing ({error.strerror})") from error
+        if found != size:
+            raise DamagedError(f"{directory / name} has {found} bytes instead of {size}")
+
+    def compare(name: str) -> None:
+        try:
+            sums = _checksum(directory / name, sync=False)
+        except OSError as error:
+            raise DamagedError(f"{directory / name} cannot be read ({error.strerror})") from error
+        if sums != manifest["files"][name]:
+            raise DamagedError(f"{directory / name} {_CHANGED}")
+
     with ThreadPoolExecutor(4) as pool:
-        for name, sums in zip(names, pool.map(lambda name: _readable(directory, name), names), strict=True):
-            if sums != manifest["files"][name]:
-                raise _damaged(directory, name, "has other contents than were written (its checksum differs)")
+        list(pool.map(compare, [name for name in manifest["files"] if contents is not None and contents(name)]))
     return manifest["step"]
 
 
-def put(path: Path, text: str) -> None:
-    """Write a small file so that it is there as a whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Bring the names in a directory to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _read(directory: Path) -> dict[str, Any]:
+    path = directory / NAME
     try:
-        text = (directory / NAME).read_bytes()
+        manifest = json.loads(path.read_bytes())
+        intact = manifest.pop("crc32") == _own_checksum(manifest)
     except OSError as error:
-        raise _damaged(directory, NAME, f"is missing ({error.strerror})") from error
-    try:
-        manifest = json.loads(text)
-        own = manifest.pop("crc32")
-        whole = own == _own(manifest)
+        raise DamagedError(f"{path} is missing ({error.strerror})") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise _damaged(directory, NAME, f"is no manifest ({error})") from error
-    if not whole:
-        raise _damaged(directory, NAME, "has other contents than were written (its checksum differs)")
+        raise DamagedError(f"{path} is no manifest ({error})") from error
+    if not intact:
+        raise DamagedError(f"{path} {_CHANGED}")
     if manifest["version"] > VERSION:
         raise CheckpointError(
             f"{directory} was written by a newer Octavo (layout {manifest['version']}); update to read it"
@@ -92,15 +81,8 @@ def _read(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def _own(body: dict[str, Any]) -> str:
+def _own_checksum(body: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
-
-
-def _readable(directory: Path, name: str) -> list[Any]:
-    try:
-        return _checksum(directory / name, sync=False)
-    except OSError as error:
-        raise _damaged(directory, name, f"cannot be read ({error.strerror})") from error
 
 
 def _checksum(path: Path, *, sync: bool) -> list[Any]:
@@ -112,7 +94,3 @@ def _checksum(path: Path, *, sync: bool) -> list[Any]:
         if sync:
             os.fsync(file.fileno())
     return [size, f"{total:08x}"]
-
-
-def _damaged(directory: Path, name: str, what: str) -> DamagedError:
-    return DamagedError(f"{directory / name} {what}")

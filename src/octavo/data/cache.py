@@ -1,37 +1,27 @@
-"""Files that can be made again, kept between runs under $XDG_CACHE_HOME/octavo or ~/.cache/octavo."""
+"""Derived files kept between runs under $XDG_CACHE_HOME/octavo or ~/.cache/octavo."""
 
-import contextlib
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, Any
+
+from octavo._io import atomic_file
 
 
 def cache_directory() -> Path:
-    """Where files are kept, by the XDG rules: a relative $XDG_CACHE_HOME counts as none."""
+    """The cache directory by the XDG rules: a relative $XDG_CACHE_HOME is ignored."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "octavo"
 
 
-def cached(name: str, write: Callable[[Path], None]) -> Path | None:
-    """The path of a kept file, which `write` makes at first, or None where nothing can be written.
-
-    The file appears under its name when it is whole, so processes that make it at the same time do no harm.
-    """
-    temporary = None
+def cached(name: str, write: Callable[[IO[bytes]], Any]) -> Path | None:
+    """The path of a cached file, which `write` creates atomically the first time; None if it cannot be written."""
     try:
         path = cache_directory() / name
-        if path.is_file():
-            return path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        number, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=path.parent)
-        os.close(number)
-        write(Path(temporary))
-        os.replace(temporary, path)
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(path) as file:
+                write(file)
     except (OSError, RuntimeError):  # RuntimeError: there is no home directory
         return None
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
     return path

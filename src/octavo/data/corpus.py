@@ -1,38 +1,36 @@
-"""Rows from a whole corpus that lies in one array of tokens, in memory or on disk."""
+"""Datasets of tokens in one array, in memory or mapped from disk."""
 
 import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from octavo.data.cache import cached
-from octavo.data.dataset import Dataset, Layout
-from octavo.data.permutation import shuffled
-from octavo.data.rows import Batch, Ids, assemble, gather
+from octavo.data.dataset import BatchConfig, Dataset
+from octavo.data.packing import Batch, Ids, make_batch
+from octavo.data.shuffle import shuffle_epochs
 from octavo.data.tokenizer import Tokenizer, make_tokenizer
 
 type Documents = Callable[[str], Iterable[str]]
 """Opens the documents of a split."""
 
-_FORMAT = 1  # of the kept streams: raise it when the same documents should give other streams
+_FORMAT = 1  # of the cached arrays: raise it when the same documents should give other tokens
 _CHUNK = 1 << 24
 
 
 class Corpus(Dataset):
-    """Rows of a stream of tokens, each of them once in an epoch, in a new order in every epoch of training.
+    """Rows of an array of tokens, each once per epoch, shuffled anew in every epoch of training.
 
-    Evaluation reads them in the stream's order. Its last batch is filled up with rows of padding, then it starts again,
-    so `batches` of them are an exact pass.
+    Evaluation reads them in order; its last batch is padded, so that `num_batches` batches are an exact pass.
     """
 
     def __init__(
         self,
-        stream: np.ndarray,
-        layout: Layout,
+        tokens: np.ndarray,
+        config: BatchConfig,
         *,
         eos: int,
         bos: int,
@@ -40,65 +38,65 @@ class Corpus(Dataset):
         decode: Callable[[Ids], str],
         details: dict[str, Any],
     ):
-        self.layout, self.vocab_size = layout, vocab_size
-        # np.memmap wraps every result it gives out; a plain view of the same memory does not.
-        self._stream = stream.view(np.ndarray)
+        self.config, self.vocab_size = config, vocab_size
+        # np.memmap wraps every result; a plain view of the same memory does not.
+        self._tokens = tokens.view(np.ndarray)
         self._eos, self._bos, self._decode, self._details = eos, bos, decode, details
-        predictions = stream.size - 1
-        if layout.packing:
-            self._found, self.rows = None, -(-predictions // layout.length)
-        else:
-            self._found = find_documents(self._stream, eos)
-            self.rows = self._found[0].size
-        if self.rows < 1:
-            raise ValueError(f"there is nothing to learn from in {stream.size} tokens: {details}")
+        self._documents = None if config.packing else find_documents(self._tokens, eos)
+        self.num_rows = -(-(tokens.size - 1) // config.length) if self._documents is None else self._documents[0].size
+        if self.num_rows < 1:
+            raise ValueError(f"there is nothing to learn from in {tokens.size} tokens: {details}")
 
     @property
-    def batches(self) -> int:
-        return -(-self.rows // self.layout.batch_size)
+    def num_batches(self) -> int:
+        return -(-self.num_rows // self.config.batch_size)
 
-    def _batch(self, index: int) -> Batch:
-        return self._part(index, 0, self.layout.batch_size)
-
-    def _part(self, index: int, start: int, stop: int) -> Batch:
-        layout = self.layout
-        size, length = layout.batch_size, layout.length
-        if layout.shuffle:
-            rows = shuffled(index * size + np.arange(start, stop), self.rows, layout.seed)
+    def _rows(self, index: int, start: int, stop: int) -> Batch:
+        size, length = self.config.batch_size, self.config.length
+        if self.config.shuffle:
+            rows = shuffle_epochs(index * size + np.arange(start, stop), self.num_rows, self.config.seed)
         else:
-            rows = index % self.batches * size + np.arange(start, stop)
-        here = np.minimum(rows, self.rows - 1)
-        if self._found is None:
-            starts = here * length
-            counts = self._stream.size - 1 - starts
+            rows = index % self.num_batches * size + np.arange(start, stop)
+        existing = np.minimum(rows, self.num_rows - 1)
+        if self._documents is None:
+            starts = existing * length
+            counts = self._tokens.size - 1 - starts
         else:
-            starts, counts = (array[here] for array in self._found)
-        counts = np.where(rows < self.rows, np.minimum(counts, length), 0)
-        windows = gather(self._stream, starts, length)
-        return assemble(windows, eos=self._eos, bos=self._bos, counts=None if counts.min() == length else counts)
+            starts, counts = (array[existing] for array in self._documents)
+        counts = np.where(rows < self.num_rows, np.minimum(counts, length), 0)
+        windows = gather_windows(self._tokens, starts, length)
+        return make_batch(windows, eos=self._eos, bos=self._bos, counts=None if counts.min() == length else counts)
 
     def describe(self) -> dict[str, Any]:
-        return self._described({**self._details, "rows": self.rows})
+        return self._describe({**self._details, "rows": self.num_rows})
 
     def decode(self, ids: Ids) -> str:
         return self._decode(ids)
 
 
-def find_documents(stream: np.ndarray, eos: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where documents start, at the eos before them, and how many tokens each predicts. Empty ones are left out.
+def gather_windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """Windows of length + 1 tokens; those beyond the end repeat the last token."""
+    index = starts[:, None] + np.arange(length + 1)
+    if index.size and index[:, -1].max() >= tokens.size:
+        index = np.minimum(index, tokens.size - 1)
+    return tokens[index].astype(np.int32)
+
+
+def find_documents(tokens: np.ndarray, eos: int) -> tuple[np.ndarray, np.ndarray]:
+    """The index of the `eos` before each document, and its number of targets. Empty documents are left out.
 
     >>> find_documents(np.array([9, 1, 2, 9, 9, 3, 9]), eos=9)
     (array([0, 4]), array([3, 2]))
     """
-    found = [begin + np.flatnonzero(stream[begin : begin + _CHUNK] == eos) for begin in range(0, stream.size, _CHUNK)]
-    places = np.unique(np.concatenate([[0], *found, [stream.size - 1]])).astype(np.int64)
-    sizes = np.diff(places)
-    return places[:-1][sizes > 1], sizes[sizes > 1]
+    found = [begin + np.flatnonzero(tokens[begin : begin + _CHUNK] == eos) for begin in range(0, tokens.size, _CHUNK)]
+    ends = np.unique(np.concatenate([[0], *found, [tokens.size - 1]])).astype(np.int64)
+    sizes = np.diff(ends)
+    return ends[:-1][sizes > 1], sizes[sizes > 1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """What identifies documents: how many there are, of how many bytes, and a hash of them."""
+    """The number of documents, their total bytes, and a hash of them."""
 
     documents: int
     bytes: int
@@ -111,79 +109,56 @@ class Fingerprint:
         >>> Fingerprint.of(["a", "b"]) == Fingerprint.of(["ab"])
         False
         """
-        seen, documents, size = hashlib.sha256(), 0, 0
+        digest, documents, size = hashlib.sha256(), 0, 0
         for text in texts:
             data = text.encode("utf-8", errors="replace")
-            seen.update(b"%d:" % len(data))
-            seen.update(data)
+            digest.update(b"%d:" % len(data) + data)
             documents, size = documents + 1, size + len(data)
-        return cls(documents, size, seen.hexdigest())
+        return cls(documents, size, digest.hexdigest())
 
 
 def make_corpus(
-    name: str, documents: Documents, config: Any, split: str, layout: Layout, details: dict[str, Any]
+    name: str, documents: Documents, config: Any, split: str, batch_config: BatchConfig, details: dict[str, Any]
 ) -> Corpus:
-    """The rows of the documents of a split, which are tokenized once and kept for the next run."""
+    """The dataset of the documents of a split, which are tokenized once and cached for later runs."""
     tokenizer = make_tokenizer(config, lambda: documents("train"))
-    vocab_size = layout.vocabulary(tokenizer.vocab_size, f"tokenizer_type={tokenizer.name}")
-    found = Fingerprint.of(documents(split))
-    if not found.bytes:
+    vocab_size = batch_config.resolve_vocab_size(tokenizer.vocab_size, f"tokenizer_type={tokenizer.name}")
+    fingerprint = Fingerprint.of(documents(split))
+    if not fingerprint.bytes:
         raise ValueError(f"dataset_type={name}: the {split} split has no text; {details}")
-    stream = _stream(lambda: documents(split), tokenizer, found)
-    tokens = stream.size - 1
+    tokens = _cached_tokens(lambda: documents(split), tokenizer, fingerprint)
     details = {
         "name": name,
         "split": split,
         **details,
-        **dataclasses.asdict(found),
+        **dataclasses.asdict(fingerprint),
         "tokenizer": tokenizer.name,
-        "tokens": tokens,
-        "bytes_per_token": found.bytes / tokens,
+        "tokens": tokens.size - 1,
+        "bytes_per_token": fingerprint.bytes / (tokens.size - 1),
     }
-    corpus = Corpus(
-        stream,
-        layout,
-        eos=tokenizer.eos,
-        bos=tokenizer.bos,
-        vocab_size=vocab_size,
-        decode=tokenizer.decode,
-        details=details,
-    )
+    special = {"eos": tokenizer.eos, "bos": tokenizer.bos}
+    corpus = Corpus(tokens, batch_config, **special, vocab_size=vocab_size, decode=tokenizer.decode, details=details)
     corpus.tokenizer = tokenizer
     return corpus
 
 
-def _stream(texts: Callable[[], Iterable[str]], tokenizer: Tokenizer, found: Fingerprint) -> np.ndarray:
-    """All documents as ids with eos before and after each, mapped from disk where it could be written."""
-    key = hashlib.sha256(f"{_FORMAT} {found.sha256} {tokenizer.digest}".encode()).hexdigest()
-    path = cached(f"tokens-{key[:32]}.npy", lambda path: _save(path, _tokenize(texts(), tokenizer)))
+def _cached_tokens(texts: Callable[[], Iterable[str]], tokenizer: Tokenizer, fingerprint: Fingerprint) -> np.ndarray:
+    """The tokens of all documents with `eos` before and after each, mapped from the cache if it is writable."""
+    key = hashlib.sha256(f"{_FORMAT} {fingerprint.sha256} {tokenizer.digest}".encode()).hexdigest()
+    path = cached(f"tokens-{key[:32]}.npy", lambda file: np.save(file, _tokenize(texts(), tokenizer)))
     if path is not None:
         try:
             return np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError):  # cut short or not ours
+        except (OSError, ValueError):  # truncated, or not one of ours
             with contextlib.suppress(OSError):
                 path.unlink()
     return _tokenize(texts(), tokenizer)
 
 
 def _tokenize(texts: Iterable[str], tokenizer: Tokenizer) -> np.ndarray:
-    dtype = smallest_dtype(tokenizer.vocab_size)
-    end = np.array([tokenizer.eos], dtype)
-    parts = [end]
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    eos = np.array([tokenizer.eos], dtype)
+    parts = [eos]
     for text in texts:
-        parts += [tokenizer.encode(text).astype(dtype), end]
+        parts += [tokenizer.encode(text).astype(dtype), eos]
     return np.concatenate(parts)
-
-
-def _save(path: Path, stream: np.ndarray) -> None:
-    with path.open("wb") as file:
-        np.save(file, stream, allow_pickle=False)
-
-
-def smallest_dtype(vocab_size: int) -> np.dtype:
-    """The smallest unsigned integers that hold ids below a vocabulary's size.
-
-    >>> smallest_dtype(256), smallest_dtype(257)
-    (dtype('uint8'), dtype('uint16'))
-    """
-    return np.min_scalar_type(vocab_size - 1)

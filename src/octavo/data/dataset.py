@@ -1,22 +1,26 @@
-"""What every dataset is: batches by number."""
+"""The interface of datasets: batches by index."""
 
 import abc
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.data.rows import Batch, Ids
+from octavo.data.packing import Batch, Ids
 from octavo.data.tokenizer import Tokenizer
-
-SPLITS = ("train", "eval")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The shape of batches, and the order in which rows come.
+class BatchConfig:
+    """The shape of batches and the order of rows.
 
-    `reuse` batches are dealt out over and over; 0 is for all of them. `vocab_size` is what the model has, or 0 for as
-    many as the tokens need.
+    Args:
+      batch_size: The number of rows of a batch.
+      length: The number of tokens of a row.
+      packing: Whether rows hold several documents; otherwise each row is the start of one.
+      shuffle: Whether rows are shuffled.
+      seed: The seed of the shuffle.
+      reuse: The number of batches that are repeated endlessly; 0 for all.
+      vocab_size: The vocabulary of the model; 0 for the smallest that holds the tokens.
     """
 
     batch_size: int
@@ -31,12 +35,12 @@ class Layout:
         for name, least in {"batch_size": 1, "length": 1, "reuse": 0, "vocab_size": 0}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
-                called = {"length": "max_target_length", "reuse": "reuse_example_batch"}.get(name, name)
-                raise ValueError(f"{called} is a whole number of at least {least}, got {value!r}")
+                option = {"length": "max_target_length", "reuse": "reuse_example_batch"}.get(name, name)
+                raise ValueError(f"{option} is a whole number of at least {least}, got {value!r}")
 
     @classmethod
-    def of(cls, config: Any, split: str, batch_size: int | None = None) -> "Layout":
-        """The layout that a training configuration asks for; only training data are shuffled and reused."""
+    def from_config(cls, config: Any, split: str, batch_size: int | None = None) -> "BatchConfig":
+        """From a training configuration; only training data are shuffled and reused."""
         train = split == "train"
         size = config.per_device_batch_size if batch_size is None else batch_size
         if isinstance(size, float) and size.is_integer():
@@ -53,71 +57,58 @@ class Layout:
             vocab_size=getattr(config, "vocab_size", 0),
         )
 
-    def vocabulary(self, needed: int, what: str) -> int:
-        """The size of the vocabulary, given how many ids something needs."""
+    def resolve_vocab_size(self, needed: int, source: str) -> int:
+        """The size of the vocabulary, which must hold the `needed` ids of `source`."""
         if self.vocab_size and self.vocab_size < needed:
             raise ValueError(
-                f"vocab_size={self.vocab_size} is too small: {what} has {needed} ids; set vocab_size={needed} or 0"
+                f"vocab_size={self.vocab_size} is too small: {source} has {needed} ids; set vocab_size={needed} or 0"
             )
         return self.vocab_size or needed
 
 
 class Dataset(abc.ABC):
-    """Batches by number: `batch(i)` is a function of the configuration and `i`, so a run resumes by its step alone."""
+    """Batches by index: `batch(i)` is a function of the configuration and `i`, so a run resumes by its step alone."""
 
-    layout: Layout
+    config: BatchConfig
     vocab_size: int
     tokenizer: Tokenizer | None = None
-    """What made the tokens from text, where that is known."""
+    """The tokenizer of the text, if known."""
 
     def batch(self, index: int) -> Batch:
-        """The batch at a place of the sequence: six int32 arrays [batch, length]."""
+        """The batch at an index: six int32 arrays [batch, length]."""
+        return self.batch_rows(index, 0, self.config.batch_size)
+
+    def batch_rows(self, index: int, start: int, stop: int) -> Batch:
+        """Rows `start` to `stop` of a batch: what one of several processes reads."""
         index = int(index)
         if index < 0:
             raise ValueError(f"batches are numbered from 0, got {index}")
-        return self._batch(index % self.layout.reuse if self.layout.reuse else index)
-
-    def part(self, index: int, start: int, stop: int) -> Batch:
-        """The rows from `start` to below `stop` of a batch: what one of several processes reads of it."""
-        if not 0 <= start < stop <= self.layout.batch_size:
-            raise ValueError(f"rows {start} to {stop} are not within a batch of {self.layout.batch_size}")
-        index = index % self.layout.reuse if self.layout.reuse else index
-        return self._part(index, start, stop)
+        if not 0 <= start < stop <= self.config.batch_size:
+            raise ValueError(f"rows {start} to {stop} are not within a batch of {self.config.batch_size}")
+        return self._rows(index % self.config.reuse if self.config.reuse else index, start, stop)
 
     @property
-    def batches(self) -> int | None:
-        """How many batches hold every row once, or None where that is not known or there is no end."""
+    def num_batches(self) -> int | None:
+        """The number of batches that hold every row once, or None if unknown or endless."""
         return None
 
     @abc.abstractmethod
-    def _batch(self, index: int) -> Batch: ...
-
-    def _part(self, index: int, start: int, stop: int) -> Batch:
-        # Data that can only be read in order are read whole; others override this.
-        return {name: rows[start:stop] for name, rows in self._batch(index).items()}
+    def _rows(self, index: int, start: int, stop: int) -> Batch: ...
 
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What the data are, for logs and reports: a mapping that JSON can hold."""
+        """A description of the data for logs and reports, as JSON."""
 
     @abc.abstractmethod
     def decode(self, ids: Ids) -> str:
-        """The text that token ids stand for."""
+        """The text of token ids."""
 
-    def _described(self, details: Mapping[str, Any]) -> dict[str, Any]:
-        """Details, with what every dataset says about itself."""
-        layout = self.layout
+    def _describe(self, details: Mapping[str, Any]) -> dict[str, Any]:
         return {
             **details,
             "vocab_size": self.vocab_size,
-            "batch_size": layout.batch_size,
-            "max_target_length": layout.length,
-            "packing": layout.packing,
-            "batches": self.batches,
+            "batch_size": self.config.batch_size,
+            "max_target_length": self.config.length,
+            "packing": self.config.packing,
+            "batches": self.num_batches,
         }
-
-
-def check_split(split: str) -> None:
-    """Refuse anything but the two splits."""
-    if split not in SPLITS:
-        raise ValueError(f"a split is one of {', '.join(SPLITS)}, got {split!r}")

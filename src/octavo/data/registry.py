@@ -1,23 +1,31 @@
-"""Datasets by the name that `dataset_type` gives them."""
+"""Datasets by the name of their `dataset_type`."""
 
 from collections.abc import Callable
 from typing import Any
 
-from octavo.data.adapters import make_grain, make_hf, make_tfds
-from octavo.data.dataset import Dataset, Layout, check_split
-from octavo.data.stdlib import make_python
+from octavo._names import unknown_name
+from octavo.data.dataset import BatchConfig, Dataset
+from octavo.data.loaders import make_grain, make_hf, make_tfds
 from octavo.data.synthetic import make_synthetic
-from octavo.data.text import make_text
-from octavo.data.tokens import make_tokens
-from octavo.numerics import nearest_names
+from octavo.data.text import make_python, make_text
+from octavo.data.token_files import make_tokens
 
-type DatasetMaker = Callable[[Any, str, Layout], Dataset]
+type DatasetMaker = Callable[[Any, str, BatchConfig], Dataset]
 
-_makers: dict[str, DatasetMaker] = {}
+_SPLITS = ("train", "eval")
+_makers: dict[str, DatasetMaker] = {
+    "synthetic": make_synthetic,
+    "python": make_python,
+    "text": make_text,
+    "tokens": make_tokens,
+    "grain": make_grain,
+    "hf": make_hf,
+    "tfds": make_tfds,
+}
 
 
 def register_dataset(name: str, maker: DatasetMaker, *, replace: bool = False) -> None:
-    """Make a dataset known by a name; `maker` takes the configuration, the split and the layout of batches."""
+    """Register a dataset by name; `maker` takes the configuration, the split and the `BatchConfig`."""
     if name in _makers and not replace:
         raise ValueError(f"a dataset named {name!r} exists; choose another name or pass replace=True")
     _makers[name] = maker
@@ -33,10 +41,12 @@ def datasets() -> tuple[str, ...]:
 
 
 def make_dataset(config: Any, split: str = "train", *, batch_size: int | None = None) -> Dataset:
-    """The data that a training configuration asks for.
+    """Make the dataset of a training configuration.
 
-    `batch_size` is the rows of a batch, `per_device_batch_size` if it is not given. `config` is anything with the
-    configuration's attributes.
+    Args:
+      config: The training configuration, or any object with its attributes.
+      split: `"train"` or `"eval"`.
+      batch_size: The number of rows of a batch; `per_device_batch_size` by default.
 
     >>> from types import SimpleNamespace
     >>> config = SimpleNamespace(dataset_type="synthetic", max_target_length=16, per_device_batch_size=4)
@@ -44,20 +54,9 @@ def make_dataset(config: Any, split: str = "train", *, batch_size: int | None = 
     >>> data.vocab_size, data.batch(0)["inputs"].shape
     (256, (4, 16))
     """
-    check_split(split)
+    if split not in _SPLITS:
+        raise ValueError(f"a split is one of {', '.join(_SPLITS)}, got {split!r}")
     name = config.dataset_type
     if name not in _makers:
-        raise ValueError(f"unknown dataset_type {name!r}: {nearest_names(name, datasets())}")
-    return _makers[name](config, split, Layout.of(config, split, batch_size))
-
-
-for _name, _maker in {
-    "synthetic": make_synthetic,
-    "python": make_python,
-    "text": make_text,
-    "tokens": make_tokens,
-    "grain": make_grain,
-    "hf": make_hf,
-    "tfds": make_tfds,
-}.items():
-    register_dataset(_name, _maker)
+        raise ValueError(f"unknown dataset_type {name!r}: {unknown_name(name, _makers)}")
+    return _makers[name](config, split, BatchConfig.from_config(config, split, batch_size))

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from octavo._optional import import_optional
 from octavo.data.cache import cached
-from octavo.data.optional import require
-from octavo.data.rows import Ids
+from octavo.data.packing import Ids
 from octavo.data.tokenizer import Texts, Tokenizer, register_tokenizer
 
 DEFAULT_VOCABULARY = 4096
@@ -90,7 +90,7 @@ def make_bpe(config: Any, texts: Texts) -> Tokenizer:
     seen = hashlib.sha256(f"bpe 1 {_package('bpe').__version__} {size}".encode())
     for text in sample:
         seen.update(b"%d:" % len(text) + text.encode("utf-8", errors="replace"))
-    path = cached(f"bpe-{seen.hexdigest()[:32]}.json", lambda path: _write(path, learn(sample, size)))
+    path = cached(f"bpe-{seen.hexdigest()[:32]}.json", lambda file: file.write(learn(sample, size).encode()))
     return Subwords("bpe", path.read_text(encoding="utf-8") if path else learn(sample, size), eos=0, bos=0)
 
 
@@ -133,12 +133,8 @@ def _start(texts: Iterable[str]) -> Iterator[str]:
             return
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
 def _package(needed_by: str) -> Any:
-    return require("tokenizers", f"tokenizer_type={needed_by}", "'octavo[models]'")
+    return import_optional("tokenizers", f"tokenizer_type={needed_by}", "'octavo[models]'")
 
 
 register_tokenizer("bpe", make_bpe)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.data.rows import Ids
+from octavo.data.packing import Ids
 from octavo.numerics import nearest_names
 
 type Texts = Callable[[], Iterable[str]]

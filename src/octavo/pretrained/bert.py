@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from octavo._optional import import_optional
 from octavo._typing import Array
-from octavo.data.optional import require
 from octavo.files.safetensors import SafeTensors
 from octavo.frameworks import convert, served
 from octavo.models import ModelConfig
@@ -284,7 +284,7 @@ def _put(tree: Params, path: str, arrays: dict[str, np.ndarray]) -> None:
 def _tokenizer(path: Path, limit: int, config: BertConfig) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}, which makes ids of texts")
-    tokenizer = require("tokenizers", "an encoder's text", "'octavo[models]'").Tokenizer.from_file(str(path))
+    tokenizer = import_optional("tokenizers", "an encoder's text", "'octavo[models]'").Tokenizer.from_file(str(path))
     if tokenizer.get_vocab_size() > config.vocab_size:
         raise ValueError(f"{path} knows {tokenizer.get_vocab_size()} words, but the model {config.vocab_size}")
     tokenizer.no_padding()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from octavo._config import Config as Description
-from octavo.checkpoint import CheckpointError, Checkpoints, load, structure
+from octavo.checkpoint import CheckpointError, CheckpointManager, load, load_abstract
 from octavo.models import ModelConfig
 from octavo.pretrained.registry import Kind, register_kind
 from octavo.pretrained.source import Leaf, Source, nested, paths_of
@@ -30,7 +30,7 @@ VERSION = 1
 def write_model(source: Source, params: dict[str, Any], directory: Path, *, facts: dict[str, Any]) -> None:
     """Write a converted model whose parameters are at hand, by path."""
     directory.mkdir(parents=True, exist_ok=True)
-    with Checkpoints(directory / "params", asynchronous=False) as checkpoints:
+    with CheckpointManager(directory / "params", asynchronous=False) as checkpoints:
         checkpoints.save(0, nested(params), force=True)
     if source.tokenizer is not None:
         source.tokenizer.save(directory)
@@ -70,7 +70,7 @@ def _read_converted(directory: Path) -> Source:
 def _leaves(directory: Path, part: str) -> dict[str, Leaf]:
     """The leaves of a checkpoint; those of a stack of layers each by itself, under the name of its layer."""
     found: dict[str, Leaf] = {}
-    for path, value in paths_of(structure(directory, part=part).state).items():
+    for path, value in paths_of(load_abstract(directory, subtree=part).state).items():
         whole = functools.partial(_load, directory, f"{part}/{path}")
         group, inner = _stack(path)
         if group is None:
@@ -97,7 +97,7 @@ def _stored(value: Any) -> str:
 # The layers of a stack are asked for one after the other, and lie in one array.
 @functools.lru_cache(maxsize=1)
 def _load(directory: Path, part: str) -> Any:
-    return load(directory, part=part).state
+    return load(directory, subtree=part).state
 
 
 def _one(whole: Any, i: int) -> Any:
@@ -108,7 +108,7 @@ def _checkpoints(path: Path) -> Path | None:
     """Where the checkpoints of a path are: a run, its folder of checkpoints, or one of them."""
     for place in (path / "checkpoints", path):
         try:
-            structure(place, part="params")
+            load_abstract(place, subtree="params")
         except (CheckpointError, OSError):
             continue
         return place
@@ -122,7 +122,7 @@ def _is_run(path: Path) -> bool:
 def _read_run(path: Path) -> Source:
     place = _checkpoints(path)
     assert place is not None
-    found = structure(place, part="params")
+    found = load_abstract(place, subtree="params")
     if "config" not in found.extra:
         raise ValueError(f"{place} was saved without the configuration of its run: it is no run of `octavo train`")
     config = Config(**found.extra["config"])
@@ -147,7 +147,7 @@ def _read_run(path: Path) -> Source:
 
 def _masked(place: Path, leaves: dict[str, Leaf]) -> dict[str, Leaf]:
     """Weights with the values that training left out set to zero."""
-    masks = load(place, part="masks").state
+    masks = load(place, subtree="masks").state
     by_path: dict[str, Any] = {}
     for path, mask in paths_of(masks).items():
         group, inner = _stack(path)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.data.optional import require
+from octavo._optional import import_optional
 
 type Message = Mapping[str, Any]
 
@@ -46,7 +46,7 @@ class TextTokenizer:
         """A conversation as the model's template writes it."""
         if self.template is None:
             raise ValueError("this model has no chat template: it continues text, so give it a prompt instead")
-        jinja = require("jinja2.sandbox", "a chat template", "'octavo[serve]'")
+        jinja = import_optional("jinja2.sandbox", "a chat template", "'octavo[serve]'")
         # A template comes with the model: it may format text, and nothing else.
         environment = jinja.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _refuse
@@ -54,7 +54,7 @@ class TextTokenizer:
         try:
             template = environment.from_string(self.template)
             return template.render(messages=list(messages), add_generation_prompt=True, **self.special)
-        except require("jinja2", "a chat template", "'octavo[serve]'").TemplateError as error:
+        except import_optional("jinja2", "a chat template", "'octavo[serve]'").TemplateError as error:
             raise ValueError(f"the model's chat template cannot write these messages: {error}") from error
 
     def save(self, directory: Path) -> None:
@@ -64,7 +64,7 @@ class TextTokenizer:
 
 
 def _refuse(text: str) -> None:
-    raise require("jinja2", "a chat template", "'octavo[serve]'").TemplateError(text)
+    raise import_optional("jinja2", "a chat template", "'octavo[serve]'").TemplateError(text)
 
 
 def from_tokenizers(
@@ -126,7 +126,7 @@ def read_tokenizer(directory: Path) -> TextTokenizer | None:
     file = directory / "tokenizer.json"
     if not file.is_file():
         return None
-    inner = require("tokenizers", "a tokenizer.json", "'octavo[models]'").Tokenizer.from_file(str(file))
+    inner = import_optional("tokenizers", "a tokenizer.json", "'octavo[models]'").Tokenizer.from_file(str(file))
     if settings is not None:
         return from_tokenizers(
             inner,

@@ -133,11 +133,11 @@ def lost(step: int, saved: int | None, error: Exception) -> LostError:
 
 def placed_batch(data: Dataset, index: int, sharding: Any) -> dict[str, jax.Array]:
     """A batch on the devices of a sharding; of its rows this process reads only those that its own devices hold."""
-    shape = (data.layout.batch_size, data.layout.length)
+    shape = (data.config.batch_size, data.config.length)
     places = sharding.addressable_devices_indices_map(shape)
     rows = [place[0].indices(shape[0]) for place in places.values()]
     start, stop = min(r[0] for r in rows), max(r[1] for r in rows)
-    local = data.part(index, start, stop)
+    local = data.batch_rows(index, start, stop)
 
     def array(values: np.ndarray) -> jax.Array:
         def shard(place: Any) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from octavo.checkpoint import Checkpoints, CheckpointWarning
+from octavo.checkpoint import CheckpointManager, CheckpointWarning
 from octavo.hlo import read_communication
 from octavo.train import distributed
 from octavo.train.bounds import clipping, proposal, propose
@@ -23,7 +23,7 @@ from octavo.train.metrics import MetricWriter, NoMetrics
 from octavo.train.outcome import DONE, INTERRUPTED, TARGET, TERMINATED, Outcome, complete_text, ended, reached
 from octavo.train.progress import Progress, eval_line
 from octavo.train.setup import STOP
-from octavo.train.state import begins_anew
+from octavo.train.state import is_reset_on_remesh
 from octavo.train.stop import Stop, stopping
 from octavo.train.telemetry import Telemetry
 from octavo.train.trainer import Trainer
@@ -42,9 +42,9 @@ def train(config: Config, *, say: Say | None = None) -> Outcome:
     if config.enable_checkpointing:
         # Only the first save would find out that it is missing.
         importlib.import_module("orbax.checkpoint")
-    with Checkpoints(
+    with CheckpointManager(
         directory / "checkpoints",
-        keep=config.max_num_checkpoints_to_keep,
+        max_to_keep=config.max_num_checkpoints_to_keep,
         keep_period=config.keep_period,
         asynchronous=config.async_checkpointing,
     ) as checkpoints:
@@ -89,21 +89,21 @@ def _silent(_: str) -> None:
     """Process 0 speaks for all."""
 
 
-def _check_empty(config: Config, checkpoints: Checkpoints) -> None:
-    if not config.enable_checkpointing and (steps := checkpoints.steps()):
+def _check_empty(config: Config, checkpoints: CheckpointManager) -> None:
+    if not config.enable_checkpointing and (steps := checkpoints.all_steps()):
         raise ValueError(
             f"{checkpoints.directory} has a checkpoint of step {steps[-1]}, and enable_checkpointing=false would begin "
             "anew over the metrics of that run: choose another run_name, or leave checkpoints enabled to go on"
         )
 
 
-def _restore(trainer: Trainer, checkpoints: Checkpoints, say: Say) -> dict[str, Any]:
+def _restore(trainer: Trainer, checkpoints: CheckpointManager, say: Say) -> dict[str, Any]:
     """Go on from the newest whole checkpoint, if there is one; what was saved beside its state."""
     if not trainer.config.enable_checkpointing:
         return {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CheckpointWarning)
-        found = checkpoints.restore(trainer.state, renew=begins_anew)
+        found = checkpoints.restore(trainer.state, reinit=is_reset_on_remesh)
     for warning in caught:
         say(f"warning: {warning.message}")
     if found is None:
@@ -123,7 +123,7 @@ class _Loop:
     def __init__(
         self,
         trainer: Trainer,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointManager,
         writer: MetricWriter | NoMetrics,
         progress: Progress,
         began: float,
@@ -169,7 +169,7 @@ class _Loop:
         self.report()
         if self.saved != trainer.now:
             self.save()
-        self.checkpoints.wait()
+        self.checkpoints.wait_until_finished()
         return Outcome(trainer.now, reason, self.loss, self.eval_loss)
 
     def step(self, stop: Stop) -> Any:
@@ -205,8 +205,10 @@ class _Loop:
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         if values.pop("halted"):
-            self.checkpoints.wait()
-            raise HaltedError(explain(self.trainer, step, self.checkpoints.latest(), Path(self.config.run_directory)))
+            self.checkpoints.wait_until_finished()
+            raise HaltedError(
+                explain(self.trainer, step, self.checkpoints.latest_step(), Path(self.config.run_directory))
+            )
         for name, used in (("z_loss", self.config.z_loss_multiplier), ("moe_lb_loss", self.config.num_experts > 1)):
             if not used:
                 del values[f"learning/{name}"]
@@ -285,7 +287,7 @@ def _save_quantized(trainer: Trainer, say: Say) -> None:
         return
     params = trainer.quantized_params()
     before, after = (sum(x.nbytes for x in jax.tree.leaves(p)) for p in (trainer.state.params, params))
-    with Checkpoints(Path(path), asynchronous=False) as there:
+    with CheckpointManager(Path(path), asynchronous=False) as there:
         there.save(trainer.now, {"params": params}, {"config": trainer.config.to_dict()}, force=True)
     say(f"quantized parameters: {before / 2**20:.1f} MiB -> {after / 2**20:.1f} MiB, in {path}")
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from octavo.data.rows import KEYS
+from octavo.data.packing import KEYS
 from octavo.inspect import Plan, Verification, plan, verify
 from octavo.models import ModelConfig, abstract_params
 from octavo.ops.scatter import LOST

@@ -31,8 +31,8 @@ class TrainState:
     errors: Any = dataclasses.field(default_factory=dict)
 
 
-def begins_anew(path: tuple[str, ...]) -> bool:
-    """Whether an array of the state is what devices lost by rounding: on other devices that begins anew."""
+def is_reset_on_remesh(path: tuple[str, ...]) -> bool:
+    """Whether an array of the state is reset when a run resumes on another mesh: error feedback is per device."""
     return path[0] == "errors" or LOST in path
 
 

@@ -95,8 +95,8 @@ class Trainer:
 
         path = self.config.load_parameters_path
         if not self.config.checkpoint_is_quantized:
-            return load(path, params, part="params").state
-        found = load(path, part="params").state
+            return load(path, params, subtree="params").state
+        found = load(path, subtree="params").state
         floats = jax.tree.map(lambda x: dequantize(x) if isinstance(x, QArray) else x, found, is_leaf=is_qarray)
         return floats if self.setup.is_single else distributed.spread(floats, self.setup.shardings.params)
 

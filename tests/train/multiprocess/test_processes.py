@@ -62,7 +62,7 @@ def test_four_processes_and_then_one(tmp_path):
     config = alone(8, steps=6, base_output_directory=str(tmp_path), **changes)
     assert train(config, say=lines.append).step == 6
     assert "resuming at step 4 of 6" in lines
-    assert any("has other shapes for 7 arrays that begin anew, " in line for line in lines)
+    assert any("has other shapes for 7 arrays that are reset, " in line for line in lines)
     assert losses(tmp_path)[:4] == before
     trainer = Trainer(config)
     expected = [float(trainer.step()["learning/loss"]) for _ in range(6)]

@@ -1,11 +1,17 @@
-"""Packages that only some datasets need."""
+"""Packages that only some features need."""
 
 import importlib
 from types import ModuleType
 
 
-def require(module: str, needed_by: str, install: str) -> ModuleType:
-    """A module, or an error that says what needs it and how to install it."""
+def import_optional(module: str, needed_by: str, install: str) -> ModuleType:
+    """Import a module, or raise an error that says what needs it and how to install it.
+
+    Args:
+      module: The name of the module.
+      needed_by: The feature or option that needs it.
+      install: The arguments of `pip install`.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -1,35 +1,43 @@
-"""Files of tokens that were made before: written by `write_tokens`, read through memory maps.
+"""Token files, written by `write_tokens` and read through memory maps.
 
-A file is a one-dimensional `.npy`, or a `.bin` of bare little-endian integers. Beside it, `<file>.json` says what the
-ids are. Without one, a `.npy` is read as a single document.
+A file is a one-dimensional `.npy`, or a `.bin` of little-endian integers without a header. `<file>.json` describes the
+ids. Without it, a `.npy` is read as a single document.
 """
 
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from octavo.data.corpus import Corpus, smallest_dtype
-from octavo.data.dataset import Layout
-from octavo.data.files import HELD_OUT
-from octavo.data.rows import as_numbers
+from octavo._io import atomic_file, atomic_write
+from octavo.data.corpus import Corpus
+from octavo.data.dataset import BatchConfig
+from octavo.data.packing import format_ids
+from octavo.data.text import HELD_OUT
 from octavo.data.tokenizer import make_tokenizer, tokenizers
 
 _DTYPES = ("uint8", "uint16", "uint32")
 _NO_EOS = -1
-_SCAN = 1 << 22
+_CHUNK = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokensHeader:
-    """What the ids of a token file are: their vocabulary, which one ends a document, which one is read before it.
+    """The description of a token file.
 
-    `tokenizer` is a `tokenizer_type` for showing them as text, with the `tokenizer_path` of the run; may be empty.
+    Args:
+      tokens: The number of tokens.
+      dtype: The dtype of the ids on disk: uint8, uint16 or uint32.
+      vocab_size: The size of the vocabulary.
+      eos: The id that ends a document, if any.
+      bos: The id that is the input before a document; `eos` if None.
+      tokenizer: A `tokenizer_type` to decode ids with, together with the run's `tokenizer_path`; may be empty.
+      sha256: The hash of the ids.
     """
 
     tokens: int
@@ -52,24 +60,25 @@ class TokensHeader:
 
 
 def write_tokens(
-    path: str | Path,
-    ids: Sequence[int] | np.ndarray,
-    *,
-    vocab_size: int = 0,
-    eos: int | None = None,
-    bos: int | None = None,
-    tokenizer: str = "",
+    path: str | Path, ids: Sequence[int] | np.ndarray, *, vocab_size: int = 0, **fields: Any
 ) -> TokensHeader:
-    """Write ids as a `.npy` or a `.bin`, and beside it a `.json` that says what they are.
+    """Write ids as a `.npy` or `.bin` file, and their description as `<file>.json`.
 
-    `eos` ends each document; put it before the first one too if that one's first token should be predicted.
+    Args:
+      path: The file to write.
+      ids: The ids of all documents, with `eos` after each; also before the first one, if its first token is a target.
+      vocab_size: The size of the vocabulary; one more than the largest id by default.
+      **fields: `eos`, `bos` and `tokenizer` of the `TokensHeader`.
+
+    Returns:
+      The description that was written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_tokens(f"{folder}/train.bin", [9, 1, 2, 9, 3, 9], eos=9).vocab_size
     10
     """
-    path = Path(path)
+    path = _check_suffix(Path(path))
     array = np.asarray(ids)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(f"token ids are one-dimensional integers, got {array.dtype} of shape {array.shape}")
@@ -79,46 +88,40 @@ def write_tokens(
     size = vocab_size or high + 1
     if low < 0 or high >= size:
         raise ValueError(f"token ids are from 0 to below vocab_size={size}, got {low} to {high}")
-    dtype = smallest_dtype(size).newbyteorder("<")
+    dtype = np.min_scalar_type(size - 1).newbyteorder("<")
     array = array.astype(dtype)
     digest = hashlib.sha256(array.tobytes()).hexdigest()
-    header = TokensHeader(
-        tokens=array.size, dtype=dtype.name, vocab_size=size, eos=eos, bos=bos, tokenizer=tokenizer, sha256=digest
-    )
-    _suffix(path)
-    with open(f"{path}.partial", "wb") as file:
+    header = TokensHeader(tokens=array.size, dtype=dtype.name, vocab_size=size, sha256=digest, **fields)
+    with atomic_file(path) as file:
         if path.suffix == ".npy":
             np.save(file, array, allow_pickle=False)
         else:
             array.tofile(file)
-    os.replace(f"{path}.partial", path)
-    Path(f"{path}.json").write_text(json.dumps(dataclasses.asdict(header), indent=2) + "\n")
+    atomic_write(f"{path}.json", json.dumps(dataclasses.asdict(header), indent=2) + "\n")
     return header
 
 
 def read_tokens(path: str | Path) -> tuple[np.ndarray, TokensHeader]:
-    """The ids of a token file, mapped from disk, and what they are."""
+    """The ids of a token file, mapped from disk, and their description."""
     path = Path(path).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file; token files are .npy or .bin, written by octavo.data.write_tokens")
-    _suffix(path)
-    header = _header(path)
+    header = _read_header(_check_suffix(path))
     if path.suffix == ".npy":
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"{path} holds {ids.dtype} of shape {ids.shape}; tokens are one-dimensional integers")
     elif header is None:
         raise FileNotFoundError(
-            f"{path}.json is missing: it says what the bytes of {path.name} are; "
+            f"{path}.json is missing: it describes the bytes of {path.name}; "
             'write the tokens with octavo.data.write_tokens, or it by hand: {"tokens": …, "dtype": "uint16", '
             '"vocab_size": …, "eos": …}'
         )
     else:
-        width = np.dtype(header.dtype).itemsize
-        if path.stat().st_size != header.tokens * width:
+        size, expected = path.stat().st_size, header.tokens * np.dtype(header.dtype).itemsize
+        if size != expected:
             raise ValueError(
-                f"{path} has {path.stat().st_size} bytes; {header.tokens} tokens of {header.dtype}, as its .json says, "
-                f"have {header.tokens * width}"
+                f"{path} has {size} bytes; {header.tokens} tokens of {header.dtype}, as its .json says, have {expected}"
             )
         ids = np.memmap(path, np.dtype(header.dtype).newbyteorder("<"), mode="r", shape=(header.tokens,))
     if header is not None and header.tokens != ids.size:
@@ -126,21 +129,22 @@ def read_tokens(path: str | Path) -> tuple[np.ndarray, TokensHeader]:
     return ids, header or TokensHeader(tokens=ids.size, dtype="uint32", vocab_size=_largest(ids) + 1)
 
 
-def make_tokens(config: Any, split: str, layout: Layout) -> Corpus:
+def make_tokens(config: Any, split: str, batch_config: BatchConfig) -> Corpus:
     """The tokens at `dataset_path`; for evaluation those at `eval_dataset_path`, or the last twentieth of all."""
     if not getattr(config, "dataset_path", ""):
         raise ValueError("dataset_type=tokens needs dataset_path: a .npy or .bin written by octavo.data.write_tokens")
-    elsewhere = getattr(config, "eval_dataset_path", "")
-    path = elsewhere if split == "eval" and elsewhere else config.dataset_path
+    eval_path = getattr(config, "eval_dataset_path", "")
+    path = eval_path if split == "eval" and eval_path else config.dataset_path
     ids, header = read_tokens(path)
-    if not elsewhere:
-        place = ids.size - max(2, int(ids.size * HELD_OUT))
-        ids = ids[:place] if split == "train" else ids[place:]
+    if not eval_path:
+        boundary = ids.size - max(2, int(ids.size * HELD_OUT))
+        ids = ids[:boundary] if split == "train" else ids[boundary:]
     eos = _NO_EOS if header.eos is None else header.eos
-    decode = as_numbers
+    decode = format_ids
     if header.tokenizer:
-        settings = _Named(header.tokenizer, getattr(config, "tokenizer_path", ""))
-        decode = make_tokenizer(settings, tuple).decode
+        tokenizer_path = getattr(config, "tokenizer_path", "")
+        named = SimpleNamespace(tokenizer_type=header.tokenizer, tokenizer_path=tokenizer_path)
+        decode = make_tokenizer(named, tuple).decode
     details = {
         "name": "tokens",
         "split": split,
@@ -149,29 +153,18 @@ def make_tokens(config: Any, split: str, layout: Layout) -> Corpus:
         "tokens": ids.size - 1,
         "tokenizer": header.tokenizer,
     }
-    return Corpus(
-        ids,
-        layout,
-        eos=eos,
-        bos=eos if header.bos is None else header.bos,
-        vocab_size=layout.vocabulary(header.vocab_size, str(path)),
-        decode=decode,
-        details=details,
-    )
+    vocab_size = batch_config.resolve_vocab_size(header.vocab_size, str(path))
+    bos = eos if header.bos is None else header.bos
+    return Corpus(ids, batch_config, eos=eos, bos=bos, vocab_size=vocab_size, decode=decode, details=details)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Named:
-    tokenizer_type: str
-    tokenizer_path: str
-
-
-def _suffix(path: Path) -> None:
+def _check_suffix(path: Path) -> Path:
     if path.suffix not in (".npy", ".bin"):
         raise ValueError(f"{path}: token files end in .npy or .bin")
+    return path
 
 
-def _header(path: Path) -> TokensHeader | None:
+def _read_header(path: Path) -> TokensHeader | None:
     file = Path(f"{path}.json")
     if not file.is_file():
         return None
@@ -182,5 +175,5 @@ def _header(path: Path) -> TokensHeader | None:
 
 
 def _largest(ids: np.ndarray) -> int:
-    """The largest id, without the whole file in memory."""
-    return max((int(ids[i : i + _SCAN].max()) for i in range(0, ids.size, _SCAN)), default=0)
+    """The largest id, without reading the whole file into memory."""
+    return max((int(ids[i : i + _CHUNK].max()) for i in range(0, ids.size, _CHUNK)), default=0)

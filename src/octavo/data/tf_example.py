@@ -1,4 +1,4 @@
-"""The text in a serialized tf.train.Example, read without TensorFlow.
+"""The text of a serialized tf.train.Example, without TensorFlow.
 
 An Example is nested protocol buffers: features (1) → a map (1) of name (1) to feature (2) → bytes_list (1) → value (1).
 """
@@ -6,8 +6,8 @@ An Example is nested protocol buffers: features (1) → a map (1) of name (1) to
 from collections.abc import Iterator
 
 
-def text_in(record: bytes, column: str = "text") -> str:
-    """The text of one column of a serialized tf.train.Example."""
+def parse_text(record: bytes, column: str = "text") -> str:
+    """The text of a column of a serialized tf.train.Example."""
     columns = {}
     try:
         for features in _fields(record, 1):
@@ -24,31 +24,31 @@ def text_in(record: bytes, column: str = "text") -> str:
 
 
 def _fields(data: bytes, wanted: int) -> Iterator[bytes]:
-    """The values of a field that has a length, and nothing of the others."""
-    place = 0
-    while place < len(data):
-        tag, place = _varint(data, place)
-        number, kind = tag >> 3, tag & 7
-        if kind == 0:
-            _, place = _varint(data, place)
-        elif kind == 2:
-            size, place = _varint(data, place)
-            if place + size > len(data):
-                raise ValueError("cut short")
+    """The values of a length-delimited field; others are skipped."""
+    index = 0
+    while index < len(data):
+        tag, index = _varint(data, index)
+        number, wire_type = tag >> 3, tag & 7
+        if wire_type == 0:
+            _, index = _varint(data, index)
+        elif wire_type == 2:
+            size, index = _varint(data, index)
+            if index + size > len(data):
+                raise ValueError("truncated")
             if number == wanted:
-                yield data[place : place + size]
-            place += size
-        elif kind in (1, 5):
-            place += 8 if kind == 1 else 4
+                yield data[index : index + size]
+            index += size
+        elif wire_type in (1, 5):
+            index += 8 if wire_type == 1 else 4
         else:
-            raise ValueError("unknown kind of field")
+            raise ValueError("unknown wire type")
 
 
-def _varint(data: bytes, place: int) -> tuple[int, int]:
+def _varint(data: bytes, index: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = data[place]
+        byte = data[index]
         value |= (byte & 0x7F) << shift
-        place, shift = place + 1, shift + 7
+        index, shift = index + 1, shift + 7
         if byte < 0x80:
-            return value, place
+            return value, index

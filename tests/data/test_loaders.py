@@ -1,4 +1,4 @@
-"""Streams of documents, and the loaders that give them, stood in for by small modules with the calls they document."""
+"""Document streams, and the loaders of other libraries, replaced by fakes with their documented calls."""
 
 import struct
 import sys
@@ -8,17 +8,17 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from octavo.data import KEYS, Layout, make_dataset
+from octavo.data import KEYS, BatchConfig, make_dataset
 from octavo.data.corpus import Corpus
-from octavo.data.record import text_in
-from octavo.data.stream import Stream
+from octavo.data.streaming import DocumentStream
+from octavo.data.tf_example import parse_text
 from octavo.data.tokenizer import Bytes
 
 TEXTS = [f"document {i}: " + "x" * (7 * i % 23) for i in range(12)]
 
 
 def stream(opened=lambda epoch: TEXTS, **changes):
-    return Stream(opened, Bytes(), Layout(batch_size=3, length=10, **changes), {"name": "test"})
+    return DocumentStream(opened, Bytes(), BatchConfig(batch_size=3, length=10, **changes), {"name": "test"})
 
 
 def equal(one, other):
@@ -26,19 +26,19 @@ def equal(one, other):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_stream_packs_as_a_corpus_does(packing):
+def test_a_stream_packs_like_a_corpus(packing):
     ids = np.concatenate([[255], *([*Bytes().encode(text), 255] for text in TEXTS)]).astype(np.uint8)
-    layout = Layout(batch_size=3, length=10, packing=packing, shuffle=False)
+    layout = BatchConfig(batch_size=3, length=10, packing=packing, shuffle=False)
     corpus = Corpus(ids, layout, eos=255, bos=255, vocab_size=256, decode=str, details={})
     flow = stream(packing=packing)
-    whole = corpus.batches - 1  # the last one goes on with the next epoch
+    whole = corpus.num_batches - 1  # the last one continues with the next epoch
     assert whole > 2
     for index in range(whole):
         assert equal(flow.batch(index), corpus.batch(index))
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_batch_of_a_stream_depends_on_its_number_alone(packing):
+def test_a_batch_of_a_stream_depends_on_its_index_alone(packing):
     flow = stream(packing=packing)
     ahead = [flow.batch(i) for i in range(40)]
     for index in (39, 5, 0, 17, 18, 18):
@@ -46,7 +46,7 @@ def test_a_batch_of_a_stream_depends_on_its_number_alone(packing):
     assert equal(stream(packing=packing).batch(33), ahead[33])
 
 
-def test_going_on_opens_nothing_again():
+def test_the_next_batch_does_not_restart_the_stream():
     opened = []
     flow = stream(lambda epoch: opened.append(epoch) or TEXTS)
     for index in range(3):
@@ -65,7 +65,7 @@ def test_reuse_of_a_stream():
     assert not equal(flow.batch(0), flow.batch(1))
 
 
-def test_a_stream_without_text_is_said():
+def test_a_stream_without_text_raises():
     with pytest.raises(ValueError, match=r"there is no text in {'name': 'test'}"):
         stream(lambda epoch: ["", ""]).batch(0)
 
@@ -90,12 +90,12 @@ def example(**columns):
 
 
 def test_the_text_of_an_example():
-    assert text_in(example(id=7, text="é" * 300, title="no")) == "é" * 300
+    assert parse_text(example(id=7, text="é" * 300, title="no")) == "é" * 300
     with pytest.raises(ValueError, match="no text in 'text'; its columns are id, title"):
-        text_in(example(id=7, title="no"))
+        parse_text(example(id=7, title="no"))
     for broken in (b"\xff\xff", b"plain text", example(text="cut short")[:-3]):
         with pytest.raises(ValueError, match=r"is no tf.train.Example|no text in"):
-            text_in(broken)
+            parse_text(broken)
 
 
 # -- loaders
@@ -158,7 +158,7 @@ def test_hf_streams_and_shuffles_by_seed(config, hub):
     other = config(**{**vars(wanted), "data_shuffle_seed": 1})
     assert not equal(train.batch(0), make_dataset(other).batch(0))
     assert rest.describe()["name"] == "hf"
-    assert rest.batches is None
+    assert rest.num_batches is None
 
 
 def test_hf_reads_local_files(config, hub):
@@ -228,7 +228,7 @@ def grain(module, tmp_path):
         "grain",
         sources=SimpleNamespace(ArrayRecordDataSource=ArrayRecordDataSource),
         experimental=SimpleNamespace(
-            ParquetIterDataset=lambda path: ({"text": text_in(record)} for record in records(path)),
+            ParquetIterDataset=lambda path: ({"text": parse_text(record)} for record in records(path)),
             TFRecordIterDataset=records,
         ),
     )
@@ -257,7 +257,7 @@ def test_grain_reads_files_in_a_new_order_every_epoch(config, grain, tmp_path, k
     assert rest.describe()["file_type"] == kind
 
 
-def test_grain_says_what_is_wrong(config, grain, tmp_path):
+def test_grain_errors(config, grain, tmp_path):
     with pytest.raises(ValueError, match=r"unknown grain_file_type 'parket': did you mean 'parquet'"):
         make_dataset(config(dataset_type="grain", grain_file_type="parket"))
     with pytest.raises(FileNotFoundError, match=r"grain_train_files='.*none' matches no file; it is a pattern"):

@@ -86,7 +86,7 @@ def test_files_that_do_not_fit_are_not_read(tmp_path, config):
     with pytest.raises(FileNotFoundError, match=r"is no file; token files are .npy or .bin"):
         read_tokens(tmp_path / "x.bin")
     (tmp_path / "x.bin").write_bytes(b"\0" * 8)
-    with pytest.raises(FileNotFoundError, match=r"x.bin.json is missing: it says what the bytes"):
+    with pytest.raises(FileNotFoundError, match=r"x.bin.json is missing: it describes the bytes"):
         read_tokens(tmp_path / "x.bin")
     write_tokens(tmp_path / "x.bin", [1, 2, 3])
     (tmp_path / "x.bin").write_bytes(b"\0\0")
