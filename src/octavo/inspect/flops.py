@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo import kernels
-from octavo.kernels import pallas
 from octavo.ops.grouped import TURNS
 from octavo.ops.parts import SHARE
 from octavo.transform.jaxpr import (
@@ -173,8 +172,6 @@ def _equation(eqn: Equation, values: list[_Value], platform: str) -> tuple[Tally
     if name == "ffi_call" and eqn.params["target_name"] in kernels.TARGETS:
         lhs, rhs = (None if v.origin is None else v.origin.name for v in values[:2])
         return Tally((_kernel_product(eqn),), codes=((lhs, rhs),)), outs
-    if name == "pallas_call" and eqn.params["name"] in pallas.NAMES:
-        return Tally((_pallas_product(eqn),), codes=((None, None),)), outs
     if name in _OPAQUE:
         return Tally(opaque=(name,)), outs
     if name in _CONTROL:
@@ -206,19 +203,6 @@ def _kernel_product(eqn: Any) -> Product:
     flops = 2 * math.prod(lhs.shape) * out.shape[1]
     dtypes = [str(x.dtype) for x in (lhs, rhs, out)]
     return Product("", "dot_general", lhs.shape, rhs.shape, *dtypes, flops=flops, count=1, backward=False, kind=kind)
-
-
-def _pallas_product(eqn: Any) -> Product:
-    """A product of one of our kernels for accelerators: its first two matrices, after what steers it."""
-    lhs, rhs = [v.aval for v in eqn.invars if len(v.aval.shape) > 1][:2]
-    out = eqn.outvars[0].aval
-    low = [is_low(x.dtype) for x in (lhs, rhs)]
-    fused = eqn.params["name"] == pallas.FUSED  # which quantizes its left operand inside
-    kind = "native" if low[1] and (low[0] or fused) else "weight_only" if any(low) else "float"
-    op = "dot_general" if fused else "ragged_dot_general"
-    dtypes = [str(x.dtype) for x in (lhs, rhs, out)]
-    flops = eqn.params["cost_estimate"].flops
-    return Product("", op, lhs.shape, rhs.shape, *dtypes, flops=flops, count=1, backward=False, kind=kind)
 
 
 def _joined(a: _Value, b: _Value, aval: Any) -> _Value:

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import html
 import json
-import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from jax import export
 
 from octavo._text import format_table
 from octavo.inspect.flops import Product, tally
-from octavo.kernels import pallas
 from octavo.transform.jaxpr import live, of_arrays, this_platform
 from octavo.transform.matmul_flops import Window, conv_flops, dot_flops
 
@@ -199,9 +197,6 @@ _CONV = re.compile(
 )
 
 
-_KERNEL = re.compile(r'kernel_name = "(' + "|".join(pallas.NAMES) + r')".* : \((.*)\) -> tensor<([^>]*)>')
-
-
 def read_stablehlo(text: str) -> tuple[Lowered, ...]:
     """The matmuls and convolutions in a StableHLO text, each counted as often as it is written.
 
@@ -224,11 +219,6 @@ def read_stablehlo(text: str) -> tuple[Lowered, ...]:
         elif match := _RAGGED.search(line):
             listed, named, lhs, rhs, out = match.groups(default="")
             found["ragged_dot", lhs, rhs, out, dot_flops(_dims(lhs), _dims(rhs), _shared(listed, named))] += 1
-        elif match := _KERNEL.search(line):
-            # After what steers a kernel come its matrices, and after those their scales.
-            kernel, args, out = match.groups()
-            lhs, rhs, *_ = (t for t in re.findall(r"tensor<([^>]*)>", args) if t.count("x") > 1)
-            found[kernel, lhs, rhs, out, 2 * math.prod(_dims(lhs)) * _dims(out)[-1]] += 1
         elif match := _CONV.search(line):
             *axes, window, lhs, rhs, out = match.groups()
             found["convolution", lhs, rhs, out, _conv_flops(axes, window, lhs, rhs, out)] += 1

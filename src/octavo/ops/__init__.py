@@ -10,11 +10,8 @@ from octavo.ops.embedding import embedding_lookup
 from octavo.ops.experts import init_ragged_scaling
 from octavo.ops.hadamard import rotate
 from octavo.ops.lowering import lowerings
-from octavo.ops.norms import layer_norm, rms_norm
 from octavo.ops.ragged import gmm, ragged_dot, ragged_dot_general, tgmm
-from octavo.ops.softmax import softmax
 from octavo.ops.sparsity import nm_mask
-from octavo.ops.sums import quantized_sum
 from octavo.ops.training import RESIDUAL, trackers_of
 
 __all__ = [
@@ -36,17 +33,13 @@ __all__ = [
     "init_scaling",
     "is_known_call",
     "known_call",
-    "layer_norm",
     "lowering_of",
     "lowerings",
     "nm_mask",
     "pairwise",
-    "quantized_sum",
     "ragged_dot",
     "ragged_dot_general",
-    "rms_norm",
     "rotate",
-    "softmax",
     "tgmm",
     "trackers_of",
 ]

@@ -10,7 +10,6 @@ import numpy as np
 from octavo import _sharding
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import Bounds
-from octavo.ops import dense
 from octavo.ops.calls import call_known
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.dims import Dims
@@ -82,15 +81,7 @@ def _dot(call: Call, lhs: Array, rhs: Array, key: PRNGKeyArray | None, scaling: 
 
 @traced_once
 def _primal(call: Call, lhs: Factor, rhs: Factor, key: PRNGKeyArray | None, scaling: Scaling) -> Array:
-    fwd, (lhs, rhs) = call.config.fwd, settled(lhs, rhs)
-    if fwd.lhs is not None and dense.is_fused(call.config, lhs, call.dims, call.out_sharding):
-        assert not isinstance(lhs, QArray)
-        alone, names = fwd.replace(lhs=None), ("lhs", "rhs")
-        _, right, _ = quantize_operands(alone, lhs, rhs, call.dims, six_keys(key)[:2], scaling, names)
-        out = dense.fused(fwd.lhs, lhs, right, call.dims, dtype=call.dtype, precision=call.precision)
-        if out is not None:
-            return out
-    return _forward(call, lhs, rhs, key, scaling)[0]
+    return _forward(call, *settled(lhs, rhs), key, scaling)[0]
 
 
 def _forward(call: Call, lhs: Factor, rhs: Factor, key: PRNGKeyArray | None, scaling: Scaling):

@@ -8,8 +8,7 @@ none. Two products are enough, as each is the gradient of the other:
 
 * "plain" hands `lax.ragged_dot_general` to XLA as it is, which on CPUs makes it a dense product with every group.
 * "rows" goes over blocks of rows in a loop and multiplies each with the matrix of its own group only.
-* "pallas" is a kernel on TPUs and NVIDIA GPUs, and the TPU's, interpreted, elsewhere.
-* "auto" is "rows" on CPUs, "pallas" on TPUs where the program is one device's (`octavo.ops.accelerated`), else "plain".
+* "auto" is "rows" on CPUs, else "plain".
 
 All give the same bits for integers.
 """
@@ -22,9 +21,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from octavo._typing import Array
-from octavo.kernels import pallas
-from octavo.ops import accelerated
-from octavo.ops.accelerated import Ways
 from octavo.ops.dims import Dims
 from octavo.ops.factor import wider
 from octavo.ops.lowering import check_lowering, integer_dot
@@ -149,9 +145,7 @@ def _rows_by_groups(lhs: Array, rhs: Array, sizes: Array, contract: int, precisi
         )
 
     blocks = functools.partial(_blocks_by_groups, contract=contract, precision=precision)
-    kernel = functools.partial(_kernel, transposed=contract == 2, precision=precision)
-    ways = Ways(functools.partial(kernel, pallas.gmm), functools.partial(kernel, pallas.gpu_gmm))
-    return _choose(lowering, plain, blocks, ways, lhs, rhs, sizes)
+    return _choose(lowering, plain, blocks, lhs, rhs, sizes)
 
 
 def _rows_by_rows(lhs: Array, rhs: Array, sizes: Array, precision: Any, lowering: str) -> Array:
@@ -168,29 +162,17 @@ def _rows_by_rows(lhs: Array, rhs: Array, sizes: Array, precision: Any, lowering
             preferred_element_type=_accumulator(lhs),
         )
 
-    kernel = functools.partial(_kernel, precision=precision)
-    ways = Ways(functools.partial(kernel, pallas.tgmm), functools.partial(kernel, pallas.gpu_tgmm))
-    return _choose(lowering, plain, functools.partial(_blocks_by_blocks, precision=precision), ways, lhs, rhs, sizes)
+    return _choose(lowering, plain, functools.partial(_blocks_by_blocks, precision=precision), lhs, rhs, sizes)
 
 
 def _accumulator(x: Array) -> Any:
     return jnp.int32 if x.dtype == jnp.int8 else jnp.float32
 
 
-def _kernel(which: Any, lhs: Array, rhs: Array, sizes: Array, **how: Any) -> Array:
-    return which(lhs, rhs, sizes, **how)
-
-
-def _choose(lowering: str, plain: Any, blocks: Any, ways: Ways, lhs: Array, rhs: Array, sizes: Array) -> Array:
+def _choose(lowering: str, plain: Any, blocks: Any, lhs: Array, rhs: Array, sizes: Array) -> Array:
     if lowering in ("plain", "rows"):
         return (plain if lowering == "plain" else blocks)(lhs, rhs, sizes)
-
-    def without(*args: Array) -> Array:
-        return lax.platform_dependent(*args, cpu=blocks, default=plain)
-
-    if not accelerated.wanted(lowering) or accelerated.refuse(lowering, accelerated.raw_refusal(lhs, rhs)):
-        return without(lhs, rhs, sizes)
-    return accelerated.choose(lowering, ways._replace(otherwise=without), lhs, rhs, sizes)
+    return lax.platform_dependent(lhs, rhs, sizes, cpu=blocks, default=plain)
 
 
 def _blocks_by_groups(lhs: Array, rhs: Array, sizes: Array, *, contract: int, precision: Any) -> Array:

@@ -2,8 +2,7 @@
 
 A scale per row and one per expert and column are known for each value of [m, n], so the codes are multiplied in their
 own precision, and zero points of integers become correction terms as in `octavo.ops.multiply`. Operands whose scale
-changes along the contraction are dequantized first. A kernel for accelerators may do all of it but zero points, with
-tiles along the contraction too; what is here is its specification.
+changes along the contraction are dequantized first.
 """
 
 from typing import Any
@@ -12,14 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array
-from octavo.ops import accelerated, factor
+from octavo.ops import factor
 from octavo.ops.factor import Factor
 from octavo.ops.grouped import Rows, rows_by_groups, rows_by_rows
 from octavo.ops.scatter import Scatter
 from octavo.qarray import QArray
-
-# Beside a kernel, and for its gradients: whatever runs without one.
-_PLAIN = {"lowering": "auto"}
 
 
 def multiply_groups(
@@ -45,10 +41,7 @@ def multiply_groups(
             return multiply_groups(lhs, rhs, Rows(lhs.shape[0], sizes), dtype=dtype, over=over, **how)
 
         return rows.parts.by_groups(local, lhs, rhs, rows.sizes, contract=contract, late=_is_exact(dtype))
-    fused = None if over else accelerated.groups(lhs, rhs, rows.sizes, dtype=dtype, **how)
-    if fused is None:
-        return _groups(lhs, rhs, rows, dtype, how, over)
-    return fused(lambda lhs, rhs, sizes: _groups(lhs, rhs, Rows(rows.count, sizes), dtype, how | _PLAIN))
+    return _groups(lhs, rhs, rows, dtype, how, over)
 
 
 def _groups(lhs: Factor, rhs: Factor, rows: Rows, dtype: Any, how: dict[str, Any], over: tuple[str, ...] = ()) -> Array:
@@ -103,10 +96,7 @@ def multiply_rows(
             return multiply_rows(lhs, rhs, Rows(lhs.shape[0], sizes), dtype=dtype, scales=scales, **how)
 
         return rows.parts.by_rows(local, lhs, rhs, rows.sizes, scales)
-    fused = None if rows.parts else accelerated.rows(lhs, rhs, rows.sizes, scales, dtype=dtype, **how)
-    if fused is None:
-        return _rows(lhs, rhs, rows, scales, dtype, how)
-    return fused(lambda lhs, rhs, sizes, scales: _rows(lhs, rhs, Rows(rows.count, sizes), scales, dtype, how | _PLAIN))
+    return _rows(lhs, rhs, rows, scales, dtype, how)
 
 
 def multiply_rows_as(

@@ -6,7 +6,6 @@
   `benchmarks/matmul.py` shows it in the `drhs` of libraries that do not do this. A layout constraint keeps XLA from
   folding the transposition back into the dot.
 * "kernel" is a native kernel (`octavo.kernels`), for a few rows and a large matrix; forced, it says what it lacks.
-* "pallas" is a kernel for accelerators (`octavo.kernels.pallas`), which other platforms interpret: slowly, for tests.
 * "auto" is "kernel" on CPUs where it can be, or "rows", and "plain" elsewhere, decided when the program is lowered for
   a platform.
 
@@ -27,7 +26,7 @@ from octavo._typing import Array
 from octavo.numerics import nearest_names
 from octavo.ops.dims import Dims
 
-LOWERINGS = ("auto", "plain", "rows", "kernel", "pallas")
+LOWERINGS = ("auto", "plain", "rows", "kernel")
 
 
 # More rows are worth XLA's own product; for one of floats with codes, a matrix that is dequantized for it.

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 
 from octavo import _sharding
 from octavo._typing import Array
-from octavo.ops import dense, digits, factor, native
-from octavo.ops.accelerated import refuse
+from octavo.ops import digits, factor, native
 from octavo.ops.dims import Dims
 from octavo.ops.factor import Factor
 from octavo.ops.lowering import check_lowering, float_dot, integer_dot, is_large, layout_refusal
@@ -44,10 +43,6 @@ def multiply(
         return jax.lax.dot_general(
             lhs, rhs, dims.numbers, precision=precision, preferred_element_type=dtype, out_sharding=out_sharding
         )
-    if lowering == "pallas":
-        if out_sharding is not None or accumulator not in (None, "float32"):
-            refuse("pallas", "the kernel knows no shardings, and accumulates in float32")
-        return dense.product(lhs, rhs, dims, dtype=dtype, precision=precision)
     if lowering in ("auto", "kernel") and not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
         refusal = _kernel_refusal(lhs, rhs, dims, out_sharding, accumulator)
         if refusal is None and (lowering == "kernel" or is_large(rhs.shape)):
@@ -132,9 +127,6 @@ def _total(out: Array, axes: tuple[int, ...], accumulator: str | None) -> Array:
 
 def describe(lhs: Factor, rhs: Factor, dims: Dims, lowering: str = "auto") -> str:
     """In a few words, how `multiply` runs this product."""
-    if lowering == "pallas":
-        types = [factor.element(x).name if isinstance(x, QArray) else str(x.dtype) for x in (lhs, rhs)]
-        return f"{' x '.join(types)}, Pallas kernel"
     on_cpu = jax.default_backend() == "cpu"
     if on_cpu and native.refusal(lhs, rhs, dims) is None and is_large(rhs.shape):
         assert isinstance(rhs, QArray)
