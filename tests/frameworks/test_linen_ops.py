@@ -346,7 +346,10 @@ class TestDelayedScaling:
         )
 
     def test_what_was_lost_does_not_merge(self):
-        grads = {"params": jnp.ones(1), "_overwrite_with_gradient": {"scaling": {"lost": {"error": jnp.ones(1)}}}}
+        grads = {
+            "params": jnp.ones(1),
+            "_overwrite_with_gradient": {"scaling": {"error_feedback": {"error": jnp.ones(1)}}},
+        }
         with pytest.raises(
             ValueError, match="by reduce_feedback, passes from one microbatch to the next: overwrite it"
         ):

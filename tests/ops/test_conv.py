@@ -12,9 +12,7 @@ from jax.sharding import PartitionSpec as P
 import octavo
 from octavo import DotConfig, Matmul, Operand, Quantizer
 from octavo.calibration import AmaxHistory
-from octavo.ops import RESIDUAL
-from octavo.ops.conv import conv_general_dilated, init_conv_scaling
-from octavo.ops.conv_dims import ConvDims
+from octavo.ops import RESIDUAL, Conv, ConvDims, conv_general_dilated, init_scaling
 from tests.cases import slow_except
 from tests.ops.walk import dot_types, equations
 
@@ -411,7 +409,7 @@ def test_ranges_from_outside_and_trackers():
     assert_near(out, clipped, 1e-2)  # -0.5 may be the last code or the one before
     tracked = Operand("int8", per_tensor=True, tracker=AmaxHistory(4))
     config = DotConfig(Matmul(tracked, tracked), Matmul(tracked), Matmul(tracked))
-    state = init_conv_scaling(config, x, w, **kwargs)
+    state = init_scaling(config, x, w, Conv(ConvDims.of(x.shape, w.shape, **kwargs)))
     assert set(state) == {"lhs", "rhs", "dlhs", "drhs"}
     loss = lambda state: jnp.sum(conv_general_dilated(x, w, **kwargs, config=config, scaling=state))  # noqa: E731
     new = jax.jit(jax.grad(loss))(state)

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 import octavo
 from octavo import DotConfig, Matmul, Operand, QArray
 from octavo.calibration import AmaxHistory
-from octavo.ops import RESIDUAL
-from octavo.ops.experts import init_ragged_scaling
+from octavo.ops import RESIDUAL, Ragged, init_scaling
 from octavo.ops.grouped import Rows, group_absmax, rows_by_groups, rows_by_rows
 from octavo.ops.ragged import gmm, ragged_dot, ragged_dot_general, tgmm
 from tests.cases import slow_except
@@ -475,7 +474,7 @@ def test_trackers_and_given_ranges():
     x, w, ct = data()
     operand = Operand("int8", per_tensor=True, tracker=AmaxHistory(2))
     config = DotConfig(Matmul(operand, operand), Matmul(operand), Matmul(operand))
-    state = init_ragged_scaling(config, x, w)
+    state = init_scaling(config, x, w, Ragged())
     assert set(state) == {"lhs", "rhs", "dlhs", "drhs"}
     run = lambda x, w, s: ragged_dot(x, w, sizes_of("short"), config=config, scaling=s)  # noqa: E731
     new = jax.vjp(run, x, w, state)[1](ct)[2]

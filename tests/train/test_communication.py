@@ -215,7 +215,7 @@ def test_parts_of_a_batch_make_up_for_one_another():
     lost = quant[GRADIENT_STATE]["decoder"]["layers"]["mlp"]
     for name in ("wi_0", "wi_1", "wo"):
         arrived, whole = (tree["decoder"]["layers"]["mlp"][name]["kernel"] for tree in (sent, exact))
-        rest, size = lost[name]["dot_general0"]["lost"]["error"].sum(1), float(jnp.abs(whole).max())
+        rest, size = lost[name]["dot_general0"]["error_feedback"]["error"].sum(1), float(jnp.abs(whole).max())
         assert float(jnp.abs(arrived - whole).max()) > 1e-4 * size
         np.testing.assert_allclose(arrived + rest, whole, rtol=0, atol=1e-5 * size)
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from octavo.ops.scatter import is_lost
+from octavo.distributed import is_error_feedback
 from octavo.transform.state import GRADIENT_STATE
 
 
@@ -28,7 +28,7 @@ def accumulate_gradients(first: Mapping[str, Any], second: Mapping[str, Any]) ->
     >>> accumulate_gradients(a, b)["_overwrite_with_gradient"].tolist()
     [3.0]
     """
-    if any(is_lost(path) for path, _ in jax.tree_util.tree_leaves_with_path(first.get(GRADIENT_STATE))):
+    if any(is_error_feedback(path) for path, _ in jax.tree_util.tree_leaves_with_path(first.get(GRADIENT_STATE))):
         raise ValueError(
             "what was lost of gradients, by reduce_feedback, passes from one microbatch to the next: overwrite it "
             "after each of them and add up the other gradients, or leave reduce_feedback out"

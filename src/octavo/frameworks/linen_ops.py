@@ -157,10 +157,10 @@ class ConvGeneralDilated(_LinenOp):
             return jax.lax.conv_general_dilated(lhs, rhs, window_strides, padding, **kwargs)
         names = ("lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count", "batch_group_count")
         shape = {k: v for k, v in kwargs.items() if k in names}
-        numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, kwargs.get("dimension_numbers"))
-        kept = numbers.lhs_spec[0], numbers.rhs_spec[0]
+        dims = ops.ConvDims.of(lhs.shape, rhs.shape, window_strides, padding, **shape)
+        kept = dims.lhs[0], dims.rhs[0]
         quantizer = lambda o, i: o.quantizer(lhs.ndim, contracting=[a for a in range(lhs.ndim) if a != kept[i]])  # noqa: E731
-        init = lambda: ops.init_conv_scaling(config, lhs, rhs, window_strides, padding, **shape)  # noqa: E731
+        init = lambda: ops.init_scaling(config, lhs, rhs, ops.Conv(dims))  # noqa: E731
         scaling = self._scaling(config, (lhs, rhs), quantizer, init)
         return ops.conv_general_dilated(
             lhs, rhs, window_strides, padding, **kwargs, config=config, key=self._key(), scaling=scaling

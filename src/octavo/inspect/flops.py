@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo import kernels
+from octavo.distributed.expert_sharding import SHARE
 from octavo.ops.grouped import TURNS
-from octavo.ops.parts import SHARE
 from octavo.transform.jaxpr import (
     BACKWARD,
     PRODUCTS,

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from octavo._typing import Array, Float, Shaped
+from octavo.distributed import ExpertParallel, ExpertSharding, combine, dispatch, route
+from octavo.distributed.expert_parallel import one_hot
 from octavo.models.config import ModelConfig
 from octavo.models.layers import Dense, Mlp, gated, matrix
 from octavo.models.placing import ROWS, cut_axes
 from octavo.models.remat import named
 from octavo.ops import ragged_dot
-from octavo.ops.dispatch import Dispatch, collect, one_hot, route, spread
-from octavo.ops.parts import Parts
 
 
 class Experts(nnx.Module):
@@ -29,13 +29,13 @@ class Experts(nnx.Module):
         self.kernel = nnx.Param(matrix(rngs.params(), (count, inputs, outputs), dtype, gain=gain))
 
     def __call__(
-        self, rows: Float[Array, "rows inputs"], sizes: Shaped[Array, "..."], parts: Parts | None = None
+        self, rows: Float[Array, "rows inputs"], sizes: Shaped[Array, "..."], sharding: ExpertSharding | None = None
     ) -> Float[Array, "rows outputs"]:
-        """Rows sorted by expert, of which each has as many as `sizes` says; in `parts` on a mesh, if so."""
+        """Rows sorted by expert, of which each has as many as `sizes` says; sharded over a mesh, if so."""
         kernel = self.kernel[...].astype(rows.dtype)
-        if parts is None:
+        if sharding is None:
             return jax.lax.ragged_dot(rows, kernel, sizes)
-        return ragged_dot(rows, kernel, sizes, parts=parts)
+        return ragged_dot(rows, kernel, sizes, sharding=sharding)
 
     def every(self, formula: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """All of the experts for all tokens."""
@@ -50,14 +50,14 @@ class Choice(NamedTuple):
     load_balance: Float[Array, ""]
 
 
-def choose(logits: Float[Array, "*tokens experts"], k: int, how: Dispatch | None = None) -> Choice:
+def choose(logits: Float[Array, "*tokens experts"], k: int, how: ExpertParallel | None = None) -> Choice:
     """The k likeliest experts of each token.
 
     Their weights sum to one. A single expert counts by its probability instead: with a constant weight of one the
     router would never learn. On a mesh each device looks at its own tokens.
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
-    weights, experts = jax.lax.top_k(probabilities, k) if how is None else how.top(probabilities)
+    weights, experts = jax.lax.top_k(probabilities, k) if how is None else how.top_k(probabilities)
     if k > 1:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     count, tokens = logits.shape[-1], tuple(range(logits.ndim - 1))
@@ -108,25 +108,25 @@ class MoeBlock(nnx.Module):
         return weighted(out.reshape(-1, k, tokens.shape[1]), choice.weights)
 
     def cut(
-        self, x: Float[Array, "batch length size"], choice: Choice, how: Dispatch
+        self, x: Float[Array, "batch length size"], choice: Choice, how: ExpertParallel
     ) -> Float[Array, "batch length size"]:
         """The same on a mesh: each token goes to the devices of its experts."""
         order, sizes = route(choice.experts, how)
-        rows = spread(x, order, how, anchor=self.wi_0.kernel[...])
+        rows = dispatch(x, order, how, anchor=self.wi_0.kernel[...])
         _, wide = cut_axes(self.config, "exp", "mlp_moe")
         _, stored = cut_axes(self.config, "exp", "embed_moe")
-        wide = tuple(axis for axis in wide if axis not in how.parts.rows)
-        stored = tuple(axis for axis in stored if axis in how.parts.rows)
-        into = dataclasses.replace(how.parts, outputs=wide, scattered=(1, stored))
-        out_of = dataclasses.replace(how.parts, inputs=wide, scattered=(2, stored))
-        return collect(how, self.multiplied(rows, sizes, into, out_of), choice.weights, order)
+        wide = tuple(axis for axis in wide if axis not in how.sharding.rows)
+        stored = tuple(axis for axis in stored if axis in how.sharding.rows)
+        into = dataclasses.replace(how.sharding, outputs=wide, scattered=(1, stored))
+        out_of = dataclasses.replace(how.sharding, inputs=wide, scattered=(2, stored))
+        return combine(how, self.multiplied(rows, sizes, into, out_of), choice.weights, order)
 
     def multiplied(
         self,
         rows: Float[Array, "rows size"],
         sizes: Shaped[Array, "..."],
-        into: Parts | None = None,
-        out_of: Parts | None = None,
+        into: ExpertSharding | None = None,
+        out_of: ExpertSharding | None = None,
     ) -> Float[Array, "rows size"]:
         """What the experts make of rows that are sorted by them."""
         gate, up = named(self.wi_0(rows, sizes, into), "mlpwi_0"), named(self.wi_1(rows, sizes, into), "mlpwi_1")
@@ -141,7 +141,7 @@ class MoeBlock(nnx.Module):
         return weighted(out, jnp.sum(picked * choice.weights[..., None], axis=1))
 
 
-def dispatch_of(config: ModelConfig, shape: tuple[int, ...]) -> Dispatch | None:
+def dispatch_of(config: ModelConfig, shape: tuple[int, ...]) -> ExpertParallel | None:
     """How tokens of this shape go to their experts on JAX's current mesh; None on one device, and for numbers of rows
     that do not divide among devices, which XLA lays out as it can."""
     if not config.placement:
@@ -152,7 +152,7 @@ def dispatch_of(config: ModelConfig, shape: tuple[int, ...]) -> Dispatch | None:
     sizes = (*shape[:2], config.num_experts)
     if not (batch or length or experts) or any(size % count for size, count in zip(sizes, ways, strict=True)):
         return None
-    return Dispatch(mesh, batch, length, experts, config.num_experts, config.experts_per_token)
+    return ExpertParallel(mesh, batch, length, experts, config.num_experts, config.experts_per_token)
 
 
 def weighted(parts: Float[Array, "tokens k size"], weights: Float[Array, "tokens k"]) -> Float[Array, "tokens size"]:

@@ -1,5 +1,6 @@
 """Drop-in matmuls: the signatures of jax.lax and jax.numpy, with QArrays as operands or a config to quantize by."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -7,11 +8,14 @@ import jax.numpy as jnp
 
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.config import DotConfig
+from octavo.ops.convolve import convolve
 from octavo.ops.dims import Dims
-from octavo.ops.dot import Call, quantized_dot
 from octavo.ops.factor import Factor
 from octavo.ops.multiply import describe, multiply
-from octavo.ops.training import Scaling, trackers_of
+from octavo.ops.product import UNPLACED, Call, Placement, Product, init_product_scaling, quantized_product
+from octavo.ops.products.conv import Conv, ConvDims
+from octavo.ops.products.dot import Dot
+from octavo.ops.training import Scaling
 from octavo.qarray import QArray
 
 
@@ -26,6 +30,7 @@ def dot_general(
     config: DotConfig | None = None,
     key: PRNGKeyArray | None = None,
     scaling: Scaling | None = None,
+    placement: Placement = UNPLACED,
 ) -> Array:
     """`jax.lax.dot_general` in low precision.
 
@@ -38,13 +43,12 @@ def dot_general(
     >>> octavo.dot_general(x, w, (((1,), (0,)), ((), ())), config=octavo.DotConfig.qt("int8")).shape
     (2, 4)
     """
-    dims = Dims.of(dimension_numbers, lhs.ndim, rhs.ndim)
+    product = Dot.of(dimension_numbers, lhs.ndim, rhs.ndim)
     dtype = result_dtype(lhs, rhs, preferred_element_type)
     if config is None:
-        return multiply(lhs, rhs, dims, dtype=dtype, precision=precision, out_sharding=out_sharding)
-    if isinstance(lhs, QArray) or isinstance(rhs, QArray):
-        raise TypeError("a config quantizes float operands; QArrays are quantized already: leave the config out")
-    return quantized_dot(lhs, rhs, key, scaling or {}, Call(dims, config, dtype, precision, out_sharding))
+        return multiply(lhs, rhs, product.axes, dtype=dtype, precision=precision, out_sharding=out_sharding)
+    call = Call(product, config, dtype, precision, out_sharding, placement)
+    return quantized_product(call, lhs, rhs, key=key, scaling=scaling)
 
 
 def dot(
@@ -81,27 +85,69 @@ def dot(
     )
 
 
-def init_scaling(config: DotConfig, lhs: Any, rhs: Any, dimension_numbers: Any) -> Scaling:
-    """The first state of every tracker of a config, and of what gradients lose, for operands of these shapes."""
-    dims = Dims.of(dimension_numbers, len(lhs.shape), len(rhs.shape))
-    out = jax.ShapeDtypeStruct(_out_shape(lhs.shape, rhs.shape, dims), jnp.float32)
-    dlhs, drhs = dims.gradient(True).dims, dims.gradient(False).dims
-    sides = {
-        "lhs": (config.fwd.lhs, lhs, dims.lhs_contract, dims.lhs_batch),
-        "rhs": (config.fwd.rhs, rhs, dims.rhs_contract, dims.rhs_batch),
-        "dlhs": (config.dlhs.lhs, out, dlhs.lhs_contract, dlhs.lhs_batch),
-        "drhs": (config.drhs.lhs, out, drhs.lhs_contract, drhs.lhs_batch),
-    }
-    state = {}
-    for name, tracker in trackers_of(config).items():
-        operand, x, contract, batch = sides[name]
-        assert operand is not None
-        how = operand.quantizer(len(x.shape), contracting=contract, batch=batch)
-        bounds = jax.eval_shape(lambda shape=x.shape, how=how: how.measure(jnp.zeros(shape)))
-        state[name] = tracker.init({k: jnp.zeros(v.shape, v.dtype) for k, v in bounds.items()})
-    if config.scatter is None:
-        return state
-    return state | config.scatter.losses(lhs.shape if config.scatter.left else rhs.shape)
+def conv_general_dilated(
+    lhs: Factor,
+    rhs: Factor,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+    *,
+    config: DotConfig | None = None,
+    key: PRNGKeyArray | None = None,
+    scaling: Scaling | None = None,
+) -> Array:
+    """`jax.lax.conv_general_dilated` in low precision.
+
+    Operands that are QArrays are convolved as they are, in any mix with arrays: in the precision of their codes where
+    there is one scale per example of `lhs`, per output feature of `rhs`, or per tensor; otherwise dequantized. With a
+    `config`, float operands are quantized here with such scales, and so are the two gradients; its `lowering` is for
+    dots alone. `key` drives stochastic rounding; `scaling` holds ranges that come from outside, as in
+    `octavo.dot_general`.
+
+    >>> import octavo
+    >>> x, w = jnp.ones((2, 3, 8, 8)), jnp.ones((4, 3, 3, 3))
+    >>> conv_general_dilated(x, w, (1, 1), "SAME", config=octavo.DotConfig.qt("int8")).shape
+    (2, 4, 8, 8)
+    """
+    geometry = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
+    geometry = (*geometry, feature_group_count, batch_group_count)
+    quantized = isinstance(lhs, QArray) or isinstance(rhs, QArray)
+    if config is None and not quantized:
+        kinds = {"precision": precision, "preferred_element_type": preferred_element_type}
+        return jax.lax.conv_general_dilated(lhs, rhs, *geometry, **kinds, out_sharding=out_sharding)  # pyrefly: ignore
+    product = Conv(ConvDims.of(lhs.shape, rhs.shape, *geometry))
+    dtype = result_dtype(lhs, rhs, preferred_element_type)
+    if config is None:
+        return convolve(lhs, rhs, product.geometry, dtype=dtype, precision=precision, out_sharding=out_sharding)
+    call = Call(product, config, dtype, precision, out_sharding)
+    return quantized_product(call, lhs, rhs, key=key, scaling=scaling)
+
+
+def init_scaling(
+    config: DotConfig, lhs: Any, rhs: Any, product: Product | Any, *, placement: Placement = UNPLACED
+) -> Scaling:
+    """The initial state of every tracker of a config, and of error feedback.
+
+    Args:
+      config: the config of the operation.
+      lhs: the left operand, or anything with its shape.
+      rhs: the right operand, or anything with its shape.
+      product: the dimension numbers of a `dot_general`, or a product: `Conv(ConvDims.of(...))`, `Ragged()`.
+      placement: that of the operation.
+
+    Returns:
+      What the operation takes as `scaling`.
+    """
+    if not isinstance(product, Product):
+        product = Dot.of(product, len(lhs.shape), len(rhs.shape))
+    return init_product_scaling(config, product, lhs, rhs, placement.reduction)
 
 
 def lowering_of(config: DotConfig, lhs: Any, rhs: Any, dimension_numbers: Any) -> str:
@@ -116,11 +162,6 @@ def lowering_of(config: DotConfig, lhs: Any, rhs: Any, dimension_numbers: Any) -
     said = []
     jax.eval_shape(lambda a, b: said.append(describe(a, b, dims, config.lowering)), *inputs)
     return said[0]
-
-
-def _out_shape(lhs: tuple[int, ...], rhs: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
-    kept = [lhs[a] for a in (*dims.lhs_batch, *dims.lhs_remaining)] + [rhs[a] for a in dims.rhs_remaining]
-    return tuple(kept)
 
 
 def result_dtype(lhs: Factor, rhs: Factor, preferred: DTypeLike | None) -> Any:

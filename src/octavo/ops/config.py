@@ -11,8 +11,6 @@ from typing import Any
 from octavo._config import Config
 from octavo.calibration import Calibration, CalibrationLike, Tracker, get_calibration
 from octavo.numerics import Format, FormatLike, Rounding, get_format, get_rounding
-from octavo.ops.gather import Gather
-from octavo.ops.scatter import Scatter
 from octavo.qarray import Quantizer
 
 _DEQUANT = ("output", "input", "other")
@@ -144,9 +142,7 @@ class DotConfig(Config):
     `clip_gradient` zeroes the gradient of values outside the calibrated range. `sparsity` (n, m) keeps, of each m
     weights along the contraction of `rhs`, the n largest. `lowering` forces how the matmuls run: see
     `octavo.ops.lowerings`. `smooth` is SmoothQuant's alpha: the forward divides `lhs` and multiplies `rhs`, for each
-    contracted index k, by max|lhs_k|**alpha / max|rhs_k|**(1 - alpha) before it quantizes them. `gather` is how a
-    weight that is cut over devices comes together, and `scatter` how devices add up its gradient in low precision; the
-    transformation fills them in from a rule's `gather_axes` and `reduce_qtype`.
+    contracted index k, by max|lhs_k|**alpha / max|rhs_k|**(1 - alpha) before it quantizes them.
 
     >>> DotConfig.qt("int8").fwd.lhs.qtype.name
     'int8'
@@ -159,8 +155,6 @@ class DotConfig(Config):
     sparsity: tuple[int, int] | None = None
     lowering: str = "auto"
     smooth: float | None = None
-    gather: Gather | None = None
-    scatter: Scatter | None = None
 
     def __post_init__(self):
         if self.fwd.residual != "reuse":

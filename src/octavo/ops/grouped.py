@@ -24,7 +24,6 @@ from octavo._typing import Array
 from octavo.ops.dims import Dims
 from octavo.ops.factor import wider
 from octavo.ops.lowering import check_lowering, integer_dot
-from octavo.ops.parts import Parts
 
 TURNS = "octavo.turns."
 _ROWS_BY_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
@@ -33,12 +32,13 @@ _ROWS_BY_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ()
 class Rows(NamedTuple):
     """Which group each of `count` rows belongs to.
 
-    `sizes` are those of the groups, or with `parts` [parts, groups of a device]: each part is sorted for itself.
+    `sizes` are those of the groups, or with `sharding` [shards, groups of a device]: each shard is sorted for itself.
     """
 
     count: int
     sizes: Array
-    parts: Parts | None = None
+    sharding: Any = None
+    """An `octavo.distributed.ExpertSharding`."""
 
     @property
     def ends(self) -> Array:
@@ -58,10 +58,10 @@ class Rows(NamedTuple):
 
     def pick(self, part: Array) -> Array:
         """For each row what belongs to its group: [groups, n] -> [rows, n]."""
-        if self.parts is None:
+        if self.sharding is None:
             return part[self.group]
-        count = self.count // self.parts.count
-        return self.parts.pick(part, self.sizes, lambda sizes: Rows(count, sizes).group)
+        count = self.count // self.sharding.num_shards
+        return self.sharding.pick(part, self.sizes, lambda sizes: Rows(count, sizes).group)
 
     def keep(self, x: Array) -> Array:
         """Rows of no group set to zero, whatever they hold."""
@@ -95,8 +95,8 @@ def _bucket(count: int, ends: Array) -> Array:
 
 def group_absmax(x: Array, rows: Rows) -> Array:
     """The largest magnitude in each column of each group: [m, n] -> [g, n]."""
-    if rows.parts is not None:
-        return rows.parts.largest(lambda x, sizes: group_absmax(x, Rows(x.shape[0], sizes)), x, rows.sizes)
+    if rows.sharding is not None:
+        return rows.sharding.absmax(lambda x, sizes: group_absmax(x, Rows(x.shape[0], sizes)), x, rows.sizes)
     if not rows.count:
         return jnp.zeros((rows.sizes.shape[0], x.shape[1]), x.dtype)
     blocks = rows.blocks(64)

@@ -14,7 +14,6 @@ from octavo._typing import Array
 from octavo.ops import factor
 from octavo.ops.factor import Factor
 from octavo.ops.grouped import Rows, rows_by_groups, rows_by_rows
-from octavo.ops.scatter import Scatter
 from octavo.qarray import QArray
 
 
@@ -35,12 +34,12 @@ def multiply_groups(
     """
     how = {"contract": contract, "precision": precision, "lowering": lowering}
     lhs, rhs = factor.whole(lhs), factor.whole(rhs)
-    if rows.parts is not None:
+    if rows.sharding is not None:
 
         def local(lhs: Factor, rhs: Factor, sizes: Array, over: tuple[str, ...]) -> Array:
             return multiply_groups(lhs, rhs, Rows(lhs.shape[0], sizes), dtype=dtype, over=over, **how)
 
-        return rows.parts.by_groups(local, lhs, rhs, rows.sizes, contract=contract, late=_is_exact(dtype))
+        return rows.sharding.by_groups(local, lhs, rhs, rows.sizes, contract=contract, late=_is_exact(dtype))
     return _groups(lhs, rhs, rows, dtype, how, over)
 
 
@@ -90,17 +89,17 @@ def multiply_rows(
     """[m, k] x [m, n] -> [g, k, n], times `scales` of that rank."""
     how = {"precision": precision, "lowering": lowering}
     lhs, rhs = factor.whole(lhs), factor.whole(rhs)
-    if rows.parts is not None and not _is_exact(dtype):
+    if rows.sharding is not None and not _is_exact(dtype):
 
         def local(lhs: Factor, rhs: Factor, sizes: Array, scales: tuple[Array, ...]) -> Array:
             return multiply_rows(lhs, rhs, Rows(lhs.shape[0], sizes), dtype=dtype, scales=scales, **how)
 
-        return rows.parts.by_rows(local, lhs, rhs, rows.sizes, scales)
+        return rows.sharding.by_rows(local, lhs, rhs, rows.sizes, scales)
     return _rows(lhs, rhs, rows, scales, dtype, how)
 
 
 def multiply_rows_as(
-    scatter: Scatter,
+    reduction: Any,
     lhs: Factor,
     rhs: Factor,
     rows: Rows,
@@ -110,11 +109,11 @@ def multiply_rows_as(
     lowering: str = "auto",
     scales: tuple[Array, ...] = (),
 ) -> tuple[Array, dict[str, Any]]:
-    """The same in float32 of rows in parts, added up in low precision; and what `scaling` is to remember of that."""
-    if rows.parts is None:
+    """The same in float32 of sharded rows, reduced in low precision; and what `scaling` is to remember of that."""
+    if rows.sharding is None:
         raise ValueError(
-            f"reduce_qtype={scatter.qtype!r} adds up what devices have of the gradient of experts, but rows that are "
-            "sorted as a whole lie on no device in particular: give ragged_dot their parts, or leave reduce_qtype out"
+            f"reduce_qtype={reduction.qtype!r} reduces the gradient of experts over devices, but rows that are sorted "
+            "as a whole are on no device in particular: give ragged_dot a sharding, or leave reduce_qtype out"
         )
 
     def local(lhs: Factor, rhs: Factor, sizes: Array, scales: tuple[Array, ...]) -> Array:
@@ -122,17 +121,17 @@ def multiply_rows_as(
         return multiply_rows(lhs, rhs, Rows(lhs.shape[0], sizes), dtype=jnp.float32, **how)
 
     lhs, rhs = factor.whole(lhs), factor.whole(rhs)
-    return rows.parts.by_rows_as(scatter, local, lhs, rhs, rows.sizes, scales, scaling)
+    return rows.sharding.by_rows_as(reduction, local, lhs, rhs, rows.sizes, scales, scaling)
 
 
 def _rows(lhs: Factor, rhs: Factor, rows: Rows, scales: tuple[Array, ...], dtype: Any, how: dict[str, Any]) -> Array:
     kind = None if _is_asymmetric(lhs) or _is_asymmetric(rhs) else _kind(lhs, rhs, 0, 0)
 
     def product(lhs: Array, rhs: Array) -> Array:
-        if rows.parts is None:
+        if rows.sharding is None:
             return rows_by_rows(lhs, rhs, rows, **how)
         raw = lambda lhs, rhs, sizes, _: rows_by_rows(lhs, rhs, Rows(lhs.shape[0], sizes), **how)  # noqa: E731
-        return rows.parts.by_rows(raw, lhs, rhs, rows.sizes, ())
+        return rows.sharding.by_rows(raw, lhs, rhs, rows.sizes, ())
 
     if kind is None:
         out = product(*factor.dequantized(lhs, rhs))

@@ -10,13 +10,13 @@ from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.api import result_dtype
 from octavo.ops.config import DotConfig
 from octavo.ops.dims import Dims
-from octavo.ops.experts import float_ragged_dot, quantized_ragged_dot
 from octavo.ops.factor import Factor, dequantized
 from octavo.ops.grouped import Rows
 from octavo.ops.grouped_multiply import multiply_groups, multiply_rows
 from octavo.ops.multiply import multiply
-from octavo.ops.parts import Parts
-from octavo.ops.training import Scaling
+from octavo.ops.product import UNPLACED, Call, Placement, quantized_product
+from octavo.ops.products.ragged import FloatCall, Ragged, float_ragged_dot
+from octavo.ops.training import Scaling, masked
 from octavo.qarray import QArray
 
 GMM = "octavo.gmm"
@@ -35,15 +35,17 @@ def ragged_dot(
     config: DotConfig | None = None,
     key: PRNGKeyArray | None = None,
     scaling: Scaling | None = None,
-    parts: Parts | None = None,
+    sharding: Any = None,
+    placement: Placement = UNPLACED,
 ) -> Array:
     """`jax.lax.ragged_dot` in low precision: every row of `lhs` [m, k] with its group's matrix in `rhs` [g, k, n].
 
     Rows are sorted by group; those beyond the last group give zero, have no gradient and influence nothing. Operands
     that are QArrays are multiplied as they are, with scales per row and per expert and column. With a `config`, float
     operands are quantized here, and so are the two gradients. With `group_offset`, `rhs` holds only the groups from
-    that one on, and the rows of all others count as rows of none. With `parts`, rows lie in parts on the devices of a
-    mesh, each sorted for itself, and `group_sizes` is [parts, groups of a device].
+    that one on, and the rows of all others count as rows of none. With `sharding`, an
+    `octavo.distributed.ExpertSharding`, each device has rows of its own, sorted, and `group_sizes` is [shards, groups
+    of a device].
 
     >>> import octavo
     >>> x, w = jnp.ones((3, 4)), jnp.stack([jnp.eye(4), 2 * jnp.eye(4)])
@@ -62,7 +64,8 @@ def ragged_dot(
         config=config,
         key=key,
         scaling=scaling,
-        parts=parts,
+        sharding=sharding,
+        placement=placement,
     )
 
 
@@ -138,7 +141,8 @@ def ragged_dot_general(
     config: DotConfig | None = None,
     key: PRNGKeyArray | None = None,
     scaling: Scaling | None = None,
-    parts: Parts | None = None,
+    sharding: Any = None,
+    placement: Placement = UNPLACED,
 ) -> Array:
     """`jax.lax.ragged_dot_general` in low precision, in its three modes: a ragged row, contracted or batch axis.
 
@@ -149,7 +153,7 @@ def ragged_dot_general(
     (lc, rc), (lb, _) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
     dtype = result_dtype(lhs, rhs, preferred_element_type)
-    simple = not lb and len(lc) == 1 and group_sizes.ndim == (1 if parts is None else 2) and out_sharding is None
+    simple = not lb and len(lc) == 1 and group_sizes.ndim == (1 if sharding is None else 2) and out_sharding is None
     if simple and ragged not in lc and (lhs.ndim, rhs.ndim) == (2, 3):
         (group,) = numbers.rhs_group_dimensions
         lhs = _transpose(lhs, (ragged, lc[0]))
@@ -164,7 +168,8 @@ def ragged_dot_general(
             config=config,
             key=key,
             scaling=scaling,
-            parts=parts,
+            sharding=sharding,
+            placement=placement,
         )
     if config is not None:
         raise NotImplementedError(
@@ -200,9 +205,10 @@ def _ragged_dot(
     config,
     key,
     scaling,
-    parts=None,
+    sharding=None,
+    placement=UNPLACED,
 ) -> Array:
-    _check_shapes(lhs, rhs, group_sizes, contract, group_offset, parts)
+    _check_shapes(lhs, rhs, group_sizes, contract, group_offset, sharding)
     dtype = result_dtype(lhs, rhs, preferred_element_type)
     quantized = isinstance(lhs, QArray) or isinstance(rhs, QArray)
     if config is not None and quantized:
@@ -216,13 +222,16 @@ def _ragged_dot(
         first = jnp.sum(jnp.where(before, group_sizes, jnp.zeros_like(group_sizes))).astype(jnp.int32)
         group_sizes = lax.dynamic_slice_in_dim(group_sizes, offset, rhs.shape[0])
         lhs = _roll(lhs, -first)
-    rows = Rows(lhs.shape[0], group_sizes, parts)
+    rows = Rows(lhs.shape[0], group_sizes, sharding)
     if config is not None:
-        out = quantized_ragged_dot(lhs, rhs, rows, key, scaling or {}, config, dtype=dtype, precision=precision)
+        # Rows of no group are masked here, on the way in and on the way out, and thereby in the gradients as well.
+        call = Call(Ragged(sharding), config, jnp.dtype(dtype), precision, None, placement)
+        out = quantized_product(call, masked(lhs, rows.owned), rhs, group_sizes, key=key, scaling=scaling)
+        out = masked(out, rows.owned)
     elif quantized:
         out = multiply_groups(lhs, rhs, rows, contract=contract, dtype=dtype, precision=precision)
-    elif parts is not None:
-        out = float_ragged_dot(lhs, rhs, rows, dtype=dtype, precision=precision)
+    elif sharding is not None:
+        out = float_ragged_dot(FloatCall(Ragged(sharding), jnp.dtype(dtype), precision), lhs, rhs, group_sizes)
     else:
         numbers = lax.RaggedDotDimensionNumbers((((1,), (contract,)), ((), ())), (0,), (0,))
         out = lax.ragged_dot_general(
@@ -232,14 +241,12 @@ def _ragged_dot(
     return out if first is None else jnp.roll(out, first, axis=0)
 
 
-def _check_shapes(
-    lhs: Factor, rhs: Factor, sizes: Array, contract: int, offset: Any, parts: Parts | None = None
-) -> None:
-    if parts is not None:
-        wanted = (parts.count, rhs.shape[0] // parts.ways(parts.experts))
-        if sizes.shape != wanted or lhs.shape[0] % parts.count or offset is not None:
+def _check_shapes(lhs: Factor, rhs: Factor, sizes: Array, contract: int, offset: Any, sharding: Any = None) -> None:
+    if sharding is not None:
+        wanted = (sharding.num_shards, rhs.shape[0] // sharding.num_devices(sharding.experts))
+        if sizes.shape != wanted or lhs.shape[0] % sharding.num_shards or offset is not None:
             raise ValueError(
-                f"rows in {parts.count} parts take group_sizes {wanted}, a number of rows that divides by the parts "
+                f"rows in {sharding.num_shards} shards take group_sizes {wanted}, a multiple of that many rows "
                 f"and no group_offset; got {sizes.shape}, {lhs.shape[0]} rows and group_offset={offset}"
             )
         sizes = sizes.reshape(-1)[: rhs.shape[0]]

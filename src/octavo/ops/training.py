@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,15 @@ from octavo.calibration import AbsMax, Bounds
 from octavo.ops.config import DotConfig, Operand
 from octavo.ops.factor import Factor
 from octavo.ops.lowering import materialize
-from octavo.ops.scatter import LOST
+from octavo.ops.scales import Scaled
 from octavo.ops.watch import without_watched
 from octavo.qarray import QArray, Quantizer, inside
 
 RESIDUAL = "octavo_residual"
 """The name under which a rematerialization policy finds what the forward pass saves for the gradient."""
+
+ERROR_FEEDBACK = "error_feedback"
+"""The name in a scaling of the rounding error of a reduced gradient, on each device."""
 
 type Scaling = dict[str, dict[str, Array]]
 """Ranges from outside: per operand ("lhs", "rhs", "dlhs", "drhs") bounds, or the state of its tracker."""
@@ -77,16 +80,6 @@ def _masked_bwd(mask: Array, g: Array) -> tuple[Array, None]:
 masked.defvjp(lambda x, mask: (masked(x, mask), mask), _masked_bwd)
 
 
-class Scaled(NamedTuple):
-    """An array times a scale that was moved into it, not multiplied yet."""
-
-    value: Array
-    scale: Array
-
-    def product(self, sign: int = 1) -> Array:
-        return self.value.astype(jnp.float32) * (sign * _sharding.beside(self.scale, self.value))
-
-
 def quantize_operand(operand: Operand, x: Array | Scaled, contract, batch, key, given: dict[str, Array] | None):
     array = x.product() if isinstance(x, Scaled) else x
     how = operand.quantizer(array.ndim, contracting=contract, batch=batch)
@@ -135,23 +128,17 @@ def trackers_of(config: DotConfig):
     return {name: o.tracker for name, o in operands.items() if o is not None and o.tracker is not None}
 
 
-def check_scaling(config: DotConfig, scaling: Scaling, *, smooths: bool = False) -> None:
-    """Raise for ranges that do not belong to a config, and for smoothing in an op that does none."""
-    if config.smooth is not None and not smooths:
-        raise NotImplementedError(
-            "smooth scales the contracted indices of a dot_general or an einsum; a convolution and a ragged dot have "
-            "no such scaling: leave smooth out of their config"
-        )
-    if unknown := without_watched(scaling) - {"lhs", "rhs", "dlhs", "drhs", LOST}:
+def check_scaling(config: DotConfig, scaling: Scaling, reduction: Any = None) -> None:
+    """Raise for ranges that do not belong to a config, and for state that is missing."""
+    if unknown := without_watched(scaling) - {"lhs", "rhs", "dlhs", "drhs", ERROR_FEEDBACK}:
         raise ValueError(f"scaling has ranges for lhs, rhs, dlhs and drhs; got {sorted(unknown)}")
-    if config.scatter is not None and config.scatter.feedback and LOST not in scaling:
+    if reduction is not None and reduction.feedback and ERROR_FEEDBACK not in scaling:
         raise ValueError(
-            "the sum of a gradient with feedback needs what was lost before: pass scaling=octavo.ops.init_scaling(...)"
+            "reducing a gradient with error feedback needs its state: pass scaling=octavo.ops.init_scaling(...)"
         )
     if missing := set(trackers_of(config)) - set(scaling):
         raise ValueError(
-            f"the trackers of {sorted(missing)} need their state: pass scaling=octavo.ops.init_scaling(...), or what "
-            "init_einsum_scaling, init_conv_scaling or init_ragged_scaling gives for those operations"
+            f"the trackers of {sorted(missing)} need their state: pass scaling=octavo.ops.init_scaling(...)"
         )
 
 

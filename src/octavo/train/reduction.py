@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from octavo import _sharding
-from octavo.ops.reduce import quantized_psum
+from octavo.distributed import quantized_psum
 from octavo.train.loss import Losses
 from octavo.train.state import TrainState
 from octavo.transform.state import GRADIENT_STATE

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from octavo.data.packing import KEYS
 from octavo.inspect import Plan, Verification, plan, verify
 from octavo.models import ModelConfig, abstract_params
-from octavo.ops.scatter import LOST
+from octavo.ops.training import ERROR_FEEDBACK
 from octavo.rules import QtRule, QuantizationRule, Schedule, recipe
 from octavo.train import distributed, sharding
 from octavo.train.config import Config
@@ -195,15 +195,16 @@ class Setup:
         if not any(isinstance(rule, QtRule) and rule.reduce_feedback for rule in self.rules):
             return quant
         low = quantized(self.loss, self.rules, weights="params", shardings=self.weight_shardings)
-        sites = {f"{site.path}/{site.op_id}/{LOST}/error": site for site in low.sites(*self.loss_arguments)}
+        sites = {f"{site.path}/{site.op_id}/{ERROR_FEEDBACK}/error": site for site in low.sites(*self.loss_arguments)}
 
         def place(path: Any, leaf: Any, where: NamedSharding) -> NamedSharding:
             site = sites.get(jax.tree_util.keystr(path[1:], simple=True, separator="/"))
-            if site is None or site.config is None or site.config.scatter is None:
+            if site is None or site.placement.reduction is None:
                 return where
-            scatter, weight = site.config.scatter, site.lhs if site.config.scatter.left else site.rhs
+            reduction = site.placement.reduction
+            weight = site.lhs if reduction.left else site.rhs
             stacked = (None,) * (leaf.ndim - 1 - len(weight[0]))
-            return NamedSharding(self.mesh, PartitionSpec(*stacked, *scatter.losses_spec))
+            return NamedSharding(self.mesh, PartitionSpec(*stacked, *reduction.error_spec))
 
         return jax.tree_util.tree_map_with_path(place, self.state.quant, quant)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from octavo.ops.scatter import LOST
+from octavo.ops.training import ERROR_FEEDBACK
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +33,7 @@ class TrainState:
 
 def is_reset_on_remesh(path: tuple[str, ...]) -> bool:
     """Whether an array of the state is reset when a run resumes on another mesh: error feedback is per device."""
-    return path[0] == "errors" or LOST in path
+    return path[0] == "errors" or ERROR_FEEDBACK in path
 
 
 def initial_state(

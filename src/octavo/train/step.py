@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from octavo.ops.scatter import is_lost
+from octavo.distributed import is_error_feedback
 from octavo.train.loss import Losses, total_weights
 from octavo.train.reduction import Reduction
 from octavo.train.sparse import masked
@@ -129,7 +129,7 @@ class Stepper:
 
 def _where_lost(lost: Any, rest: Any) -> Any:
     """State of products: of what gradients lost as in the first, of all else as in the second."""
-    return jax.tree_util.tree_map_with_path(lambda path, a, b: a if is_lost(path) else b, lost, rest)
+    return jax.tree_util.tree_map_with_path(lambda path, a, b: a if is_error_feedback(path) else b, lost, rest)
 
 
 def _without_overwrite(quant: dict[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array
-from octavo.ops import KnownCall, known_call
-from octavo.ops.dispatch import DISPATCH, spread
+from octavo.distributed.expert_parallel import DispatchCall, dispatch
+from octavo.ops import marked_product
 from octavo.qarray import QArray
 from octavo.transform import control_flow as control
 from octavo.transform.frame import Frame, Value
@@ -23,10 +23,8 @@ from octavo.transform.jaxpr import (
     inside,
     is_literal,
     products_within,
-    scope,
 )
-from octavo.transform.notation import subscripts
-from octavo.transform.provider import Operation, operating
+from octavo.transform.provider import GEOMETRY, Operation, operating, product_options, run_product
 from octavo.transform.rearrange import as_array, rearranged
 from octavo.transform.resolve import find_site, own_site, rule_of
 from octavo.transform.site import Site
@@ -109,25 +107,27 @@ def _own_product(eqn: Equation, values: list[Value], frame: Frame) -> Value | No
     """A product of ours. One with a config of its own is left as it is, or done with its weight's codes."""
     first = eqn.params["num_consts"]
     atoms, args = eqn.invars[first:], values[first:]
-    known = known_call(scope(eqn), tuple(tuple(a.aval.shape) for a in atoms))  # pyrefly: ignore
-    if known is None:
+    marked = marked_product(custom_body(eqn))
+    # Under vmap the arguments have other shapes, and the function stays opaque.
+    if marked is None or marked.shapes != tuple(tuple(a.aval.shape) for a in atoms):  # pyrefly: ignore
         return None
-    if known.op == DISPATCH:
-        return _dispatched(eqn, values, args, frame, known)
-    site = own_site(eqn, list(atoms[:2]), args[:2], frame, known)
+    call = marked.call
+    if isinstance(call, DispatchCall):
+        return _dispatched(eqn, values, args, frame, call)
+    site = own_site(eqn, list(atoms[:2]), args[:2], frame, call)
     origin = Origin(module=site.path)
     with inside(eqn):
-        if not any(site.quantized) and (known.config is not None or site.config is None):
+        if not any(site.quantized) and (call.config is not None or site.config is None):
             return Value(bind(eqn, [as_array(v.data) for v in values])[0], origin)
         data = [_operand(v.data) for v in args]
-        if known.config is not None:
-            return Value(known.run(*jax.tree.unflatten(known.tree, data)), origin)
+        if call.config is not None:
+            return Value(call.run(*jax.tree.unflatten(marked.tree, data)), origin)
         frame.context.provider._seen.update(() if site.rule is None else (site.rule,))
-        return Value(_called(eqn, known.params, data, site, frame), origin)
+        return Value(_called(eqn, call.params, data, site, frame), origin)
 
 
-def _dispatched(eqn: Equation, values: list[Value], args: list[Value], frame: Frame, known: KnownCall) -> Value:
-    """Tokens on their way to experts, in the format that the rule for those says."""
+def _dispatched(eqn: Equation, values: list[Value], args: list[Value], frame: Frame, call: DispatchCall) -> Value:
+    """Tokens dispatched to experts, in the format that the rule for those says."""
     tokens, order, *anchor = args
     path = anchor[0].origin.module if anchor else None
     rule = rule_of(path or "", "ragged_dot", frame.context)
@@ -135,41 +135,50 @@ def _dispatched(eqn: Equation, values: list[Value], args: list[Value], frame: Fr
     with inside(eqn):
         if rule is None or rule.dispatch_qtype is None:
             return Value(bind(eqn, [as_array(v.data) for v in values])[0], origin)
-        how = dataclasses.replace(known.params["how"], qtype=rule.dispatch_qtype)
-        return Value(spread(as_array(tokens.data), order.data, how), origin)
+        config = dataclasses.replace(call.expert_parallel, qtype=rule.dispatch_qtype)
+        return Value(dispatch(as_array(tokens.data), order.data, config), origin)
 
 
 def _called(eqn: Equation, params: Any, data: list[Any], site: Site, frame: Frame) -> Array:
-    """What the provider's operation gives, as the equation wants it."""
-    with operating(Operation(site, frame)):
-        out = _call(params, data, site, frame)
+    """The result of the provider's operation, as the equation wants it."""
+    provider, context = frame.context.provider, frame.context
+    lhs, rhs, *rest = data
+    if site.op not in provider.overrides:
+        out = run_product(site, frame, lhs, rhs, *rest, params=params)
+    else:
+        call = functools.partial(_override, provider, site, params, lhs, rhs, *rest)
+        with operating(Operation(site, frame)):
+            out = call() if context.host is None else context.host(frame, site, call)
     wanted: Any = eqn.outvars[0].aval
     if tuple(out.shape) != tuple(wanted.shape):
         raise ValueError(f"{site.op_id} at {site.path!r} must give the shape {wanted.shape}, but gave {out.shape}")
     return jnp.asarray(out, wanted.dtype)
 
 
-def _call(p: Any, data: list[Any], site: Site, frame: Frame) -> Array:
-    """The provider's operation, with the arguments that its JAX namesake has."""
-    provider, names = frame.context.provider, ("precision", "preferred_element_type", "out_sharding", "parts")
-    kinds = {k: p[k] for k in names if p.get(k) is not None}
-    lhs, rhs, *rest = data
+def _override(provider: Any, site: Site, params: Any, lhs: Any, rhs: Any, *rest: Any) -> Array:
+    """The operation as a subclass of the provider defines it, with the arguments that its JAX namesake has."""
+    options = product_options(params)
     if site.op == "einsum":
-        text = subscripts(p["dimension_numbers"], len(lhs.shape), len(rhs.shape))
-        call = functools.partial(provider.einsum, text, lhs, rhs, **kinds)
-    elif site.op == "dot_general":
-        call = functools.partial(provider.dot_general, lhs, rhs, p["dimension_numbers"], **kinds)
-    elif site.op == "conv_general_dilated":
-        names = ("lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count", "batch_group_count")
-        geometry = {k: p[k] for k in names}
-        call = functools.partial(
-            provider.conv_general_dilated, lhs, rhs, p["window_strides"], p["padding"], **geometry, **kinds
-        )
-    else:
-        if len(rest) > 1 or p.get("group_offset") is not None:
-            kinds["group_offset"] = rest[1] if len(rest) > 1 else jnp.asarray(p["group_offset"])
-        numbers = p["ragged_dot_dimension_numbers"]
-        call = functools.partial(getattr(provider, site.op), lhs, rhs, rest[0], dimension_numbers=numbers, **kinds)
-    if frame.context.host is not None and site.op in provider.overrides:
-        return frame.context.host(frame, site, call)
-    return call()
+        return provider.einsum(_subscripts(params["dimension_numbers"], lhs.ndim, rhs.ndim), lhs, rhs, **options)
+    if site.op == "dot_general":
+        return provider.dot_general(lhs, rhs, params["dimension_numbers"], **options)
+    if site.op == "conv_general_dilated":
+        geometry = {name: params[name] for name in GEOMETRY}
+        strides, padding = params["window_strides"], params["padding"]
+        return provider.conv_general_dilated(lhs, rhs, strides, padding, **geometry, **options)
+    sizes, *offset = rest
+    if offset or params.get("group_offset") is not None:
+        options["group_offset"] = offset[0] if offset else jnp.asarray(params["group_offset"])
+    numbers = params["ragged_dot_dimension_numbers"]
+    return getattr(provider, site.op)(lhs, rhs, sizes, dimension_numbers=numbers, **options)
+
+
+def _subscripts(numbers: Any, lhs_ndim: int, rhs_ndim: int) -> str:
+    """The dimension numbers of a dot_general as the subscripts of an einsum."""
+    (lc, rc), (lb, rb) = numbers
+    letters = iter("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    left = [next(letters) for _ in range(lhs_ndim)]
+    shared = {b: left[a] for a, b in (*zip(lb, rb, strict=True), *zip(lc, rc, strict=True))}
+    right = [shared.get(b) or next(letters) for b in range(rhs_ndim)]
+    kept = [c for a, c in enumerate(left) if a not in (*lc, *lb)] + [c for b, c in enumerate(right) if b not in shared]
+    return f"{''.join(left)},{''.join(right)}->{''.join([*(left[a] for a in lb), *kept])}"

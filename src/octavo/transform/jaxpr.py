@@ -14,7 +14,7 @@ import jax
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from octavo.ops import is_known_call
+from octavo.ops import marked_product
 
 Jaxpr = core.Jaxpr
 Equation = core.JaxprEqn
@@ -177,7 +177,7 @@ def products_within(jaxpr: Jaxpr, opaque: bool) -> bool:
     """
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name in PRODUCTS or (name in CUSTOM and is_known_call(scope(eqn))):
+        if name in PRODUCTS or (name in CUSTOM and marked_product(custom_body(eqn))):
             return True
         if name == "pallas_call" or (name in CUSTOM and not opaque):
             continue

@@ -3,20 +3,20 @@
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from octavo import ops
 from octavo._typing import Array
-from octavo.ops import DotConfig, Operand
-from octavo.ops.conv_dims import ConvDims
-from octavo.ops.dims import Dims
+from octavo.ops import Conv, ConvDims, Dims, Dot, DotConfig, Operand, Product, Ragged
+from octavo.ops.products.ragged import NUMBERS as RAGGED
 from octavo.qarray import QArray, Quantizer
 from octavo.rules import QuantizationRule, as_rules, find
 from octavo.transform.frame import Frame, Key
-from octavo.transform.notation import dimension_numbers
 from octavo.transform.site import Site
 from octavo.transform.state import GRADIENT_STATE, QUANT_STATS, static_ranges, watch
 
@@ -125,54 +125,25 @@ class QuantizationProvider:
         *,
         out_sharding: Any = None,
     ) -> Array:
-        dims = Dims.of(dimension_numbers, lhs.ndim, rhs.ndim)
-        contract, batch = (dims.lhs_contract, dims.rhs_contract), (dims.lhs_batch, dims.rhs_batch)
-        kinds = {"precision": precision, "preferred_element_type": preferred_element_type}
-        return _run(
-            ops.dot_general,
-            (lhs, rhs),
-            (dimension_numbers,),
-            {**kinds, "out_sharding": out_sharding},
-            lambda operand, x, side: operand.quantizer(x.ndim, contracting=contract[side], batch=batch[side]),
-            lambda config: ops.init_scaling(config, lhs, rhs, dimension_numbers),
-        )
+        params = {"precision": precision, "preferred_element_type": preferred_element_type}
+        params |= {"out_sharding": out_sharding, "dimension_numbers": dimension_numbers}
+        return _run_current(lhs, rhs, params=params)
 
     def einsum(self, subscripts: str, lhs: Any, rhs: Any, **kwargs: Any) -> Array:
-        numbers = dimension_numbers(subscripts)
-        return QuantizationProvider.dot_general(self, lhs, rhs, numbers, **kwargs)
+        def product(lhs: Any, rhs: Any, numbers: Any, *, step: int = 0, **options: Any) -> Array:
+            del step
+            return QuantizationProvider.dot_general(self, lhs, rhs, numbers, **options)
+
+        return ops.pairwise(product, subscripts, lhs, rhs, **kwargs)
 
     def conv_general_dilated(self, lhs: Any, rhs: Any, window_strides: Any, padding: Any, **geometry: Any) -> Array:
-        shape = {k: v for k, v in geometry.items() if k in _GEOMETRY}
-        dims = ConvDims.of(lhs.shape, rhs.shape, window_strides, padding, **shape)
-        kept = dims.lhs[0], dims.rhs[0]
-
-        def quantizer(operand: Operand, x: Any, side: int) -> Quantizer:
-            return operand.quantizer(x.ndim, contracting=tuple(a for a in range(x.ndim) if a != kept[side]))
-
-        return _run(
-            ops.conv_general_dilated,
-            (lhs, rhs),
-            (window_strides, padding),
-            geometry,
-            quantizer,
-            lambda config: ops.init_conv_scaling(config, lhs, rhs, window_strides, padding, **shape),
-        )
+        return _run_current(lhs, rhs, params={"window_strides": window_strides, "padding": padding} | geometry)
 
     def ragged_dot(
         self, lhs: Any, rhs: Any, group_sizes: Any, *, dimension_numbers: Any = None, **kwargs: Any
     ) -> Array:
-        if dimension_numbers is None:
-            dimension_numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
-        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers.dot_dimension_numbers
-        contract, batch = (lhs_contract, rhs_contract), (lhs_batch, rhs_batch)
-        return _run(
-            ops.ragged_dot_general,
-            (lhs, rhs),
-            (group_sizes, dimension_numbers),
-            kwargs,
-            lambda operand, x, side: operand.quantizer(x.ndim, contracting=contract[side], batch=batch[side]),
-            lambda config: ops.init_ragged_scaling(config, lhs, rhs),
-        )
+        numbers = RAGGED if dimension_numbers is None else dimension_numbers
+        return _run_current(lhs, rhs, group_sizes, params={"ragged_dot_dimension_numbers": numbers} | kwargs)
 
     def gmm(self, lhs: Any, rhs: Any, group_sizes: Any, **kwargs: Any) -> Array:
         return QuantizationProvider.ragged_dot(self, lhs, rhs, group_sizes, **kwargs)
@@ -227,7 +198,8 @@ _OPERATIONS = {
     name: getattr(QuantizationProvider, name)
     for name in ("dot_general", "einsum", "conv_general_dilated", "ragged_dot", "gmm")
 }
-_GEOMETRY = ("lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count", "batch_group_count")
+GEOMETRY = ("lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count", "batch_group_count")
+_OPTIONS = ("precision", "preferred_element_type", "out_sharding", "sharding")
 
 
 def _operation() -> Operation:
@@ -244,39 +216,71 @@ def _has_state(rule: QuantizationRule) -> bool:
     return any(o is not None and o.tracker is not None for m in matmuls if m is not None for o in (m.lhs, m.rhs))
 
 
-def _run(
-    op: Callable[..., Array],
-    operands: tuple[Any, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    quantizer: Callable[[Operand, Any, int], Quantizer],
-    init_scaling: Callable[[DotConfig], Any],
-) -> Array:
-    """Do the current operation as its rule says."""
+def product_options(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the parameters of a product those that are not about axes."""
+    return {name: params[name] for name in _OPTIONS if params.get(name) is not None}
+
+
+def _run_current(lhs: Any, rhs: Any, *rest: Any, params: dict[str, Any]) -> Array:
     operation = _operation()
-    site, frame, config = operation.site, operation.frame, operation.site.config
+    return run_product(operation.site, operation.frame, lhs, rhs, *rest, params=params)
+
+
+def run_product(site: Site, frame: Frame, lhs: Any, rhs: Any, *rest: Any, params: Mapping[str, Any]) -> Array:
+    """The product of an equation with these parameters, quantized as the rule of its site says."""
+    options = product_options(params)
+    if "window_strides" in params:
+        geometry = {name: params[name] for name in GEOMETRY if name in params}
+        args = (params["window_strides"], params["padding"])
+        product = Conv(ConvDims.of(lhs.shape, rhs.shape, *args, **geometry))
+        op = functools.partial(ops.conv_general_dilated, **geometry, **options)
+        return _quantized(site, frame, op, product, product.dims, lhs, rhs, *args)
+    if "ragged_dot_dimension_numbers" in params:
+        numbers, (sizes, *offset) = params["ragged_dot_dimension_numbers"], rest
+        if offset or params.get("group_offset") is not None:
+            options["group_offset"] = offset[0] if offset else jnp.asarray(params["group_offset"])
+        dims = Dims.of(numbers.dot_dimension_numbers, lhs.ndim, rhs.ndim)
+        op = functools.partial(ops.ragged_dot_general, **options)
+        return _quantized(site, frame, op, Ragged(), dims, lhs, rhs, sizes, numbers)
+    product = Dot.of(params["dimension_numbers"], lhs.ndim, rhs.ndim)
+    op = functools.partial(ops.dot_general, **options)
+    return _quantized(site, frame, op, product, product.axes, lhs, rhs, params["dimension_numbers"])
+
+
+def _quantized(
+    site: Site, frame: Frame, op: Callable[..., Array], product: Product, dims: Dims, lhs: Any, rhs: Any, *args: Any
+) -> Array:
+    config, operands = site.config, (lhs, rhs)
     if config is None:
-        return op(*operands, *args, **kwargs)
+        return op(lhs, rhs, *args)
+    axes = (dims.lhs_contract, dims.lhs_batch), (dims.rhs_contract, dims.rhs_batch)
+
+    def quantizer(operand: Operand, x: Any, side: int) -> Quantizer:
+        contract, batch = axes[side]
+        return operand.quantizer(x.ndim, contracting=contract, batch=batch)
+
     scaling = static_ranges(site, frame, config, operands, quantizer)
     if any(isinstance(x, QArray) for x in operands):
         sides = zip((config.fwd.lhs, config.fwd.rhs), operands, ("lhs", "rhs"), strict=True)
-        quantized = [
+        codes = [
             x
             if isinstance(x, QArray) or operand is None
             else quantizer(operand, x, side == "rhs").quantize(x, bounds=scaling.get(side))
             for operand, x, side in sides
         ]
-        return op(*quantized, *args, **kwargs)
-    if ops.trackers_of(config) or (config.scatter is not None and config.scatter.feedback):
+        return op(*codes, *args)
+    placement = {"placement": site.placement} if product.has_placement else {}
+    reduction = site.placement.reduction
+    if ops.trackers_of(config) or (reduction is not None and reduction.feedback):
         key = Key(GRADIENT_STATE, site.path, site.op_id)
-        scaling |= frame.read(key, lambda: init_scaling(config))
+        scaling |= frame.read(key, lambda: ops.init_scaling(config, lhs, rhs, product, **placement))
     if frame.context.provider.telemetry:
         scaling |= watch(site, frame, config, operands)
-    return op(*operands, *args, **kwargs, config=config, key=_rounding_key(operation, config), scaling=scaling)
+    key = _rounding_key(site, frame, config)
+    return op(lhs, rhs, *args, config=config, key=key, scaling=scaling, **placement)
 
 
-def _rounding_key(operation: Operation, config: DotConfig) -> Array | None:
-    site, frame = operation.site, operation.frame
+def _rounding_key(site: Site, frame: Frame, config: DotConfig) -> Array | None:
     matmuls = (config.fwd, config.dlhs, config.drhs)
     if not any(o is not None and o.rounding.stochastic for m in matmuls for o in (m.lhs, m.rhs)):
         return None

@@ -6,10 +6,11 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo import _sharding
-from octavo.ops import DotConfig, KnownCall, Matmul
-from octavo.ops.gather import Gather, gather_of
+from octavo.distributed import GradReduce, weight_gather
+from octavo.ops import DotConfig, Matmul, Placement
+from octavo.ops.product import UNPLACED, Call
+from octavo.ops.products.ragged import FloatCall
 from octavo.ops.ragged import GMM
-from octavo.ops.scatter import Scatter
 from octavo.qarray import QArray
 from octavo.rules import QtRule, QuantizationRule, dot_config, find
 from octavo.transform.frame import Context, Frame, Value
@@ -35,13 +36,13 @@ def find_site(eqn: Equation, values: list[Value], frame: Frame) -> Site:
     return _ruled(draft, frame)
 
 
-def own_site(eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame, known: KnownCall) -> Site:
+def own_site(eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame, call: Call | FloatCall) -> Site:
     """The site of a product of ours: rules have no say in one that was written with a config of its own."""
-    op = "gmm" if GMM in _names(eqn, frame) else known.op
-    draft = _draft(eqn, atoms, values, frame, op, known.primitive, known.params)
-    if known.config is None:
+    op = "gmm" if GMM in _names(eqn, frame) else call.product.op
+    draft = _draft(eqn, atoms, values, frame, op, call.product.primitive, call.params)
+    if call.config is None:
         return _ruled(draft, frame)
-    return _noted(dataclasses.replace(draft, config=known.config), frame)
+    return _noted(dataclasses.replace(draft, config=call.config), frame)
 
 
 def rule_of(path: str, op: str, context: Context) -> QuantizationRule | None:
@@ -53,9 +54,13 @@ def _ruled(draft: Site, frame: Frame) -> Site:
     """A site with what the rules say about it."""
     rule = _rule(draft, frame.context)
     reason, config = _decide(draft, rule)
+    placement = UNPLACED
     if config is not None and rule is not None and (stored := _stored(draft, frame.context)) is not None:
-        config = config.replace(gather=_gather(draft, rule, stored), scatter=_scatter(draft, rule, stored))
-    return _noted(dataclasses.replace(draft, rule=rule, config=config, reason=reason), frame)
+        axes, left = tuple(rule.gather_axes), not draft.weights[1]
+        gather = weight_gather(stored, axes, left=left) if axes else None
+        placement = Placement(gather, _grad_reduce(draft, rule, stored))
+    site = dataclasses.replace(draft, rule=rule, config=config, placement=placement, reason=reason)
+    return _noted(site, frame)
 
 
 def _names(eqn: Equation, frame: Frame) -> str:
@@ -74,8 +79,8 @@ def _draft(
     path = _path(_names(eqn, frame), lhs.origin, rhs.origin, frame.context)
     left, right, out = (_type(v.aval) for v in (*atoms, *eqn.outvars))
     # On a mesh there is room for all rows on every device that has experts, and each has one expert in the end.
-    parts = params.get("parts")
-    copies = 1 if parts is None else parts.ways(parts.experts)
+    sharding = params.get("sharding")
+    copies = 1 if sharding is None else sharding.num_devices(sharding.experts)
     return Site(
         path=path,
         op=op,
@@ -147,13 +152,8 @@ def _stored(site: Site, context: Context) -> NamedSharding | None:
     return None if len(named) != len(set(named)) else NamedSharding(where.mesh, PartitionSpec(*spec))
 
 
-def _gather(site: Site, rule: QuantizationRule, stored: NamedSharding) -> Gather | None:
-    """How the weight of a site comes together; None if it need not."""
-    return gather_of(stored, tuple(rule.gather_axes), left=not site.weights[1]) if rule.gather_axes else None
-
-
-def _scatter(site: Site, rule: QuantizationRule, stored: NamedSharding) -> Scatter | None:
-    """How the gradient of a site's weight is added up; None if that is in float, or on one device."""
+def _grad_reduce(site: Site, rule: QuantizationRule, stored: NamedSharding) -> GradReduce | None:
+    """How the gradient of a site's weight is reduced; None if that is in float, or on one device."""
     if not isinstance(rule, QtRule) or rule.reduce_qtype is None or site.gradient is not None:
         return None
     left = not site.weights[1]
@@ -169,11 +169,11 @@ def _scatter(site: Site, rule: QuantizationRule, stored: NamedSharding) -> Scatt
         raise ValueError(
             f"reduce_axes={rule.reduce_axes}: the mesh has the axes {stored.mesh.axis_names}, and not {unknown[0]!r}"
         )
-    # Devices that have matrices of their own, as those of experts, add up nothing.
+    # Devices that have matrices of their own, as those of experts, reduce nothing.
     parts = _sharding.partitions(stored, 32)
     own = {name for axis in batch for name in _sharding.names(parts[axis])}
     rows = tuple(tuple(axis for axis in names if stored.mesh.shape[axis] > 1 and axis not in own) for names in given)
-    return Scatter(stored, rows, rule.reduce_qtype, rule.reduce_feedback, left) if any(rows) else None
+    return GradReduce(stored, rows, rule.reduce_qtype, rule.reduce_feedback, left) if any(rows) else None
 
 
 def _gradient_config(config: DotConfig, gradient: str) -> DotConfig | None:

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.ops import DotConfig
+from octavo.ops import DotConfig, Placement
+from octavo.ops.product import UNPLACED
 from octavo.qarray import Quantizer
 from octavo.rules import QuantizationRule
 from octavo.transform.weights import Origin, stored_quantizer
@@ -30,6 +31,7 @@ class Site:
     """ "dlhs" or "drhs" where the function holds its own backward pass."""
     rule: QuantizationRule | None = None
     config: DotConfig | None = None
+    placement: Placement = UNPLACED
     reason: str | None = None
     """Why it is left alone, if it is."""
 

@@ -1,4 +1,4 @@
-"""Gradients of weights that devices add up in eight bits: what arrives and what is lost are the gradient."""
+"""Gradients of weights that are reduced in eight bits: the result and the rounding error are the gradient."""
 
 import functools
 
@@ -11,12 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 import octavo
 from octavo import DotConfig
-from octavo.ops import dot_general, init_scaling
-from octavo.ops.scatter import LOST, Scatter
+from octavo.distributed import GradReduce
+from octavo.ops import Placement, dot_general, init_scaling
+from octavo.ops.training import ERROR_FEEDBACK
 
 MESH = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 ROWS = ("data", "fsdp")
-# What is multiplied, how the weight lies, and whether it is the left operand.
+# What is multiplied, the sharding of the weight, and whether it is the left operand.
 PLAIN = (((2,), (0,)), ((), ()))
 CASES = {
     "as stored": ((8, 4, 64), (64, 32), PLAIN, P("fsdp", "tensor"), False),
@@ -38,12 +39,16 @@ def operands(name):
     return lhs, rhs, numbers, NamedSharding(MESH, spec), weight_left, jax.random.normal(keys[2], out.shape)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def gradients(config, lhs, rhs, numbers, g, scaling):
+INT8 = DotConfig.qt("int8")
+
+
+@functools.partial(jax.jit, static_argnums=(3,), static_argnames=("config", "reduction"))
+def gradients(lhs, rhs, g, numbers, scaling, *, reduction=None, config=INT8):
     """The gradients of both operands and the new state."""
 
     def loss(lhs, rhs, scaling):
-        return jnp.sum(dot_general(lhs, rhs, numbers, config=config, scaling=scaling) * g)
+        placement = Placement(reduction=reduction)
+        return jnp.sum(dot_general(lhs, rhs, numbers, config=config, scaling=scaling, placement=placement) * g)
 
     return jax.grad(loss, argnums=(0, 1, 2))(lhs, rhs, scaling)
 
@@ -51,16 +56,16 @@ def gradients(config, lhs, rhs, numbers, g, scaling):
 @functools.cache
 def found(name, qtype="int8", how="int8"):
     lhs, rhs, numbers, where, left, g = operands(name)
-    plain = DotConfig.qt(how)
-    config = plain.replace(scatter=Scatter(where, (ROWS,), qtype, feedback=True, left=left))
-    scaling = init_scaling(config, lhs, rhs, numbers)
-    return gradients(plain, lhs, rhs, numbers, g, {}), gradients(config, lhs, rhs, numbers, g, scaling), left
+    config, reduction = DotConfig.qt(how), GradReduce(where, (ROWS,), qtype, feedback=True, left=left)
+    scaling = init_scaling(config, lhs, rhs, numbers, placement=Placement(reduction=reduction))
+    plain = gradients(lhs, rhs, g, numbers, {}, config=config)
+    return plain, gradients(lhs, rhs, g, numbers, scaling, reduction=reduction, config=config), left
 
 
 @pytest.mark.parametrize("name", [n if n in EXACT else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_what_arrives_and_what_is_lost_are_the_gradient(name):
     (*wanted, _), (*grads, state), left = found(name)
-    exact, sent, lost = wanted[1 - left], grads[1 - left], state[LOST]["error"]
+    exact, sent, lost = wanted[1 - left], grads[1 - left], state[ERROR_FEEDBACK]["error"]
     assert lost.shape == (4, *exact.shape)
     size = float(jnp.abs(exact).max())
     np.testing.assert_allclose(sent + lost.sum(0), exact, rtol=0, atol=1e-5 * size)
@@ -77,14 +82,14 @@ def test_rows_that_are_cut_along_two_axes(flat):
     if flat:
         lhs, g, numbers = lhs.reshape(-1, 64), g.reshape(-1, 32), (((1,), (0,)), ((), ()))
     where = NamedSharding(MESH, P(("fsdp", "tensor")))
-    scatter = Scatter(where, (ROWS, ("tensor",)), "int8", feedback=True)
-    config = DotConfig.qt("int8").replace(scatter=scatter)
-    assert scatter.cut == (0, ("fsdp", "tensor"))
-    _, sent, state = gradients(config, lhs, rhs, numbers, g, init_scaling(config, lhs, rhs, numbers))
-    _, exact, _ = gradients(DotConfig.qt("int8"), lhs, rhs, numbers, g, {})
+    reduction = GradReduce(where, (ROWS, ("tensor",)), "int8", feedback=True)
+    assert reduction.scatter == (0, ("fsdp", "tensor"))
+    scaling = init_scaling(INT8, lhs, rhs, numbers, placement=Placement(reduction=reduction))
+    _, sent, state = gradients(lhs, rhs, g, numbers, scaling, reduction=reduction)
+    _, exact, _ = gradients(lhs, rhs, g, numbers, {})
     size = float(jnp.abs(exact).max())
-    assert state[LOST]["error"].shape == (8, 64, 32)
-    np.testing.assert_allclose(sent + state[LOST]["error"].sum(0), exact, rtol=0, atol=1e-5 * size)
+    assert state[ERROR_FEEDBACK]["error"].shape == (8, 64, 32)
+    np.testing.assert_allclose(sent + state[ERROR_FEEDBACK]["error"].sum(0), exact, rtol=0, atol=1e-5 * size)
 
 
 @pytest.mark.slow
@@ -93,7 +98,7 @@ def test_rows_that_are_cut_along_two_axes(flat):
 def test_other_formats(qtype, how):
     (*wanted, _), (*grads, state), _ = found("as stored", qtype, how)
     size = float(jnp.abs(wanted[1]).max())
-    np.testing.assert_allclose(grads[1] + state[LOST]["error"].sum(0), wanted[1], rtol=0, atol=1e-5 * size)
+    np.testing.assert_allclose(grads[1] + state[ERROR_FEEDBACK]["error"].sum(0), wanted[1], rtol=0, atol=1e-5 * size)
     # Half a unit in the last place of 2 or 3 bits after the point, of parts whose errors are independent.
     off = jnp.sqrt(jnp.mean((grads[1] - wanted[1]) ** 2) / jnp.mean(wanted[1] ** 2))
     assert 0 < off < (2**-3 if qtype == "float8_e5m2" else 2**-4)
@@ -105,10 +110,10 @@ def test_with_feedback_what_is_lost_arrives_later():
     lhs, rhs, numbers, where, _, g = operands("as stored")
     sums = []
     for feedback in (True, False):
-        config = DotConfig.qt("int8").replace(scatter=Scatter(where, (ROWS,), "int8", feedback=feedback))
-        scaling, total = init_scaling(config, lhs, rhs, numbers), 0.0
+        reduction = GradReduce(where, (ROWS,), "int8", feedback=feedback)
+        scaling, total = init_scaling(INT8, lhs, rhs, numbers, placement=Placement(reduction=reduction)), 0.0
         for _ in range(10):
-            _, grad, scaling = gradients(config, lhs, rhs, numbers, g, scaling)
+            _, grad, scaling = gradients(lhs, rhs, g, numbers, scaling, reduction=reduction)
             total = total + grad
         sums.append(total)
     exact = 10 * found("as stored")[0][1]
@@ -119,10 +124,10 @@ def test_with_feedback_what_is_lost_arrives_later():
 @pytest.mark.slow
 def test_eight_bits_are_sent_and_each_device_gets_its_part():
     lhs, rhs, numbers, where, _, g = operands("as stored")
-    config = DotConfig.qt("int8").replace(scatter=Scatter(where, (ROWS,), "int8"))
+    placement = Placement(reduction=GradReduce(where, (ROWS,), "int8"))
 
     def drhs(lhs, rhs):
-        return jax.grad(lambda w: jnp.sum(dot_general(lhs, w, numbers, config=config) * g))(rhs)
+        return jax.grad(lambda w: jnp.sum(dot_general(lhs, w, numbers, config=INT8, placement=placement) * g))(rhs)
 
     rows = NamedSharding(MESH, P(ROWS))
     text = jax.jit(drhs, in_shardings=(rows, where), out_shardings=where).lower(lhs, rhs).compile().as_text()
@@ -137,35 +142,35 @@ def test_eight_bits_are_sent_and_each_device_gets_its_part():
 
 def test_rows_that_do_not_divide_are_refused():
     _, rhs, numbers, where, _, _ = operands("as stored")
-    config = DotConfig.qt("int8").replace(scatter=Scatter(where, (ROWS,), "int8"))
+    reduction = GradReduce(where, (ROWS,), "int8")
     with pytest.raises(ValueError, match=r"6 rows do not divide among the 4 devices along \('data', 'fsdp'\), over wh"):
-        gradients(config, jnp.ones((6, 4, 64)), rhs, numbers, jnp.ones((6, 4, 32)), {})
+        gradients(jnp.ones((6, 4, 64)), rhs, jnp.ones((6, 4, 32)), numbers, {}, reduction=reduction)
 
 
 def test_feedback_needs_its_state():
     lhs, rhs, numbers, where, _, g = operands("as stored")
-    config = DotConfig.qt("int8").replace(scatter=Scatter(where, (ROWS,), "int8", feedback=True))
-    with pytest.raises(ValueError, match=r"needs what was lost before: pass scaling=octavo\.ops\.init_scaling"):
-        gradients(config, lhs, rhs, numbers, g, {})
+    reduction = GradReduce(where, (ROWS,), "int8", feedback=True)
+    with pytest.raises(ValueError, match=r"error feedback needs its state: pass scaling=octavo\.ops\.init_scaling"):
+        gradients(lhs, rhs, g, numbers, {}, reduction=reduction)
 
 
 def test_meshes_with_explicit_axes_are_refused():
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
     where = NamedSharding(mesh, P("fsdp"))
-    config = DotConfig.qt("int8").replace(scatter=Scatter(where, (("fsdp",),), "int8"))
+    options = {"config": INT8, "placement": Placement(reduction=GradReduce(where, (("fsdp",),), "int8"))}
     x, w = jax.device_put((jnp.ones((8, 64)), jnp.ones((64, 32))), where)
     numbers = (((1,), (0,)), ((), ()))
     with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="explicit axes adds up gradients in float: leav"):
-        jax.eval_shape(jax.grad(lambda w: dot_general(x, w, numbers, config=config, out_sharding=where).sum()), w)
+        jax.eval_shape(jax.grad(lambda w: dot_general(x, w, numbers, **options, out_sharding=where).sum()), w)
 
 
-def test_experts_without_parts_are_refused():
-    where = NamedSharding(MESH, P(None, "fsdp"))
-    config = DotConfig.qt("int8").replace(scatter=Scatter(where, (ROWS,), "int8"))
+def test_experts_without_a_sharding_are_refused():
+    reduction = GradReduce(NamedSharding(MESH, P(None, "fsdp")), (ROWS,), "int8")
+    options = {"config": INT8, "placement": Placement(reduction=reduction)}
     sizes = jnp.asarray([4, 4])
-    with pytest.raises(ValueError, match="reduce_qtype='int8' adds up what devices have of the gradient of experts, b"):
+    with pytest.raises(ValueError, match="reduce_qtype='int8' reduces the gradient of experts over devices, but rows"):
         jax.eval_shape(
-            jax.grad(lambda w: octavo.ragged_dot(jnp.ones((8, 16)), w, sizes, config=config).sum()),
+            jax.grad(lambda w: octavo.ragged_dot(jnp.ones((8, 16)), w, sizes, **options).sum()),
             jnp.ones((2, 16, 16)),
         )
 
@@ -185,9 +190,9 @@ def test_a_rule_says_where_and_how():
     params = {"up": jnp.ones((64, 32)), "down": jnp.ones((32, 64))}
     where = {"up": NamedSharding(MESH, P("fsdp")), "down": NamedSharding(MESH, P(None, "fsdp"))}
     low = octavo.quantized(predict, rule(reduce_qtype="int8", reduce_axes=("data", "fsdp")), shardings=where)
-    up, down = (site.config.scatter for site in low.sites(params, jnp.ones((8, 64))))
-    assert (up.rows, up.cut, up.qtype) == ((("data", "fsdp"),), (0, ("fsdp",)), "int8")
-    assert down.cut == (1, ("fsdp",))
+    up, down = (site.placement.reduction for site in low.sites(params, jnp.ones((8, 64))))
+    assert (up.rows, up.scatter, up.qtype) == ((("data", "fsdp"),), (0, ("fsdp",)), "int8")
+    assert down.scatter == (1, ("fsdp",))
     wrong = octavo.quantized(predict, rule(reduce_qtype="int8", reduce_axes=("rows",)), shardings=where)
     with pytest.raises(
         ValueError, match=r"reduce_axes=\('rows',\): the mesh has the axes \('data', 'fsdp', 'tensor'\)"
@@ -196,10 +201,10 @@ def test_a_rule_says_where_and_how():
     both = octavo.quantized(
         predict, rule(reduce_qtype="int8", reduce_axes=(("data", "fsdp"), ("tensor",))), shardings=where
     )
-    assert both.sites(params, jnp.ones((8, 4, 64)))[0].config.scatter.rows == (("data", "fsdp"), ("tensor",))
+    assert both.sites(params, jnp.ones((8, 4, 64)))[0].placement.reduction.rows == (("data", "fsdp"), ("tensor",))
     assert rule(reduce_qtype="int8", reduce_axes=[["data"]]).reduce_axes == ("data",)
     alone = octavo.quantized(predict, rule(reduce_qtype="int8", reduce_axes=("data",)))
-    assert [site.config.scatter for site in alone.sites(params, jnp.ones((8, 64)))] == [None, None]
+    assert [site.placement.reduction for site in alone.sites(params, jnp.ones((8, 64)))] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from octavo.ops.reduce import quantized_psum, quantized_psum_scatter
+from octavo.distributed import quantized_psum, quantized_psum_scatter
 
 MESH = Mesh(np.array(jax.devices()), ("data",))
 N = MESH.size
@@ -99,7 +99,7 @@ def test_parts_that_are_not_equal_are_refused():
     split = jax.shard_map(
         lambda x: quantized_psum_scatter(x[0], "data")[0], mesh=MESH, in_specs=P("data"), out_specs=P("data")
     )
-    with pytest.raises(ValueError, match=r"axis 0 of an array \(12,\) has no 8 equal parts: use quantized_psum"):
+    with pytest.raises(ValueError, match=r"axis 0 of an array \(12,\) has no 8 equal shards: use quantized_psum"):
         jax.eval_shape(split, rows(12))
 
 

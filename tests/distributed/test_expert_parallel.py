@@ -1,4 +1,4 @@
-"""Experts on a mesh: products of rows that lie in parts, and tokens on their way to their experts and back."""
+"""Experts on a mesh: ragged dots of sharded rows, dispatch and combine."""
 
 import functools
 
@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from octavo.distributed import ExpertParallel, ExpertSharding, GradReduce, combine, dispatch, route
 from octavo.hlo import partitioned_hlo, read_communication
-from octavo.ops import DotConfig, init_ragged_scaling, ragged_dot
-from octavo.ops.dispatch import Dispatch, collect, route, spread
-from octavo.ops.parts import Parts
-from octavo.ops.scatter import Scatter
+from octavo.ops import DotConfig, Placement, Ragged, init_scaling, ragged_dot
 from octavo.qarray import Quantizer
 
 EXPERTS, INPUTS, OUTPUTS, ROWS = 4, 16, 24, 12
@@ -34,11 +32,11 @@ def mesh():
     return jax.make_mesh((2, 2, 2), ("fsdp", "tensor", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 
 
-def parts_of(**more) -> Parts:
-    return Parts(mesh().abstract_mesh, ("fsdp",), ("expert",), **more)
+def sharding_of(**more) -> ExpertSharding:
+    return ExpertSharding(mesh().abstract_mesh, ("fsdp",), ("expert",), **more)
 
 
-PARTS = {
+SHARDINGS = {
     "columns": {"outputs": ("tensor",), "scattered": (1, ("fsdp",))},
     "contraction": {"inputs": ("tensor",), "scattered": (2, ("fsdp",))},
     "neither": {},
@@ -82,7 +80,7 @@ def value_and_gradients(fn, lhs, rhs, g):
 CASES = [
     (name, cut, dtype)
     for name in CONFIGS
-    for cut in PARTS
+    for cut in SHARDINGS
     for dtype in ("float32", "bfloat16")
     if dtype == "float32" or cut == "contraction"
 ]
@@ -98,10 +96,10 @@ def test_rows_in_parts_give_what_one_device_gives(name, cut, dtype):
     config, (lhs, rhs, sizes) = CONFIGS[name], operands()
     g = jnp.asarray(np.random.default_rng(1).normal(size=(lhs.shape[0], OUTPUTS)), dtype)
     lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
-    parts = parts_of(**PARTS[cut])
+    sharding = sharding_of(**SHARDINGS[cut])
     run = jax.jit(
         lambda lhs, rhs, g: value_and_gradients(
-            lambda lhs, rhs: ragged_dot(lhs, rhs, jnp.asarray(sizes), config=config, parts=parts), lhs, rhs, g
+            lambda lhs, rhs: ragged_dot(lhs, rhs, jnp.asarray(sizes), config=config, sharding=sharding), lhs, rhs, g
         )
     )
     with jax.set_mesh(mesh()):
@@ -128,12 +126,12 @@ def test_gradients_of_experts_are_added_up_in_eight_bits(cut, feedback):
     lhs, rhs, sizes = operands()
     g = jnp.asarray(np.random.default_rng(1).normal(size=(lhs.shape[0], OUTPUTS)), jnp.float32)
     spec = ("expert", "fsdp", "tensor") if cut == "columns" else ("expert", "tensor", "fsdp")
-    scatter = Scatter(NamedSharding(mesh(), PartitionSpec(*spec)), (("fsdp",),), "int8", feedback)
-    config = CONFIGS["int8"].replace(scatter=scatter)
-    scaling = init_ragged_scaling(config, lhs, rhs)
+    reduction = GradReduce(NamedSharding(mesh(), PartitionSpec(*spec)), (("fsdp",),), "int8", feedback)
+    placement, config = Placement(reduction=reduction), CONFIGS["int8"]
+    scaling = init_scaling(config, lhs, rhs, Ragged(), placement=placement)
 
     def loss(rhs, scaling):
-        how = {"config": config, "scaling": scaling, "parts": parts_of(**PARTS[cut])}
+        how = {"config": config, "scaling": scaling, "sharding": sharding_of(**SHARDINGS[cut]), "placement": placement}
         return jnp.sum(ragged_dot(lhs, rhs, jnp.asarray(sizes), **how) * g)
 
     with jax.set_mesh(mesh()):
@@ -142,7 +140,7 @@ def test_gradients_of_experts_are_added_up_in_eight_bits(cut, feedback):
     # Half a step of what each of two devices has.
     assert 0 < float(jnp.abs(sent - exact).max()) < 2 * 1.1 * float(jnp.abs(exact).max()) / 254
     if feedback:
-        np.testing.assert_allclose(sent + state["lost"]["error"].sum(0), exact, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(sent + state["error_feedback"]["error"].sum(0), exact, rtol=0, atol=1e-4)
     else:
         assert state == {}
 
@@ -150,16 +148,16 @@ def test_gradients_of_experts_are_added_up_in_eight_bits(cut, feedback):
 def test_a_weight_in_codes_is_multiplied_as_it_is():
     lhs, rhs, sizes = operands()
     q = Quantizer("int8", channelwise_axes=(0, 2)).quantize(jnp.asarray(rhs))
-    parts = parts_of(**PARTS["contraction"])
+    sharding = sharding_of(**SHARDINGS["contraction"])
     with jax.set_mesh(mesh()):
-        found = jax.jit(lambda x, q: ragged_dot(x, q, jnp.asarray(sizes), parts=parts))(lhs, q)
+        found = jax.jit(lambda x, q: ragged_dot(x, q, jnp.asarray(sizes), sharding=sharding))(lhs, q)
     np.testing.assert_allclose(found, reference(lhs, q, sizes, None), rtol=1e-5, atol=1e-5)
 
 
 def test_what_does_not_fit_is_refused():
     lhs, rhs, sizes = operands()
-    with pytest.raises(ValueError, match=r"rows in 4 parts take group_sizes \(4, 2\), .*; got \(8,\), 48 rows"):
-        ragged_dot(lhs, rhs, jnp.asarray(sizes).reshape(-1), parts=parts_of())
+    with pytest.raises(ValueError, match=r"rows in 4 shards take group_sizes \(4, 2\), .*; got \(8,\), 48 rows"):
+        ragged_dot(lhs, rhs, jnp.asarray(sizes).reshape(-1), sharding=sharding_of())
 
 
 @pytest.mark.parametrize(
@@ -167,17 +165,17 @@ def test_what_does_not_fit_is_refused():
     [
         ({"outputs": ("width",)}, r"the mesh has the axes \('fsdp', 'tensor', 'expert'\), and not 'width'"),
         ({"inputs": ("fsdp",)}, r"one of \('fsdp', 'expert', 'fsdp'\) is there twice"),
-        ({"scattered": (1, ("tensor",))}, r"axes that cut rows, \('fsdp',\), and 'tensor' is none"),
+        ({"scattered": (1, ("tensor",))}, r"mesh axes of rows, \('fsdp',\), and 'tensor' is none"),
     ],
 )
-def test_parts_that_cannot_be(changes, text):
+def test_shardings_that_cannot_be(changes, text):
     with pytest.raises(ValueError, match=text):
-        parts_of(**changes)
+        sharding_of(**changes)
 
 
 def test_experts_that_cannot_be_shared():
     with pytest.raises(ValueError, match="5 experts of which a token has 2 cannot be shared by 2 devices"):
-        Dispatch(mesh().abstract_mesh, ("fsdp",), (), ("expert",), 5, 2)
+        ExpertParallel(mesh().abstract_mesh, ("fsdp",), (), ("expert",), 5, 2)
 
 
 # Tokens.
@@ -185,8 +183,8 @@ def test_experts_that_cannot_be_shared():
 BATCH, LENGTH, SIZE, K = 8, 6, 16, 2
 
 
-def dispatch(qtype=None, batch=("fsdp", "expert"), length=("tensor",)) -> Dispatch:
-    return Dispatch(mesh().abstract_mesh, batch, length, ("expert",), EXPERTS, K, qtype)
+def parallel(qtype=None, batch=("fsdp", "expert"), length=("tensor",)) -> ExpertParallel:
+    return ExpertParallel(mesh().abstract_mesh, batch, length, ("expert",), EXPERTS, K, qtype)
 
 
 def choices():
@@ -209,14 +207,14 @@ def choices():
 )
 def test_each_token_meets_its_experts_and_comes_back(batch, length):
     """Expert e adds e + 1 times the token, by its weight."""
-    how, (x, experts, weights) = dispatch(batch=batch, length=length), choices()
+    how, (x, experts, weights) = parallel(batch=batch, length=length), choices()
 
     def through(x, weights):
         order, sizes = route(jnp.asarray(experts), how)
-        rows = spread(x, order, how)
+        rows = dispatch(x, order, how)
         scale = jnp.broadcast_to(1.0 + jnp.arange(EXPERTS, dtype=jnp.float32)[:, None, None], (EXPERTS, SIZE, SIZE))
-        out = ragged_dot(rows, scale * jnp.eye(SIZE)[None], sizes, parts=how.parts)
-        return collect(how, out, weights, order)
+        out = ragged_dot(rows, scale * jnp.eye(SIZE)[None], sizes, sharding=how.sharding)
+        return combine(how, out, weights, order)
 
     def wanted(x, weights):
         return jnp.sum((experts + 1.0) * weights, axis=-1, keepdims=True) * x
@@ -235,10 +233,10 @@ def test_tokens_are_sent_in_low_precision(qtype, sent):
 
     def rows(how, x):
         order, _ = route(jnp.asarray(experts), how)
-        return spread(x, order, how)
+        return dispatch(x, order, how)
 
     with jax.set_mesh(mesh()):
-        plain, low = (jax.jit(functools.partial(rows, how)) for how in (dispatch(), dispatch(qtype)))
+        plain, low = (jax.jit(functools.partial(rows, how)) for how in (parallel(), parallel(qtype)))
         # A token has a scale of its own, and no two tokens have the same.
         want = Quantizer(qtype, channelwise_axes=(0, 1)).quantize(jnp.asarray(x)).dequantize()
         np.testing.assert_array_equal(low(x), plain(want))
@@ -253,11 +251,13 @@ def test_tokens_are_sent_in_low_precision(qtype, sent):
 @pytest.mark.slow
 def test_the_gradient_of_a_weight_is_added_up_in_the_accumulator():
     lhs, rhs, sizes = operands()
-    config, parts = CONFIGS["fp8"], parts_of(**PARTS["columns"])
+    config, sharding = CONFIGS["fp8"], sharding_of(**SHARDINGS["columns"])
     low = config.replace(drhs=config.drhs.replace(accumulator="bfloat16"))
 
     def gradient(config, rhs):
-        return jax.grad(lambda rhs: jnp.sum(ragged_dot(lhs, rhs, jnp.asarray(sizes), config=config, parts=parts)))(rhs)
+        return jax.grad(
+            lambda rhs: jnp.sum(ragged_dot(lhs, rhs, jnp.asarray(sizes), config=config, sharding=sharding))
+        )(rhs)
 
     with jax.set_mesh(mesh()):
         wide, narrow = (jax.jit(functools.partial(gradient, c)) for c in (config, low))

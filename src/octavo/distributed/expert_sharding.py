@@ -1,0 +1,185 @@
+"""Ragged dots whose rows and experts are sharded: each device has sorted rows for its own experts.
+
+XLA cannot partition a product whose rows are sorted by group: every device would get all rows, or all experts. Here
+rows are in shards, one for each device; a shard is sorted, and its last rows may belong to no expert of its device.
+Products of codes run per device, under `jax.shard_map`, and are reduced over devices: integers as integers, so that
+they are the same on any mesh. All else, ranges and scales above all, is computed on global arrays, as on one device.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from octavo._typing import Array
+from octavo.distributed.grad_reduce import GradReduce
+from octavo.ops.factor import laid
+from octavo.ops.training import ERROR_FEEDBACK
+
+SHARE = "octavo.share."
+"""The scope that says which fraction of the rows is expected to have an expert on their device: one in so many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertSharding:
+    """The sharding of the rows [m, k] and the matrices [experts, k, n] of a ragged dot.
+
+    Attributes:
+      mesh: the (abstract) mesh.
+      rows: the mesh axes along which rows are sharded, besides those of the experts.
+      experts: the mesh axes along which experts are sharded; rows are sharded along them, too.
+      inputs: the mesh axes of the matrices' axis k.
+      outputs: the mesh axes of the matrices' axis n.
+      scattered: the axis of the matrices along which their gradient is reduce-scattered, and over which of `rows`.
+    """
+
+    mesh: Any
+    rows: tuple[str, ...]
+    experts: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    scattered: tuple[int, tuple[str, ...]] = (1, ())
+
+    def __post_init__(self):
+        named = (*self.rows, *self.experts, *self.inputs, *self.outputs)
+        if unknown := [axis for axis in named if axis not in self.mesh.axis_names]:
+            raise ValueError(f"the mesh has the axes {self.mesh.axis_names}, and not {unknown[0]!r}")
+        if len(set(named)) < len(named):
+            raise ValueError(f"a mesh axis shards one axis of a product, but one of {named} is there twice")
+        if spare := [axis for axis in self.scattered[1] if axis not in self.rows]:
+            raise ValueError(f"gradients are scattered over mesh axes of rows, {self.rows}, and {spare[0]!r} is none")
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which rows are sharded, from the slowest."""
+        return (*self.rows, *self.experts)
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards the rows have."""
+        return self.num_devices(self.row_axes)
+
+    def num_devices(self, axes: tuple[str, ...]) -> int:
+        """How many devices there are along these mesh axes."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def shard_map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """A function of a device's shards as one of global arrays."""
+        names = {axis for axis in self.mesh.axis_names if axis not in self.mesh.manual_axes}
+
+        def local(*args: Any) -> Any:
+            with jax.named_scope(f"{SHARE}{self.num_devices(self.experts)}"):
+                return fn(*args)
+
+        return jax.shard_map(
+            local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
+        )
+
+    def by_groups(
+        self, fn: Callable[..., Array], lhs: Any, rhs: Any, sizes: Array, *, contract: int, late: bool
+    ) -> Array:
+        """[m, k] x [experts, k, n], or with `contract` 2 of [experts, n, k]: `fn(lhs, rhs, sizes, over)` per device.
+
+        Where the contraction is sharded, the results of `fn` are summed; if `late`, `fn` does so itself, `over` these
+        mesh axes.
+        """
+        over, kept = (self.inputs, self.outputs) if contract == 1 else (self.outputs, self.inputs)
+        rows = PartitionSpec(self.row_axes, _part(over))
+        groups = PartitionSpec(_part(self.experts), _part(self.inputs), _part(self.outputs))
+        lhs, left = laid(self.mesh, lhs, rows, 1 if over and late else None)
+        rhs, right = laid(self.mesh, rhs, groups, contract if over and late else None)
+
+        def local(lhs: Any, rhs: Any, sizes: Array) -> Array:
+            out = fn(lhs, rhs, sizes[0], over if late else ())
+            return jax.lax.psum(out, over) if over and not late else out
+
+        specs = (left, right, PartitionSpec(self.row_axes))
+        return self.shard_map(local, specs, PartitionSpec(self.row_axes, _part(kept)))(lhs, rhs, sizes)
+
+    def by_rows(self, fn: Callable[..., Array], lhs: Any, rhs: Any, sizes: Array, scales: tuple[Array, ...]) -> Array:
+        """[m, k] x [m, n] -> [experts, k, n]: `fn(lhs, rhs, sizes, scales)` per device, summed over rows."""
+        axis, names = self.scattered
+
+        def reduce(out: Array, _: None) -> tuple[Array, None]:
+            if rest := tuple(a for a in self.rows if a not in names):
+                out = jax.lax.psum(out, rest)
+            return jax.lax.psum_scatter(out, names, scatter_dimension=axis, tiled=True) if names else out, None
+
+        return self._reduced(fn, reduce, (lhs, rhs, sizes, scales, None), self.scattered, PartitionSpec())[0]
+
+    def by_rows_as(
+        self,
+        reduction: GradReduce,
+        fn: Callable[..., Array],
+        lhs: Any,
+        rhs: Any,
+        sizes: Array,
+        scales: Any,
+        scaling: Any,
+    ) -> tuple[Array, dict[str, Any]]:
+        """The same, reduced in low precision; and what `scaling` is to remember."""
+
+        def reduce(out: Array, error: Any) -> tuple[Array, Any]:
+            if rest := tuple(a for a in self.rows if a not in reduction.axes):
+                out = jax.lax.psum(out, rest)
+            out, error = reduction.reduce(out, error[0] if reduction.feedback else None)
+            return out, error[None] if reduction.feedback else None
+
+        error = scaling[ERROR_FEEDBACK]["error"] if reduction.feedback else None
+        spec = PartitionSpec(reduction.axes, *map(_part, (self.experts, self.inputs, self.outputs)))
+        out, error = self._reduced(fn, reduce, (lhs, rhs, sizes, scales, error), reduction.scatter, spec)
+        return out, {ERROR_FEEDBACK: {"error": error}} if reduction.feedback else {}
+
+    def _reduced(
+        self,
+        fn: Callable[..., Array],
+        reduce: Callable[[Array, Any], tuple[Array, Any]],
+        args: tuple[Any, Any, Array, tuple[Array, ...], Any],
+        scattered: tuple[int, tuple[str, ...]],
+        error_spec: PartitionSpec,
+    ) -> tuple[Array, Any]:
+        """`reduce(fn(lhs, rhs, sizes, scales), error)` per device, whose first result is scattered."""
+        lhs, rhs, sizes, scales, error = args
+        spec: list[Any] = [self.experts, self.inputs, self.outputs]
+        whole, (axis, names) = PartitionSpec(*map(_part, spec)), scattered
+        spec[axis] = (*spec[axis], *names)
+        lhs, left = laid(self.mesh, lhs, PartitionSpec(self.row_axes, _part(self.inputs)))
+        rhs, right = laid(self.mesh, rhs, PartitionSpec(self.row_axes, _part(self.outputs)))
+        beside = tuple(_where_long(scale, whole) for scale in scales)
+        run = self.shard_map(
+            lambda lhs, rhs, sizes, scales, error: reduce(fn(lhs, rhs, sizes[0], scales), error),
+            (left, right, PartitionSpec(self.row_axes), beside, error_spec),
+            (PartitionSpec(*map(_part, spec)), error_spec),
+        )
+        return run(lhs, rhs, sizes, scales, error)
+
+    def pick(self, part: Array, sizes: Array, group: Callable[[Array], Array]) -> Array:
+        """For each row what belongs to its expert: [experts, n] -> [m, n]; `group(sizes)` are the rows' experts."""
+        run = self.shard_map(
+            lambda part, sizes: part[group(sizes[0])],
+            (PartitionSpec(_part(self.experts)), PartitionSpec(self.row_axes)),
+            PartitionSpec(self.row_axes),
+        )
+        return run(part, sizes)
+
+    def absmax(self, fn: Callable[[Array, Array], Array], x: Array, sizes: Array) -> Array:
+        """Per-expert absmax [experts, n]: `fn(x, sizes)` per device, pmax over devices."""
+
+        def local(x: Array, sizes: Array) -> Array:
+            out = fn(x, sizes[0])
+            return jax.lax.pmax(out, self.rows) if self.rows else out
+
+        each = PartitionSpec(self.row_axes)
+        return self.shard_map(local, (each, each), PartitionSpec(_part(self.experts)))(x, sizes)
+
+
+def _where_long(x: Array, spec: PartitionSpec) -> PartitionSpec:
+    """The spec of an array that is broadcast along some of the axes."""
+    return PartitionSpec(*(part if size > 1 else None for part, size in zip(spec, x.shape, strict=True)))
+
+
+def _part(axes: tuple[str, ...]) -> Any:
+    return axes or None

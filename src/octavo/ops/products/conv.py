@@ -1,0 +1,162 @@
+"""Convolutions as a product: their geometry and that of their two transposes, which are convolutions again.
+
+With the stride s, the dilations a of the input and b of the kernel and the low padding p, along each spatial axis
+
+    out[o] = sum_k dilated[s o + b k - p] rhs[k],        dilated[a i] = lhs[i], zero between.
+
+So the gradient of the input slides the reversed kernel over g dilated by s, in steps of a; the gradient of the kernel
+slides g, dilated by s, over the input, in steps of b. Groups of features in one are groups of examples in the other.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from octavo import _sharding
+from octavo._typing import Array
+from octavo.ops.config import DotConfig
+from octavo.ops.conv_dims import ConvDims
+from octavo.ops.convolve import convolve, per_example, per_feature
+from octavo.ops.dims import Dims
+from octavo.ops.factor import Factor
+from octavo.ops.product import Product, Transpose
+from octavo.ops.scales import full_scale, without_scale
+from octavo.qarray import QArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Conv(Product):
+    """A convolution. An operand has one scale per example, per output feature or per tensor."""
+
+    op: ClassVar[str] = "conv_general_dilated"
+    primitive: ClassVar[str] = "conv_general_dilated"
+    has_placement: ClassVar[bool] = False
+    residual_dtype: ClassVar[Any] = None
+
+    geometry: ConvDims
+
+    @property
+    def dims(self) -> Dims:
+        return _axes(self.geometry.lhs[0], self.geometry.rhs[0], len(self.geometry.lhs))
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.geometry.params
+
+    def out_shape(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
+        return jax.eval_shape(self.geometry, *(jax.ShapeDtypeStruct(x, jnp.float32) for x in (lhs, rhs))).shape
+
+    def multiply(self, lhs: Factor, rhs: Factor, *extra: Array, lowering: str = "auto", **options: Any) -> Array:
+        del lowering  # of dots alone
+        return convolve(lhs, rhs, self.geometry, **options)
+
+    def transpose(self, of_lhs: bool) -> Transpose:
+        return _ConvDlhs(self.geometry) if of_lhs else _ConvDrhs(self.geometry)
+
+    def check(self, config: DotConfig) -> None:
+        if config.smooth is not None:
+            raise NotImplementedError(NO_SMOOTHING)
+        if config.sparsity is not None:
+            raise NotImplementedError(
+                "a convolution has no n:m sparsity: mask the kernel with octavo.ops.nm_mask first"
+            )
+        for name in ("fwd", "dlhs", "drhs"):
+            matmul = getattr(config, name)
+            if matmul.rotate is not None:
+                raise NotImplementedError(
+                    f"{name} rotates its operands, which a window of a convolution does not allow"
+                )
+            for side in ("lhs", "rhs"):
+                operand = getattr(matmul, side)
+                if operand is not None and operand.tile is not None:
+                    raise NotImplementedError(
+                        f"{name}.{side} has tiles of {operand.tile}, but a convolution has one scale per example, per "
+                        "output feature or per tensor: leave the tile out, and choose a format without tiles of its own"
+                    )
+                if operand is not None and operand.dequant == "other":
+                    raise NotImplementedError(
+                        f"{name}.{side} moves its scale into the other operand, which has no such axis in a "
+                        "convolution: use dequant='output' or 'input'"
+                    )
+
+
+NO_SMOOTHING = (
+    "smooth scales the contracted indices of a dot_general or an einsum; a convolution and a ragged dot have no such "
+    "scaling: leave smooth out of their config"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ConvTranspose(Transpose):
+    """What both transposes share: a scale of the residual is per example or per feature of the forward."""
+
+    op: ClassVar[str] = "conv_general_dilated"
+    primitive: ClassVar[str] = "conv_general_dilated"
+    residual_dtype: ClassVar[Any] = None
+
+    forward: ConvDims
+
+    def fold(self, g: Array, residual: QArray, *extra: Array, quantized: bool) -> Any:
+        if not quantized:
+            return g, residual.dequantize()
+        if residual.scale.size == 1:
+            return g, residual
+        if residual.zero_point is not None:
+            return None
+        return g.astype(jnp.float32) * self._beside(full_scale(residual), g), without_scale(residual)
+
+    def _beside(self, scale: Array, g: Array) -> Array:
+        raise NotImplementedError
+
+    def gradient_dtype(self, out: Any, operand: Any, accumulator: str | None) -> Any:
+        del operand, accumulator
+        return jnp.float64 if out == jnp.float64 else jnp.float32
+
+
+class _ConvDlhs(_ConvTranspose):
+    """g with the reversed kernel: g has a scale per example, the kernel one per input feature."""
+
+    @property
+    def dims(self) -> Dims:
+        grad = self.forward.dlhs()
+        return _axes(grad.lhs[0], grad.rhs[0], len(grad.lhs))
+
+    def _beside(self, scale: Array, g: Array) -> Array:
+        return per_feature(scale, self.forward, g.shape)
+
+    def arrange_residual(self, residual: Factor) -> Factor:
+        if isinstance(residual, QArray):
+            return residual._replace(qvalue=self.forward.kernel(residual.qvalue))
+        return self.forward.kernel(residual)
+
+    def multiply(
+        self, lhs: Factor, rhs: Factor, *extra: Array, out_sharding: Any, lowering: str = "auto", **options: Any
+    ) -> Array:
+        # Groups of examples come out as groups of features, with the shape and so the sharding of something else.
+        sharding = _sharding.plain(out_sharding) if self.forward.batch_groups == 1 else None
+        return self.forward.arrange(convolve(lhs, rhs, self.forward.dlhs(), out_sharding=sharding, **options))
+
+
+class _ConvDrhs(_ConvTranspose):
+    """The input with g: g has a scale per output feature, the input one per feature."""
+
+    @property
+    def dims(self) -> Dims:
+        grad = self.forward.drhs()
+        return _axes(grad.rhs[0], grad.lhs[0], len(grad.lhs))
+
+    def _beside(self, scale: Array, g: Array) -> Array:
+        return per_example(scale, self.forward, g.shape)
+
+    def multiply(
+        self, lhs: Factor, rhs: Factor, *extra: Array, out_sharding: Any, lowering: str = "auto", **options: Any
+    ) -> Array:
+        return convolve(rhs, lhs, self.forward.drhs(), out_sharding=_sharding.plain(out_sharding), **options)
+
+
+def _axes(lhs: int, rhs: int, ndim: int) -> Dims:
+    """Operands whose scales run along one axis each."""
+    rest = lambda axis: tuple(a for a in range(ndim) if a != axis)  # noqa: E731
+    return Dims(ndim, ndim, rest(lhs), rest(rhs))

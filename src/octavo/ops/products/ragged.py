@@ -1,0 +1,228 @@
+"""Ragged dots as a product: rows sorted by group, one matrix per group, and the two transposes.
+
+`out = lhs[rows of i] @ rhs[i]` has the gradients `dlhs = g[rows of i] @ rhs[i].T` and `drhs[i] = lhs[rows of i].T @
+g[rows of i]`. Where codes are reused, the scale that would run along the contraction goes into `g` first: for `dlhs`
+that of the row's expert, for `drhs` that of the row.
+"""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from octavo._typing import Array, PRNGKeyArray
+from octavo.calibration import AbsMax
+from octavo.ops.config import DotConfig, Matmul, Operand
+from octavo.ops.dims import Dims
+from octavo.ops.factor import Factor
+from octavo.ops.grouped import Rows, group_absmax
+from octavo.ops.grouped_multiply import multiply_groups, multiply_rows, multiply_rows_as
+from octavo.ops.lowering import materialize
+from octavo.ops.marker import mark
+from octavo.ops.product import Product, Transpose, quantize_operands
+from octavo.ops.products.conv import NO_SMOOTHING
+from octavo.ops.scales import full_scale, without_scale
+from octavo.ops.training import Scaling
+from octavo.ops.watch import seen_by
+from octavo.qarray import QArray
+
+NUMBERS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Grouped:
+    """The parts of three maps: the sharding of the experts, and what follows from it."""
+
+    op: ClassVar[str] = "ragged_dot"
+    primitive: ClassVar[str] = "ragged_dot_general"
+    has_explicit_shardings: ClassVar[bool] = False
+
+    sharding: Any = None
+    """An `octavo.distributed.ExpertSharding`: rows are on the devices of their experts."""
+
+    def rows(self, count: int, sizes: Array) -> Rows:
+        return Rows(count, sizes, self.sharding)
+
+    def gradient_dtype(self, out: Any, operand: Any, accumulator: str | None) -> Any:
+        """Devices add up gradients in the operand's dtype; on one device they are summed in float32."""
+        del out, accumulator
+        return jnp.float32 if self.sharding is None else operand
+
+
+class Ragged(_Grouped, Product):
+    """[m, k] x [g, k, n] -> [m, n]; the axis of the groups counts as one that is kept."""
+
+    @property
+    def dims(self) -> Dims:
+        return Dims(2, 3, (1,), (1,))
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {"ragged_dot_dimension_numbers": NUMBERS}
+
+    def check(self, config: DotConfig) -> None:
+        if config.smooth is not None:
+            raise NotImplementedError(NO_SMOOTHING)
+        if config.drhs.rotate is not None:
+            raise ValueError(
+                "drhs of a ragged dot contracts rows of changing groups, which cannot be rotated: rotate=None"
+            )
+        if any(matmul.accumulator not in (None, "float32") for matmul in (config.fwd, config.dlhs)):
+            raise ValueError("a ragged dot sums floats in float32: leave the accumulator out of its fwd and dlhs")
+
+    def out_shape(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
+        return (lhs[0], rhs[2])
+
+    def multiply(
+        self, lhs: Factor, rhs: Factor, *extra: Array, dtype: Any, precision: Any, lowering: str, **_: Any
+    ) -> Array:
+        rows = self.rows(lhs.shape[0], *extra)
+        return multiply_groups(lhs, rhs, rows, dtype=dtype, precision=precision, lowering=lowering)
+
+    def transpose(self, of_lhs: bool) -> Transpose:
+        return _RaggedDlhs(self.sharding) if of_lhs else _RaggedDrhs(self.sharding)
+
+
+class _RaggedDlhs(_Grouped, Transpose):
+    """[m, n] x [g, k, n] -> [m, k]."""
+
+    @property
+    def dims(self) -> Dims:
+        return Dims(2, 3, (1,), (2,))
+
+    def fold(self, g: Array, residual: QArray, *extra: Array, quantized: bool) -> Any:
+        """The scale [g, 1, n] of the experts' codes goes into the gradient, row by row."""
+        if not quantized:
+            return g, residual
+        q = residual.unpack()
+        if q.zero_point is not None or q.padding or q.scale.shape[1] != 1 or q.scale.shape[2] not in (1, q.shape[2]):
+            return None
+        if q.scale.shape[2] == 1:
+            return g, q
+        scale = full_scale(q)[:, 0]
+        scale = self.rows(g.shape[0], *extra).pick(scale) if len(scale) > 1 else scale
+        return g.astype(jnp.float32) * scale, without_scale(q)
+
+    def multiply(
+        self, lhs: Factor, rhs: Factor, *extra: Array, dtype: Any, precision: Any, lowering: str, **_: Any
+    ) -> Array:
+        rows = self.rows(lhs.shape[0], *extra)
+        return multiply_groups(lhs, rhs, rows, contract=2, dtype=dtype, precision=precision, lowering=lowering)
+
+
+class _RaggedDrhs(_Grouped, Transpose):
+    """[m, n] x [m, k] -> [g, k, n], contracted over the rows of each group."""
+
+    @property
+    def dims(self) -> Dims:
+        return Dims(2, 2, (0,), (0,))
+
+    def gradient_dtype(self, out: Any, operand: Any, accumulator: str | None) -> Any:
+        return super().gradient_dtype(out, accumulator or operand, accumulator)
+
+    def fold(self, g: Array, residual: QArray, *extra: Array, quantized: bool) -> Any:
+        """The scale [m, 1] of the rows' codes goes into the gradient."""
+        if not quantized:
+            return g, residual
+        q = residual.unpack()
+        if q.zero_point is not None or q.padding or q.scale.shape[1] != 1 or q.scale.shape[0] not in (1, q.shape[0]):
+            return None
+        return (g, q) if q.scale.shape[0] == 1 else (g.astype(jnp.float32) * full_scale(q), without_scale(q))
+
+    def quantize(self, matmul: Matmul, g: Any, residual: Factor, extra: Any, keys: Any, scaling: Scaling, name: str):
+        """One scale per group and column where measuring that takes one pass; those come in on the result."""
+        matmul = matmul.replace(lhs=_without_tiles(matmul.lhs), rhs=_without_tiles(matmul.rhs))
+        rows, scales, measured = self.rows(g.shape[0], *extra), (), {}
+        q = g
+        if matmul.lhs is not None and name not in scaling and _is_by_group(matmul.lhs):
+            q, scale = _quantize_by_group(matmul.lhs, g, rows, keys[0])
+            scales = (scale[:, None, :],)
+            measured = seen_by(scaling, name, g, q._replace(scale=rows.pick(scale)))
+        if matmul.rhs is not None and not isinstance(residual, QArray) and _is_by_group(matmul.rhs):
+            residual, scale = _quantize_by_group(matmul.rhs, residual, rows, keys[1])
+            scales = (*scales, scale[:, :, None])
+        left, right, seen = quantize_operands(matmul, q, residual, self.dims, keys, scaling, (name, None))
+        return left, right, seen | measured, scales
+
+    def multiply(
+        self,
+        lhs: Factor,
+        rhs: Factor,
+        *extra: Array,
+        dtype: Any,
+        precision: Any,
+        lowering: str,
+        scales: tuple[Array, ...] = (),
+        **_: Any,
+    ) -> Array:
+        rows = self.rows(lhs.shape[0], *extra)
+        return multiply_rows(rhs, lhs, rows, dtype=dtype, scales=scales, precision=precision, lowering=lowering)
+
+    def reduce(self, reduction: Any, lhs: Factor, rhs: Factor, extra: Any, scaling: Any, scales: Any, options: Any):
+        rows = self.rows(lhs.shape[0], *extra)
+        how = {"precision": options["precision"], "lowering": options["lowering"]}
+        return multiply_rows_as(reduction, rhs, lhs, rows, scaling, scales=scales, **how)
+
+
+def _without_tiles(operand: Operand | None) -> Operand | None:
+    """Groups partition the contracted rows already; only block formats keep their tiles."""
+    return operand if operand is None or operand.qtype.tile is not None else operand.replace(tile=None, square=False)
+
+
+def _is_by_group(operand: Operand) -> bool:
+    """Whether to have one scale per group and column: where measuring that takes one pass."""
+    own = operand.tile is None and operand.tracker is None and not operand.per_tensor
+    return own and operand.dequant == "output" and isinstance(operand.calibration, AbsMax)
+
+
+def _quantize_by_group(operand: Operand, x: Array, rows: Rows, key: PRNGKeyArray | None) -> tuple[QArray, Array]:
+    """Codes whose scale is one, and the scale [g, n] of each group and column that belongs to them."""
+    quantizer = operand.quantizer(2, contracting=(0,)).replace(channelwise_axes=(0, 1))
+    bounds = operand.calibration.measure(group_absmax(x.astype(jnp.float32), rows), axes=())
+    scale = quantizer.quantize(jnp.zeros_like(bounds["absmax"], x.dtype), key=key, bounds=bounds).scale
+    q = quantizer.quantize(x, key=key, bounds={k: rows.pick(v) for k, v in bounds.items()})
+    ones = jnp.ones((1, 1), jnp.float32)
+    return q._replace(qvalue=materialize(q.qvalue), scale=ones), scale.astype(jnp.float32)
+
+
+class FloatCall(NamedTuple):
+    """What is static about one ragged dot in float whose rows are sharded; a rule may still quantize it."""
+
+    product: Ragged
+    dtype: np.dtype
+    precision: Any
+    config: None = None
+
+    @property
+    def params(self) -> dict[str, Any]:
+        options = {"precision": self.precision, "preferred_element_type": self.dtype}
+        return self.product.params | options | {"sharding": self.product.sharding}
+
+    def run(self, *args: Any) -> Array:
+        return float_ragged_dot(self, *args)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def float_ragged_dot(call: FloatCall, lhs: Array, rhs: Array, sizes: Array) -> Array:
+    """[m, k] x [g, k, n] -> [m, n] in float, of rows that are sharded."""
+    rows = call.product.rows(lhs.shape[0], sizes)
+    out = multiply_groups(lhs, rhs, rows, dtype=call.dtype, precision=call.precision)
+    return mark(out, call, (lhs, rhs, sizes))
+
+
+def _float_fwd(call: FloatCall, lhs: Array, rhs: Array, sizes: Array):
+    return float_ragged_dot(call, lhs, rhs, sizes), (lhs, rhs, sizes)
+
+
+def _float_bwd(call: FloatCall, saved: Any, g: Array):
+    lhs, rhs, sizes = saved
+    rows, how = call.product.rows(lhs.shape[0], sizes), {"precision": call.precision}
+    g = rows.keep(g)
+    dlhs = multiply_groups(g, rhs, rows, contract=2, dtype=lhs.dtype, **how)
+    return dlhs, multiply_rows(rows.keep(lhs), g, rows, dtype=rhs.dtype, **how), None
+
+
+float_ragged_dot.defvjp(_float_fwd, _float_bwd)

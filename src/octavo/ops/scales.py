@@ -1,0 +1,72 @@
+"""Scales that run along the contraction of a product, moved from one operand into the other."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from octavo import _sharding
+from octavo._typing import Array
+from octavo.ops.dims import Dims
+from octavo.ops.factor import Factor
+from octavo.qarray import QArray
+
+
+class Scaled(NamedTuple):
+    """An array times a scale that was moved into it, not multiplied yet."""
+
+    value: Array
+    scale: Array
+
+    def product(self, sign: int = 1) -> Array:
+        return self.value.astype(jnp.float32) * (sign * _sharding.beside(self.scale, self.value))
+
+
+def full_scale(q: QArray) -> Array:
+    """Both levels of scales, multiplied, in float32."""
+    scale = q.scale.astype(jnp.float32)
+    return scale if q.outer_scale is None else scale * q.outer_scale.astype(jnp.float32)
+
+
+def without_scale(q: QArray) -> QArray:
+    """The same codes with the scale one."""
+    return q._replace(scale=jnp.ones((1,) * q.ndim, jnp.float32), outer_scale=None)
+
+
+def move_scale(q: QArray, other: Array, dims: Dims, *, from_left: bool) -> tuple[Scaled, QArray]:
+    """The other operand with the scale of `q` multiplied into it, and `q` without."""
+    mine = (*dims.lhs_batch, *dims.lhs_contract) if from_left else (*dims.rhs_batch, *dims.rhs_contract)
+    theirs = (*dims.rhs_batch, *dims.rhs_contract) if from_left else (*dims.lhs_batch, *dims.lhs_contract)
+    return Scaled(other, _across(full_scale(q), mine, theirs, other.ndim)), without_scale(q)
+
+
+def smooth(lhs: Factor, rhs: Factor, dims: Dims, alpha: float) -> tuple[Array, Array]:
+    """Both operands with their outliers evened out along the contraction; their product stays what it is.
+
+    Xiao et al., SmoothQuant (2022), equation 4, for each contracted index k (and each batch):
+
+        s_k = max|lhs_k|**alpha / max|rhs_k|**(1 - alpha),   lhs_k / s_k,   rhs_k * s_k
+    """
+    if isinstance(lhs, QArray) or isinstance(rhs, QArray):
+        raise TypeError("smooth scales float operands before they are quantized; a QArray is quantized already")
+    wide = jnp.float64 if jnp.float64 in (lhs.dtype, rhs.dtype) else jnp.float32
+    lhs, rhs = lhs.astype(wide), rhs.astype(wide)
+    mine, theirs = (*dims.lhs_batch, *dims.lhs_contract), (*dims.rhs_batch, *dims.rhs_contract)
+    left = jnp.max(jnp.abs(lhs), axis=dims.lhs_remaining, keepdims=True, initial=0)
+    right = jnp.max(jnp.abs(rhs), axis=dims.rhs_remaining, keepdims=True, initial=0)
+    right = _sharding.beside(_across(right, theirs, mine, lhs.ndim), left)
+    s = left**alpha / right ** (1 - alpha)
+    # What is not finite stays so, for its own row alone.
+    s = jnp.where((s > 0) & jnp.isfinite(s), s, 1)
+    # An index whose one side is all zeros adds nothing: the other side must not widen a range with it.
+    used = ((left != 0) & (right != 0)).astype(wide)
+    return lhs * (used / s), rhs * _sharding.beside(_across(used * s, mine, theirs, rhs.ndim), rhs)
+
+
+def _across(part: Array, mine: tuple[int, ...], theirs: tuple[int, ...], ndim: int) -> Array:
+    """An array along the shared axes of one operand, transposed for the other, whose kept axes get size one."""
+    part = jnp.transpose(part, (*mine, *(a for a in range(part.ndim) if a not in mine)))
+    part = part.reshape(part.shape[: len(mine)])
+    place = dict(zip(theirs, range(len(theirs)), strict=True))
+    part = jnp.transpose(part, [place[a] for a in sorted(theirs)])
+    shape = iter(part.shape)
+    return part.reshape([next(shape) if a in theirs else 1 for a in range(ndim)])
