@@ -56,15 +56,12 @@ def test_under_vmap_shapes_tell_that_the_call_is_another():
     assert mark.shapes == ((8, 64), (64, 32))
 
 
-def test_the_mark_computes_nothing_and_has_gradients_of_an_identity():
+def test_the_mark_computes_nothing():
     text = jax.jit(product).lower(X, W).as_text()
     assert "octavo_product" not in text
-    inner = found(jax.make_jaxpr(product)(X, W))
-    assert len(inner) == 1
     body = jax.make_jaxpr(product)(X, W).eqns[0].params["call_jaxpr"]
-    opened = jax.core.jaxpr_as_fun(body) if hasattr(jax.core, "jaxpr_as_fun") else None
-    if opened is not None:
-        assert jax.jvp(lambda x: opened(x, W)[0], (X,), (X,))[0].shape == (8, 32)
+    opened = lambda x, w: jax.core.eval_jaxpr(body, body.consts, x, w)[0]  # noqa: E731
+    np.testing.assert_array_equal(opened(X, W), product(X, W))
 
 
 def test_a_calibration_that_is_defined_twice():
@@ -73,8 +70,8 @@ def test_a_calibration_that_is_defined_twice():
 
         @dataclasses.dataclass(frozen=True, repr=False)
         class Mine(AbsMax):
-            def measure(self, x, axes, factor=factor):
-                return {name: factor * bound for name, bound in super().measure(x, axes).items()}
+            def measure(self, *args, factor=factor, **kwargs):
+                return {name: factor * bound for name, bound in AbsMax.measure(self, *args, **kwargs).items()}
 
         config = DotConfig.qat("int8").with_operands(fwd_rhs=Operand("int8", calibration=Mine()))
 

@@ -13,7 +13,7 @@ import octavo
 from octavo import kernels
 from octavo.hlo import read_communication
 from octavo.ops import Dims
-from octavo.ops.multiply import describe, multiply
+from octavo.ops.lowerings import describe, multiply
 from tests.cases import slow_except
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.status())

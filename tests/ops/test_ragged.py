@@ -13,7 +13,7 @@ import octavo
 from octavo import DotConfig, Matmul, Operand, QArray
 from octavo.calibration import AmaxHistory
 from octavo.ops import RESIDUAL, Ragged, init_scaling
-from octavo.ops.grouped import Rows, group_absmax, rows_by_groups, rows_by_rows
+from octavo.ops.lowerings.grouped import Rows, group_absmax, rows_by_groups, rows_by_rows
 from octavo.ops.ragged import gmm, ragged_dot, ragged_dot_general, tgmm
 from tests.cases import slow_except
 from tests.ops.walk import dot_types

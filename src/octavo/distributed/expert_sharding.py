@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from octavo._typing import Array
 from octavo.distributed.grad_reduce import GradReduce
-from octavo.ops.factor import laid
+from octavo.ops.codes import shard_map_operand
 from octavo.ops.training import ERROR_FEEDBACK
 
 SHARE = "octavo.share."
@@ -89,8 +89,8 @@ class ExpertSharding:
         over, kept = (self.inputs, self.outputs) if contract == 1 else (self.outputs, self.inputs)
         rows = PartitionSpec(self.row_axes, _part(over))
         groups = PartitionSpec(_part(self.experts), _part(self.inputs), _part(self.outputs))
-        lhs, left = laid(self.mesh, lhs, rows, 1 if over and late else None)
-        rhs, right = laid(self.mesh, rhs, groups, contract if over and late else None)
+        lhs, left = shard_map_operand(self.mesh, lhs, rows, 1 if over and late else None)
+        rhs, right = shard_map_operand(self.mesh, rhs, groups, contract if over and late else None)
 
         def local(lhs: Any, rhs: Any, sizes: Array) -> Array:
             out = fn(lhs, rhs, sizes[0], over if late else ())
@@ -146,8 +146,8 @@ class ExpertSharding:
         spec: list[Any] = [self.experts, self.inputs, self.outputs]
         whole, (axis, names) = PartitionSpec(*map(_part, spec)), scattered
         spec[axis] = (*spec[axis], *names)
-        lhs, left = laid(self.mesh, lhs, PartitionSpec(self.row_axes, _part(self.inputs)))
-        rhs, right = laid(self.mesh, rhs, PartitionSpec(self.row_axes, _part(self.outputs)))
+        lhs, left = shard_map_operand(self.mesh, lhs, PartitionSpec(self.row_axes, _part(self.inputs)))
+        rhs, right = shard_map_operand(self.mesh, rhs, PartitionSpec(self.row_axes, _part(self.outputs)))
         beside = tuple(_where_long(scale, whole) for scale in scales)
         run = self.shard_map(
             lambda lhs, rhs, sizes, scales, error: reduce(fn(lhs, rhs, sizes[0], scales), error),

@@ -18,8 +18,8 @@ from octavo import _sharding
 from octavo._typing import Array
 from octavo.distributed.collectives import quantized_psum, quantized_psum_scatter
 from octavo.numerics import FormatLike
+from octavo.ops.codes import Factor, shard_map_operand
 from octavo.ops.dims import Dims
-from octavo.ops.factor import Factor, laid
 from octavo.ops.training import ERROR_FEEDBACK
 
 
@@ -121,7 +121,7 @@ class GradReduce:
         inside = jax.sharding.get_abstract_mesh()
         mesh = self.stored.mesh if inside.empty else inside
         left, right = self._operand_specs(dims, [others[transpose.order.index(a)] for a in range(len(others))])
-        (lhs, left), (rhs, right) = laid(mesh, lhs, left), laid(mesh, rhs, right)
+        (lhs, left), (rhs, right) = shard_map_operand(mesh, lhs, left), shard_map_operand(mesh, rhs, right)
         axis, names = self.scatter
         error, out = self.error_spec, [(*other, *(names if a == axis else ())) for a, other in enumerate(others)]
 

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo import _sharding
 from octavo.distributed.collectives import transfer
-from octavo.ops.factor import Factor
+from octavo.ops.codes import Factor
 from octavo.qarray import QArray
 
 

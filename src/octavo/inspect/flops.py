@@ -20,7 +20,7 @@ import numpy as np
 
 from octavo import kernels
 from octavo.distributed.expert_sharding import SHARE
-from octavo.ops.grouped import TURNS
+from octavo.ops.lowerings.grouped import TURNS
 from octavo.transform.jaxpr import (
     BACKWARD,
     PRODUCTS,

@@ -5,7 +5,7 @@ from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.dims import Dims
 from octavo.ops.embedding import embedding_lookup
 from octavo.ops.hadamard import rotate
-from octavo.ops.lowering import lowerings
+from octavo.ops.lowerings import lowerings
 from octavo.ops.marker import ProductCall, marked_product
 from octavo.ops.product import Placement, Product
 from octavo.ops.products.conv import Conv, ConvDims

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
+from octavo.ops.codes import Factor
 from octavo.ops.config import DotConfig
-from octavo.ops.convolve import convolve
 from octavo.ops.dims import Dims
-from octavo.ops.factor import Factor
-from octavo.ops.multiply import describe, multiply
+from octavo.ops.lowerings import describe, multiply
+from octavo.ops.lowerings.conv import convolve
 from octavo.ops.product import UNPLACED, Call, Placement, Product, init_product_scaling, quantized_product
 from octavo.ops.products.conv import Conv, ConvDims
 from octavo.ops.products.dot import Dot

@@ -16,11 +16,11 @@ import numpy as np
 from octavo import _sharding
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import Bounds
+from octavo.ops.codes import Factor
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.dims import Dims
-from octavo.ops.factor import Factor
 from octavo.ops.hadamard import rotate
-from octavo.ops.lowering import explicit_shardings
+from octavo.ops.layout import explicit_shardings
 from octavo.ops.marker import mark
 from octavo.ops.scales import Scaled, move_scale, smooth
 from octavo.ops.sparsity import nm_mask

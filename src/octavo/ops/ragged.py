@@ -8,12 +8,12 @@ from jax import lax
 
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.api import result_dtype
+from octavo.ops.codes import Factor, dequantize
 from octavo.ops.config import DotConfig
 from octavo.ops.dims import Dims
-from octavo.ops.factor import Factor, dequantized
-from octavo.ops.grouped import Rows
-from octavo.ops.grouped_multiply import multiply_groups, multiply_rows
-from octavo.ops.multiply import multiply
+from octavo.ops.lowerings import multiply
+from octavo.ops.lowerings.grouped import Rows
+from octavo.ops.lowerings.ragged import multiply_groups, multiply_rows
 from octavo.ops.product import UNPLACED, Call, Placement, quantized_product
 from octavo.ops.products.ragged import FloatCall, Ragged, float_ragged_dot
 from octavo.ops.training import Scaling, masked
@@ -188,7 +188,7 @@ def ragged_dot_general(
         lhs, rhs = _transpose(lhs, (ragged, 1 - ragged)), _transpose(rhs, (rc[0], 1 - rc[0]))
         return tgmm(lhs, rhs, group_sizes, dtype, rows_first=True, precision=precision)
     return lax.ragged_dot_general(
-        *dequantized(lhs, rhs), group_sizes, numbers, precision, dtype, group_offset, out_sharding
+        *dequantize(lhs, rhs), group_sizes, numbers, precision, dtype, group_offset, out_sharding
     )
 
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from octavo import _sharding
 from octavo._typing import Array
+from octavo.ops.codes import Factor
 from octavo.ops.dims import Dims
-from octavo.ops.factor import Factor
 from octavo.qarray import QArray
 
 

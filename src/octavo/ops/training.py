@@ -11,9 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from octavo import _sharding
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import AbsMax, Bounds
+from octavo.ops.codes import Factor
 from octavo.ops.config import DotConfig, Operand
-from octavo.ops.factor import Factor
-from octavo.ops.lowering import materialize
+from octavo.ops.layout import materialize
 from octavo.ops.scales import Scaled
 from octavo.ops.watch import without_watched
 from octavo.qarray import QArray, Quantizer, inside

@@ -13,7 +13,8 @@ from octavo import kernels
 from octavo._typing import Array, Float, Shaped
 from octavo.models import ModelConfig, layer_groups
 from octavo.models.attention import Places
-from octavo.ops import dot_general, embedding_lookup, native
+from octavo.ops import dot_general, embedding_lookup
+from octavo.ops.lowerings import cpu_ffi
 from octavo.qarray import QArray
 from octavo.serve.cache import KVCache
 from octavo.serve.cache_layers import PositionLayer
@@ -38,7 +39,7 @@ def refusal(config: ModelConfig, params: Any, cache: KVCache, rules: Any = ()) -
     for group in layer_groups(config):
         for part, name in _MATRICES:
             q = params["decoder"][group.name][part][name]["kernel"]
-            reason = native.matrix_refusal(q) if isinstance(q, QArray) else "the kernel takes quantized matrices"
+            reason = cpu_ffi.unsupported_matrix(q) if isinstance(q, QArray) else "the kernel takes quantized matrices"
             if reason is not None:
                 return f"{group.name}/{part}/{name}: {reason}"
     return None
@@ -74,11 +75,11 @@ def _weights(params: Any) -> kernels.LayerWeights:
     wide = lambda tree, leaf: tree[leaf].astype(jnp.float32) if leaf in tree else None  # noqa: E731
     return kernels.LayerWeights(
         params["pre_self_attention_layer_norm"]["scale"].astype(jnp.float32),
-        native.matrix(attention["query_key_value"]["kernel"]),
-        native.matrix(attention["out"]["kernel"]),
+        cpu_ffi.matrix(attention["query_key_value"]["kernel"]),
+        cpu_ffi.matrix(attention["out"]["kernel"]),
         params["post_self_attention_layer_norm"]["scale"].astype(jnp.float32),
-        native.matrix(params["mlp"]["wi"]["kernel"]),
-        native.matrix(params["mlp"]["wo"]["kernel"]),
+        cpu_ffi.matrix(params["mlp"]["wi"]["kernel"]),
+        cpu_ffi.matrix(params["mlp"]["wo"]["kernel"]),
         bias=wide(attention["query_key_value"], "bias"),
         query_norm=wide(attention.get("query_norm", {}), "scale"),
         key_norm=wide(attention.get("key_norm", {}), "scale"),

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 
 from octavo import _sharding
 from octavo._typing import Array
+from octavo.ops.codes import Factor
 from octavo.ops.config import DotConfig
-from octavo.ops.conv_dims import ConvDims
-from octavo.ops.convolve import convolve, per_example, per_feature
 from octavo.ops.dims import Dims
-from octavo.ops.factor import Factor
+from octavo.ops.lowerings.conv import convolve, per_example, per_feature
 from octavo.ops.product import Product, Transpose
+from octavo.ops.products.conv_dims import ConvDims
 from octavo.ops.scales import full_scale, without_scale
 from octavo.qarray import QArray
 

@@ -10,10 +10,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo import _sharding
 from octavo._typing import Array
+from octavo.ops.codes import Factor
 from octavo.ops.config import DotConfig
 from octavo.ops.dims import Dims
-from octavo.ops.factor import Factor
-from octavo.ops.multiply import SMALLEST_TILE, multiply
+from octavo.ops.lowerings import multiply
+from octavo.ops.lowerings.problem import SMALLEST_TILE
 from octavo.ops.product import Product, Transpose
 from octavo.ops.scales import move_scale
 from octavo.qarray import QArray

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from octavo import _sharding
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.api import dot_general, init_scaling
+from octavo.ops.codes import Factor
 from octavo.ops.config import DotConfig
-from octavo.ops.factor import Factor
 from octavo.ops.training import Scaling
 from octavo.qarray import QArray
 

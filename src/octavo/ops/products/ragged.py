@@ -15,12 +15,12 @@ import numpy as np
 
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import AbsMax
+from octavo.ops.codes import Factor
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.dims import Dims
-from octavo.ops.factor import Factor
-from octavo.ops.grouped import Rows, group_absmax
-from octavo.ops.grouped_multiply import multiply_groups, multiply_rows, multiply_rows_as
-from octavo.ops.lowering import materialize
+from octavo.ops.layout import materialize
+from octavo.ops.lowerings.grouped import Rows, group_absmax
+from octavo.ops.lowerings.ragged import multiply_groups, multiply_rows, multiply_rows_as
 from octavo.ops.marker import mark
 from octavo.ops.product import Product, Transpose, quantize_operands
 from octavo.ops.products.conv import NO_SMOOTHING

@@ -1,7 +1,7 @@
 """The two products of grouped rows, of operands that are arrays or QArrays: codes multiply, then the scales come in.
 
 A scale per row and one per expert and column are known for each value of [m, n], so the codes are multiplied in their
-own precision, and zero points of integers become correction terms as in `octavo.ops.multiply`. Operands whose scale
+own precision, and zero points of integers become correction terms as in `octavo.ops.lowerings`. Operands whose scale
 changes along the contraction are dequantized first.
 """
 
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array
-from octavo.ops import factor
-from octavo.ops.factor import Factor
-from octavo.ops.grouped import Rows, rows_by_groups, rows_by_rows
+from octavo.ops import codes
+from octavo.ops.codes import Factor
+from octavo.ops.lowerings.grouped import Rows, rows_by_groups, rows_by_rows
 from octavo.qarray import QArray
 
 
@@ -33,7 +33,7 @@ def multiply_groups(
     `over` are axes of a mesh along which the contraction is cut.
     """
     how = {"contract": contract, "precision": precision, "lowering": lowering}
-    lhs, rhs = factor.whole(lhs), factor.whole(rhs)
+    lhs, rhs = codes.unpack(lhs), codes.unpack(rhs)
     if rows.sharding is not None:
 
         def local(lhs: Factor, rhs: Factor, sizes: Array, over: tuple[str, ...]) -> Array:
@@ -47,7 +47,7 @@ def _groups(lhs: Factor, rhs: Factor, rows: Rows, dtype: Any, how: dict[str, Any
     contract = how["contract"]
     kind = _kind(lhs, rhs, 1, contract)
     if kind is None:
-        out = rows_by_groups(*factor.dequantized(lhs, rhs), rows, **how)
+        out = rows_by_groups(*codes.dequantize(lhs, rhs), rows, **how)
         return rows.keep(_summed(out.astype(dtype), over))
 
     def by_row(part: Array) -> Array:
@@ -57,9 +57,9 @@ def _groups(lhs: Factor, rhs: Factor, rows: Rows, dtype: Any, how: dict[str, Any
     if kind == "int":
         assert isinstance(lhs, QArray)
         assert isinstance(rhs, QArray)
-        left, right = factor.integers(lhs), factor.integers(rhs)
+        left, right = codes.integers(lhs), codes.integers(rhs)
         out = rows_by_groups(left, right, rows, **how)
-        zl, zr = (_spread(factor.zero_point(x), x) for x in (lhs, rhs))
+        zl, zr = (_spread(codes.zero_point(x), x) for x in (lhs, rhs))
         if zl is not None:
             out = out - zl * by_row(jnp.sum(right.astype(jnp.int32), axis=contract, keepdims=True))
         if zr is not None:
@@ -68,10 +68,10 @@ def _groups(lhs: Factor, rhs: Factor, rows: Rows, dtype: Any, how: dict[str, Any
             out = out + lhs.shape[1] * zl * by_row(zr)
         out = _summed(out, over).astype(jnp.float32)
     else:
-        out = _summed(rows_by_groups(factor.values(lhs, kind), factor.values(rhs, kind), rows, **how), over)
-    scale = _spread(factor.scale(lhs, codes=kind == "int"), lhs)
+        out = _summed(rows_by_groups(codes.values(lhs, kind), codes.values(rhs, kind), rows, **how), over)
+    scale = _spread(codes.scale(lhs, codes=kind == "int"), lhs)
     out = out if scale is None else out * scale
-    scale = _spread(factor.scale(rhs, codes=kind == "int"), rhs)
+    scale = _spread(codes.scale(rhs, codes=kind == "int"), rhs)
     out = out if scale is None else out * by_row(scale)
     return rows.keep(out.astype(dtype))
 
@@ -88,7 +88,7 @@ def multiply_rows(
 ) -> Array:
     """[m, k] x [m, n] -> [g, k, n], times `scales` of that rank."""
     how = {"precision": precision, "lowering": lowering}
-    lhs, rhs = factor.whole(lhs), factor.whole(rhs)
+    lhs, rhs = codes.unpack(lhs), codes.unpack(rhs)
     if rows.sharding is not None and not _is_exact(dtype):
 
         def local(lhs: Factor, rhs: Factor, sizes: Array, scales: tuple[Array, ...]) -> Array:
@@ -120,7 +120,7 @@ def multiply_rows_as(
         how = {"precision": precision, "lowering": lowering, "scales": scales}
         return multiply_rows(lhs, rhs, Rows(lhs.shape[0], sizes), dtype=jnp.float32, **how)
 
-    lhs, rhs = factor.whole(lhs), factor.whole(rhs)
+    lhs, rhs = codes.unpack(lhs), codes.unpack(rhs)
     return rows.sharding.by_rows_as(reduction, local, lhs, rhs, rows.sizes, scales, scaling)
 
 
@@ -134,17 +134,17 @@ def _rows(lhs: Factor, rhs: Factor, rows: Rows, scales: tuple[Array, ...], dtype
         return rows.sharding.by_rows(raw, lhs, rhs, rows.sizes, ())
 
     if kind is None:
-        out = product(*factor.dequantized(lhs, rhs))
+        out = product(*codes.dequantize(lhs, rhs))
     else:
         if kind == "int":
             assert isinstance(lhs, QArray)
             assert isinstance(rhs, QArray)
-            out = product(factor.integers(lhs), factor.integers(rhs)).astype(jnp.float32)
+            out = product(codes.integers(lhs), codes.integers(rhs)).astype(jnp.float32)
         else:
-            out = product(factor.values(lhs, kind), factor.values(rhs, kind))
-        scale = _spread(factor.scale(rhs, codes=kind == "int"), rhs)
+            out = product(codes.values(lhs, kind), codes.values(rhs, kind))
+        scale = _spread(codes.scale(rhs, codes=kind == "int"), rhs)
         out = out if scale is None else out * scale[None]
-        scale = _spread(factor.scale(lhs, codes=kind == "int"), lhs)
+        scale = _spread(codes.scale(lhs, codes=kind == "int"), lhs)
         out = out if scale is None else out * scale.T[None]
     for scale in scales:
         out = out * scale
@@ -164,11 +164,11 @@ def _summed(x: Array, over: tuple[str, ...]) -> Array:
 
 
 def _kind(lhs: Factor, rhs: Factor, lhs_contract: int, rhs_contract: int) -> Any:
-    """How codes multiply, as `factor.kind` says; None where they cannot, or a scale runs along the contraction."""
+    """How codes multiply, as `codes.kind` says; None where they cannot, or a scale runs along the contraction."""
     quantized = [(x, axis) for x, axis in ((lhs, lhs_contract), (rhs, rhs_contract)) if isinstance(x, QArray)]
     parts = [(part, axis) for x, axis in quantized for part in (x.scale, x.zero_point, x.outer_scale)]
     constant = all(part is None or part.shape[axis] == 1 for part, axis in parts)
-    return factor.kind(lhs, rhs) if quantized and constant else None
+    return codes.kind(lhs, rhs) if quantized and constant else None
 
 
 def _is_asymmetric(x: Factor) -> bool:

@@ -15,16 +15,40 @@ import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array, Float
+from octavo.ops import codes as operands
 from octavo.ops.dims import Dims
-from octavo.ops.lowering import float_dot, integer_dot
+from octavo.ops.lowerings.problem import DotProblem
+from octavo.ops.lowerings.xla import float_dot, integer_dot, scale_result
 
 MOST_ROWS = 2
 
 
-def worthwhile(shape: tuple[int, ...], dims: Dims) -> bool:
-    """Whether a left operand has so few rows that its digits fit the eight rows of the fast path."""
-    rows = math.prod(shape[a] for a in dims.lhs_remaining)
-    return not dims.lhs_batch and 0 < rows <= MOST_ROWS and math.prod(shape) > 0
+class SplitFloat:
+    """A dot of one or two float rows with symmetric integer codes."""
+
+    name = "split_float"
+
+    def reason(self, p: DotProblem) -> str | None:
+        if p.split is None or not operands.is_weight_only(*p.operands):
+            return "it splits a float operand that meets symmetric integer codes, in the order of activation and weight"
+        if p.split.dims != p.dims:
+            return "it knows no tiles along the contraction"
+        rows = math.prod(p.lhs.shape[a] for a in p.dims.lhs_remaining)
+        if p.dims.lhs_batch or not 0 < rows <= MOST_ROWS or math.prod(p.lhs.shape) == 0:
+            return f"it is for 1 to {MOST_ROWS} rows without batch axes, got an operand of shape {p.lhs.shape}"
+        return None
+
+    def is_default(self, p: DotProblem) -> bool:
+        del p
+        return True
+
+    def run(self, p: DotProblem) -> Array:
+        assert p.split is not None
+        return scale_result(p, p.split, digit_dot(p.operands[0], p.split.right.integers(), p.dims), is_codes=True)  # pyrefly: ignore
+
+    def describe(self, p: DotProblem) -> str:
+        assert p.split is not None
+        return f"exact in {p.split.kind}"
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from octavo._typing import Array
-from octavo.ops import factor
-from octavo.ops.conv_dims import ConvDims
-from octavo.ops.factor import Factor
+from octavo.ops import codes
+from octavo.ops.codes import Factor
+from octavo.ops.products.conv_dims import ConvDims
 from octavo.qarray import QArray
 
 
@@ -38,14 +38,14 @@ def convolve(
     float_conv = functools.partial(
         _float_conv, dims=dims, precision=precision, out_sharding=out_sharding, accumulator=accumulator
     )
-    lhs, rhs = factor.whole(lhs), factor.whole(rhs)
-    kind = factor.kind(lhs, rhs)
+    lhs, rhs = codes.unpack(lhs), codes.unpack(rhs)
+    kind = codes.kind(lhs, rhs)
     if kind is None or not _is_outer(lhs, dims.lhs[0]) or not _is_outer(rhs, dims.rhs[0]):
-        return float_conv(*factor.dequantized(lhs, rhs)).astype(dtype)
+        return float_conv(*codes.dequantize(lhs, rhs)).astype(dtype)
     if kind == "int":
         assert isinstance(lhs, QArray)
         assert isinstance(rhs, QArray)
-        left, right = factor.integers(lhs), factor.integers(rhs)
+        left, right = codes.integers(lhs), codes.integers(rhs)
         out = dims(left, right, dtype=jnp.int32, out_sharding=out_sharding)
         # With shardings in types, each of these sums must be told its own; they are small enough to be everywhere.
         conv = functools.partial(dims, dtype=jnp.int32, out_sharding=None if out_sharding is None else PartitionSpec())
@@ -53,9 +53,9 @@ def convolve(
     else:
         if kind == "native" and lhs.qvalue.dtype != rhs.qvalue.dtype:  # pyrefly: ignore
             kind = jnp.bfloat16  # lax convolves one dtype; e4m3 and e5m2 are both exact in this one
-        out = float_conv(factor.values(lhs, kind), factor.values(rhs, kind))
-        out = out.astype(factor.wider(out.dtype, jnp.dtype(jnp.float32)))
-    scales = [factor.scale(x, codes=kind == "int") for x in (lhs, rhs)]
+        out = float_conv(codes.values(lhs, kind), codes.values(rhs, kind))
+        out = out.astype(codes.wider(out.dtype, jnp.dtype(jnp.float32)))
+    scales = [codes.scale(x, codes=kind == "int") for x in (lhs, rhs)]
     if scales[0] is not None:
         out = out * per_example(scales[0], dims, out.shape).astype(out.dtype)
     if scales[1] is not None:
@@ -109,7 +109,7 @@ def _is_outer(x: Factor, axis: int) -> bool:
 
 def _correct(out: Array, left: Array, right: Array, lhs: Factor, rhs: Factor, dims: ConvDims, conv) -> Array:
     """An integer convolution of codes, with the terms that their zero points make."""
-    zl, zr = factor.zero_point(lhs), factor.zero_point(rhs)
+    zl, zr = codes.zero_point(lhs), codes.zero_point(rhs)
     if zl is None and zr is None:
         return out
     one_each = _ones(left, dims.lhs[0], dims.batch_groups)
@@ -134,7 +134,7 @@ def _float_conv(
     lhs: Array, rhs: Array, *, dims: ConvDims, precision: Any, out_sharding: Any, accumulator: str | None
 ) -> Array:
     """A convolution of floats of one dtype, widened first on CPUs, which would emulate the rest."""
-    wide = factor.wider(lhs.dtype, jnp.dtype(jnp.float32))
+    wide = codes.wider(lhs.dtype, jnp.dtype(jnp.float32))
     dtype = wide if accumulator is None else jnp.dtype(accumulator)
     conv = functools.partial(dims, dtype=dtype, precision=precision, out_sharding=out_sharding)
     if lhs.dtype == wide:

@@ -1,4 +1,4 @@
-"""The product of rows that lie sorted by group with one matrix per group, and its transpose: how they run.
+"""Ragged dots of arrays: rows sorted by group with one matrix per group, and the transpose, in every lowering.
 
 With `s` the sizes of the groups, rows s[0] + ... + s[i-1] onwards belong to group i, and rows beyond the last group to
 none. Two products are enough, as each is the gradient of the other:
@@ -6,11 +6,9 @@ none. Two products are enough, as each is the gradient of the other:
 * rows x groups: [m, k] x [g, k, n] -> [m, n], every row with the matrix of its group; rows of no group give zero;
 * rows x rows: [m, k] x [m, n] -> [g, k, n], for every group the product of its rows; empty groups give zero.
 
-* "plain" hands `lax.ragged_dot_general` to XLA as it is, which on CPUs makes it a dense product with every group.
-* "rows" goes over blocks of rows in a loop and multiplies each with the matrix of its own group only.
-* "auto" is "rows" on CPUs, else "plain".
-
-All give the same bits for integers.
+"plain" hands `lax.ragged_dot_general` to XLA as it is, which on CPUs makes it a dense product with every group. "rows"
+loops over blocks of rows and multiplies each with the matrix of its own group only. "auto" is tokamax's kernel on TPUs
+and GPUs where it is installed, "rows" on CPUs, and "plain" elsewhere.
 """
 
 import functools
@@ -21,9 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from octavo._typing import Array
+from octavo.ops.codes import wider
 from octavo.ops.dims import Dims
-from octavo.ops.factor import wider
-from octavo.ops.lowering import check_lowering, integer_dot
+from octavo.ops.lowerings import tokamax
+from octavo.ops.lowerings.xla import integer_dot
 
 TURNS = "octavo.turns."
 _ROWS_BY_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
@@ -113,7 +112,6 @@ def rows_by_groups(lhs: Array, rhs: Array, rows: Rows, *, contract: int, precisi
 
     What it gives for rows of no group is not defined.
     """
-    check_lowering(lowering, kernel=False)
     if lhs.dtype == jnp.int8:
         return _rows_by_groups(lhs, rhs, rows.sizes, contract, precision, lowering)
     return _float_rows_by_groups(*_alike(lhs, rhs), rows.sizes, contract, precision, lowering)
@@ -121,7 +119,6 @@ def rows_by_groups(lhs: Array, rhs: Array, rows: Rows, *, contract: int, precisi
 
 def rows_by_rows(lhs: Array, rhs: Array, rows: Rows, *, precision: Any, lowering: str) -> Array:
     """[m, k] x [m, n] -> [g, k, n]: int8 to int32, floats to float32."""
-    check_lowering(lowering, kernel=False)
     if lhs.dtype == jnp.int8:
         return _rows_by_rows(lhs, rhs, rows.sizes, precision, lowering)
     return _float_rows_by_rows(*_alike(lhs, rhs), rows.sizes, precision, lowering)
@@ -145,7 +142,7 @@ def _rows_by_groups(lhs: Array, rhs: Array, sizes: Array, contract: int, precisi
         )
 
     blocks = functools.partial(_blocks_by_groups, contract=contract, precision=precision)
-    return _choose(lowering, plain, blocks, lhs, rhs, sizes)
+    return _choose(lowering, plain, blocks, lhs, rhs, sizes, numbers=numbers, precision=precision)
 
 
 def _rows_by_rows(lhs: Array, rhs: Array, sizes: Array, precision: Any, lowering: str) -> Array:
@@ -162,16 +159,27 @@ def _rows_by_rows(lhs: Array, rhs: Array, sizes: Array, precision: Any, lowering
             preferred_element_type=_accumulator(lhs),
         )
 
-    return _choose(lowering, plain, functools.partial(_blocks_by_blocks, precision=precision), lhs, rhs, sizes)
+    blocks = functools.partial(_blocks_by_blocks, precision=precision)
+    return _choose(lowering, plain, blocks, lhs, rhs, sizes, numbers=_ROWS_BY_ROWS, precision=precision)
 
 
 def _accumulator(x: Array) -> Any:
     return jnp.int32 if x.dtype == jnp.int8 else jnp.float32
 
 
-def _choose(lowering: str, plain: Any, blocks: Any, lhs: Array, rhs: Array, sizes: Array) -> Array:
+def _choose(
+    lowering: str, plain: Any, blocks: Any, lhs: Array, rhs: Array, sizes: Array, *, numbers: Any, precision: Any
+) -> Array:
     if lowering in ("plain", "rows"):
         return (plain if lowering == "plain" else blocks)(lhs, rhs, sizes)
+    if lowering not in ("auto", "tokamax"):
+        raise ValueError(f"lowering={lowering!r}: ragged products have no kernel; lowering='auto' takes another way")
+    reason = tokamax.unsupported(lhs, rhs)
+    if lowering == "tokamax" and reason is not None:
+        raise ValueError(f"lowering='tokamax': {reason}; lowering='auto' takes another way where it must")
+    if reason is None:
+        kernel = functools.partial(tokamax.ragged_dot, numbers=numbers, precision=precision, dtype=_accumulator(lhs))
+        return lax.platform_dependent(lhs, rhs, sizes, cpu=blocks, tpu=kernel, cuda=kernel, default=plain)
     return lax.platform_dependent(lhs, rhs, sizes, cpu=blocks, default=plain)
 
 

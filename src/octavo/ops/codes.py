@@ -1,4 +1,4 @@
-"""What an operand of a product is made of: codes to multiply, and the scale and zero point that come in afterwards."""
+"""The codes, scales and zero points of an operand of a product, as lowerings take them."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ from octavo.qarray import QArray, shardings
 type Factor = Array | QArray
 
 
-def whole(x: Factor) -> Factor:
-    """Unpacked, reduced over no axis of a mesh, and without padding that a product would trip over."""
+def unpack(x: Factor) -> Factor:
+    """Unpacked, reduced over no axis of a mesh, and without padding."""
     if not isinstance(x, QArray):
         return _sharding.settled(x)
     x = x._map(_sharding.settled).unpack()
     for axis, _ in x.padding:
-        # Slicing to the array's own length spreads the scale of a padded axis to single values.
+        # Slicing to the array's own length repeats the scale of a padded axis for single values.
         index = [slice(None)] * x.ndim
         index[axis] = slice(0, x.shape[axis])
         x = x[tuple(index)]
@@ -51,27 +51,27 @@ def wider(a: np.dtype, b: np.dtype) -> np.dtype:
     return np.dtype(np.float64 if np.float64 in (a, b) else np.float32)
 
 
-def dequantized(lhs: Factor, rhs: Factor) -> tuple[Array, Array]:
+def dequantize(lhs: Factor, rhs: Factor) -> tuple[Array, Array]:
     """Both operands as floats of one dtype."""
     wide = [x.dequantize() if isinstance(x, QArray) else x for x in (lhs, rhs)]
     common = wider(wide[0].dtype, wide[1].dtype)
     return wide[0].astype(common), wide[1].astype(common)
 
 
-def laid(mesh: Any, x: Factor, spec: PartitionSpec, summed: int | None = None) -> tuple[Factor, Any]:
-    """An operand for a `shard_map`, and how its arrays are cut.
+def shard_map_operand(mesh: Any, x: Factor, spec: PartitionSpec, reduced: int | None = None) -> tuple[Factor, Any]:
+    """An operand for a `shard_map`, and the partition specs of its arrays.
 
-    Codes are dequantized first where their tiles would be torn, or where scales change from one device to the next
-    along the axis `summed`, over which devices add up what they have: that is done before scales come in.
+    Codes are dequantized first where shards would split their tiles, or where scales differ between devices along the
+    axis `reduced`, over which the results are summed before scales come in.
     """
     if not isinstance(x, QArray):
         return x, spec
-    cut = shardings(x, spec)
+    specs = shardings(x, spec)
     there = [where.spec for where in jax.tree.leaves(shardings(x, NamedSharding(mesh, spec)))]
-    fits = jax.tree.leaves(cut) == there
+    fits = jax.tree.leaves(specs) == there
     scales = [part for part in (x.scale, x.zero_point, x.outer_scale) if part is not None]
-    alike = summed is None or all(part.shape[summed] == 1 for part in scales)
-    return (x, cut) if fits and alike and not x.padding else (x.dequantize(), spec)
+    alike = reduced is None or all(part.shape[reduced] == 1 for part in scales)
+    return (x, specs) if fits and alike and not x.padding else (x.dequantize(), spec)
 
 
 def element(q: QArray) -> Format:

@@ -1,7 +1,6 @@
-"""Products of a few float rows with a quantized matrix that a native kernel runs, on CPUs, as the matrix is stored.
+"""Dots of a few rows with a quantized matrix, by the native CPU kernels (`octavo.kernels`), as the matrix is stored.
 
-The kernel reads codes once, packed ones packed. `refusal` says what it does not take; all of that, and other
-platforms, run as `multiply` does without it.
+The kernels read codes once, packed ones packed.
 """
 
 import functools
@@ -15,30 +14,113 @@ import jax.numpy as jnp
 from octavo import kernels
 from octavo._typing import Array
 from octavo.numerics import Format, IntFormat
-from octavo.ops import factor
+from octavo.ops.codes import Factor, element, stored_shape
 from octavo.ops.dims import Dims
-from octavo.ops.factor import Factor
-from octavo.ops.lowering import MOST_FLOAT_ROWS, is_explicit, is_transposed, layout_refusal
+from octavo.ops.layout import is_explicit, is_large, is_partitioned, is_transposed
+from octavo.ops.lowerings.problem import DotProblem
+from octavo.ops.lowerings.xla import Xla, multiply_codes
 from octavo.qarray import QArray
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def refusal(lhs: Factor, rhs: Factor, dims: Dims) -> str | None:
-    """Why the kernel cannot run this product of a float array and a QArray; None if it can."""
+# More rows are worth XLA's own dot; for one of floats with codes, a matrix that is dequantized for it.
+MOST_ROWS, MOST_FLOAT_ROWS = 16, 64
+
+
+class CpuFfi:
+    """A few rows with a large quantized matrix, on CPUs; other platforms run what XLA makes of it."""
+
+    name = "kernel"
+
+    def reason(self, p: DotProblem) -> str | None:
+        if p.out_sharding is not None:
+            return "the kernel knows no shardings"
+        if isinstance(p.lhs, QArray) and isinstance(p.rhs, QArray):
+            return self._integer_reason(p)
+        if p.accumulator is not None and jnp.dtype(p.accumulator) != jnp.float32:
+            return f"the kernel accumulates in float32, not in {p.accumulator}"
+        return unsupported(p.lhs, p.rhs, p.dims)
+
+    def _integer_reason(self, p: DotProblem) -> str | None:
+        if not p.is_integer:
+            return "of two QArrays the kernel multiplies integers without tiles alone"
+        assert p.split is not None
+        if any(is_explicit(x.qvalue) for x in p.operands if isinstance(x, QArray)):
+            return "the kernel knows no shardings"
+        return unsupported_axes(p.split.left.shape, p.split.dims)
+
+    def is_default(self, p: DotProblem) -> bool:
+        return is_large(p.split.right.shape if p.is_integer and p.split is not None else p.rhs.shape)
+
+    def run(self, p: DotProblem) -> Array:
+        if isinstance(p.lhs, QArray):
+            return multiply_codes(p, _integer_dot)
+        assert isinstance(p.rhs, QArray)
+
+        def elsewhere(lhs: Array, rhs: QArray) -> Array:
+            return _XLA.run(DotProblem(lhs, rhs, p.dims, jnp.float32, p.precision))
+
+        return _product(p.lhs, p.rhs, p.dims, elsewhere).astype(p.dtype)
+
+    def describe(self, p: DotProblem) -> str:
+        if jax.default_backend() != "cpu":
+            return _XLA.describe(p)
+        if isinstance(p.lhs, QArray):
+            return f"{_XLA.describe(p)}, CPU kernel"
+        assert isinstance(p.rhs, QArray)
+        return f"{p.rhs.qtype.name} weights, CPU kernel"
+
+
+_XLA = Xla("auto")
+
+
+def unsupported(lhs: Factor, rhs: Factor, dims: Dims) -> str | None:
+    """Why the kernel cannot run this dot of a float array and a QArray; None if it can."""
     if isinstance(lhs, QArray) or not isinstance(rhs, QArray):
         return "the kernel multiplies a float array by a QArray, in this order"
     if lhs.dtype not in _FLOATS:
         return f"the kernel takes rows of float32, bfloat16 or float16, not {lhs.dtype}"
-    if (reason := layout_refusal(lhs.shape, dims, most=MOST_FLOAT_ROWS)) is not None:
+    if (reason := unsupported_axes(lhs.shape, dims, most=MOST_FLOAT_ROWS)) is not None:
         return reason
     if is_explicit(lhs) or is_explicit(rhs.qvalue):
         return "the kernel does not know explicit shardings"
-    return _codes_refusal(rhs, dims)
+    return _unsupported_codes(rhs, dims)
 
 
-def _codes_refusal(q: QArray, dims: Dims) -> str | None:
-    fmt, last = factor.element(q), dims.rhs_contract[-1]
+def unsupported_axes(shape: tuple[int, ...], dims: Dims, *, most: int = MOST_ROWS) -> str | None:
+    """Why the kernel cannot run a dot with these axes and a left operand of this shape; None if it can."""
+    if not kernels.available():
+        return kernels.status()
+    if is_partitioned():
+        return "XLA cannot cut the kernel over the devices of the mesh: use jax.shard_map"
+    rows = math.prod(shape[a] for a in dims.lhs_remaining)
+    if dims.lhs_batch:
+        return "the kernel has no batch axes"
+    if not 0 < rows <= most or math.prod(shape) == 0:
+        return f"the kernel is for 1 to {most} rows, got an operand of shape {shape} with {rows}"
+    if is_transposed(dims) is None:
+        return "the kernel contracts the first axes of a matrix or its last ones, in order"
+    return None
+
+
+def _integer_dot(lhs: Array, rhs: Array, dims: Dims) -> Array:
+    kernel = functools.partial(_kernel_dot, dims=dims)
+    plain = functools.partial(jax.lax.dot_general, dimension_numbers=dims.numbers, preferred_element_type=jnp.int32)
+    return jax.lax.platform_dependent(lhs, rhs, cpu=kernel, default=plain)
+
+
+def _kernel_dot(lhs: Array, rhs: Array, dims: Dims) -> Array:
+    left = [lhs.shape[a] for a in dims.lhs_remaining]
+    right = [rhs.shape[a] for a in dims.rhs_remaining]
+    transposed = bool(is_transposed(dims))
+    lhs = jnp.transpose(lhs, (*dims.lhs_remaining, *dims.lhs_contract)).reshape(math.prod(left), -1)
+    rhs = rhs.reshape((math.prod(right), -1) if transposed else (-1, math.prod(right)))
+    return kernels.int_matvec(lhs, rhs, transposed=transposed).reshape(*left, *right)
+
+
+def _unsupported_codes(q: QArray, dims: Dims) -> str | None:
+    fmt, last = element(q), dims.rhs_contract[-1]
     if q.qtype.bits == 8:
         if not (isinstance(fmt, IntFormat) and fmt.signed and fmt.has_zero and fmt.unit == 1.0):
             return f"the kernel takes int8 and packed 4-bit codes, not {q.qtype.name}"
@@ -59,11 +141,6 @@ def _codes_refusal(q: QArray, dims: Dims) -> str | None:
         if q.qtype.bits == 4 and group % 2 and group != _depth(q, dims):
             return f"groups of packed codes are even in the kernel, not of {group}"
     return None
-
-
-def product(lhs: Array, rhs: QArray, dims: Dims, otherwise: Callable[[Array, QArray], Array]) -> Array:
-    """The float32 product, by the kernel on CPUs and as `otherwise` says on other platforms."""
-    return _product(lhs, rhs, dims, otherwise)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
@@ -87,13 +164,13 @@ def _product_jvp(dims: Dims, otherwise: Callable[[Array, QArray], Array], primal
     return _product(*primals, dims, otherwise), jax.jvp(reference, primals, tangents)[1]
 
 
-def matrix_refusal(q: QArray) -> str | None:
+def unsupported_matrix(q: QArray) -> str | None:
     """Why `matrix` cannot give the kernels' operands of an [in, out] matrix; None if it can."""
     if q.ndim != 2:
         return f"the kernel takes matrices, not an array of shape {q.shape}"
     if q.zero_point is not None or q.padding:
         return "the kernel knows no zero points and no padding here"
-    return _codes_refusal(q, _MATRIX)
+    return _unsupported_codes(q, _MATRIX)
 
 
 def matrix(q: QArray) -> kernels.Matrix:
@@ -114,7 +191,7 @@ def _operands(q: QArray, dims: Dims) -> tuple[Array, Array, tuple[float, ...] | 
     if q.outer_scale is not None:
         groups = scale.shape[1 if transposed else 0]
         scale = scale.astype(jnp.float32) * _matrix(q, q.outer_scale, dims, groups).astype(jnp.float32)
-    return codes, scale, _table(factor.element(q)) if q.qtype.bits == 4 else None
+    return codes, scale, _table(element(q)) if q.qtype.bits == 4 else None
 
 
 def _by_kernel(x: Array, q: QArray, dims: Dims) -> Array:
@@ -132,7 +209,7 @@ def _by_kernel(x: Array, q: QArray, dims: Dims) -> Array:
 
 def _of_zero_points(x: Array, q: QArray, scale: Array, dims: Dims) -> Array:
     """What the zero points add to a product of codes: for each group, the sum of x times zero point times scale."""
-    transposed, fmt = bool(is_transposed(dims)), factor.element(q)
+    transposed, fmt = bool(is_transposed(dims)), element(q)
     assert q.zero_point is not None
     zero = _matrix(q, q.zero_point, dims).astype(jnp.float32) - _middle(fmt)
     zero, scale = (zero.T, scale.T) if transposed else (zero, scale)
@@ -143,12 +220,12 @@ def _of_zero_points(x: Array, q: QArray, scale: Array, dims: Dims) -> Array:
 
 
 def _depth(q: QArray, dims: Dims) -> int:
-    return math.prod(factor.stored_shape(q)[a] for a in dims.rhs_contract)
+    return math.prod(stored_shape(q)[a] for a in dims.rhs_contract)
 
 
 def _group(q: QArray, part: Any, dims: Dims) -> int:
     """How many neighbours along the contraction, its axes taken as one, share an entry."""
-    shape, group, split = factor.stored_shape(q), 1, False
+    shape, group, split = stored_shape(q), 1, False
     for axis in reversed(dims.rhs_contract):
         if not split:
             group *= shape[axis] // part.shape[axis]
@@ -158,7 +235,7 @@ def _group(q: QArray, part: Any, dims: Dims) -> int:
 
 def _matrix(q: QArray, part: Array, dims: Dims, groups: int = 0) -> Array:
     """A scale or zero point as the kernel has it: [groups, N], or [N, groups] for [N, K]."""
-    shape = factor.stored_shape(q)
+    shape = stored_shape(q)
     contract = [part.shape[a] for a in dims.rhs_contract]
     first = next((i for i in reversed(range(len(contract))) if contract[i] > 1), None)
     wanted = dict(zip(dims.rhs_contract, contract, strict=True))

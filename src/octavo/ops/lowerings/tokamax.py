@@ -1,0 +1,46 @@
+"""tokamax's ragged dot, tuned for TPUs and GPUs; imported only where it is asked for.
+
+tokamax is no dependency: `pip install tokamax` beside Octavo, and "auto" takes it for the ragged dots of one device.
+"""
+
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from octavo._typing import Array
+from octavo.ops.layout import is_explicit, is_partitioned
+
+_DTYPES = (jnp.int8, jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+def unsupported(lhs: Array, rhs: Array) -> str | None:
+    """Why tokamax cannot run this ragged dot; None if it can."""
+    if jax.default_backend() not in ("tpu", "gpu"):
+        return f"tokamax's kernels run on TPUs and GPUs, and this process computes on {jax.default_backend()}"
+    if importlib.util.find_spec("tokamax") is None:
+        return "tokamax is not installed: pip install tokamax"
+    if is_explicit(lhs) or is_explicit(rhs) or is_partitioned() or not _is_local():
+        return "XLA cannot partition the kernel: use jax.shard_map, or one device"
+    if lhs.dtype != rhs.dtype or lhs.dtype not in _DTYPES:
+        return f"tokamax multiplies int8, bfloat16, float32 or float8 of one dtype, not {lhs.dtype} with {rhs.dtype}"
+    return None
+
+
+def _is_local() -> bool:
+    """Whether what is traced here is the program of one device: there is one, or a shard_map."""
+    return jax.device_count() == 1 or not jax.sharding.get_abstract_mesh().empty
+
+
+def ragged_dot(lhs: Array, rhs: Array, sizes: Array, *, numbers: Any, precision: Any, dtype: Any) -> Array:
+    """`lax.ragged_dot_general` by tokamax: int8 to int32, floats to float32."""
+    import tokamax  # pyrefly: ignore
+
+    @jax.custom_batching.sequential_vmap
+    def run(lhs: Array, rhs: Array, sizes: Array) -> Array:
+        return tokamax.ragged_dot_general(
+            lhs, rhs, sizes, numbers, precision=precision, preferred_element_type=dtype, implementation="mosaic"
+        )
+
+    return run(lhs, rhs, sizes)
