@@ -53,19 +53,6 @@ class Walk:
         return f"{name:<24}" + "".join(f"{n:>12,}" for n in numbers)
 
 
-def train_step() -> Callable[[], Any]:
-    """The first training step of a small language model, up to the lowered program."""
-    import optax
-
-    from octavo import models
-
-    config = models.ModelConfig(
-        **{"vocab_size": 64, "base_emb_dim": 32, "base_mlp_dim": 64, "base_num_decoder_layers": 1}
-    )
-    del optax
-    return lambda: config
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="list the functions of the forward pass, by file")
