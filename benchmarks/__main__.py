@@ -2,9 +2,8 @@
 
     python benchmarks [--quick] [--torch PYTHON] [--llama PYTHON] [--only matmul,step] [--out FILE]
 
-Each script runs in a process of its own, one after the other, and prints what it prints by itself. Without an
-interpreter for a peer the page is made all the same and says what was left out. With `--only`, the other sections of
-the page stay as they were made.
+Each script runs in a process of its own, one after the other, and prints its tables. Without an interpreter for a
+peer the page says that it was skipped. With `--only`, the other sections of the page are kept.
 """
 
 import argparse
@@ -28,7 +27,7 @@ PAGE = HERE.parent / "docs" / "benchmarks.md"
 
 @dataclass(frozen=True)
 class Script:
-    """A benchmark: its heading, and the interpreters that it may be given."""
+    """A benchmark: its heading, and the peers whose interpreters it takes."""
 
     name: str
     title: str
@@ -49,86 +48,85 @@ SCRIPTS = (
     Script("startup", "Importing"),
 )
 
-BUSY = "**The machine was busy with other things**: times say little, and ratios are rough."
-# Cores that other processes took meanwhile, above which times are not to be trusted; where that cannot be known, the
-# load at the start, which still tells of what ran before.
+BUSY = "**The machine was busy**: times are unreliable, and ratios are rough."
+# The number of cores used by other processes above which times are unreliable; where it is unknown, the load average
+# at the start counts.
 LOAD, OTHERS = 1.0, 0.25
 
 INTRO = """\
 # Benchmarks
 
-Made by `make bench`, which runs every script of `benchmarks/` and writes this page; `make bench ARGS=--quick` takes
-a few minutes, and `ARGS="--torch PYTHON --llama PYTHON"` names interpreters that have torch with torchao, and
-llama-cpp-python. Times are the fastest of several rounds in which all contenders take turns; *spread* is how much
-slower the median round was, so a ratio that is closer to 1 than the spread says nothing. Peers do the same job in the
-same run where they can do it on this machine; what was left out is named. Sections say when and on what machine they
-were made, since they can be made again one by one.
+`make bench` runs every script of `benchmarks/` and writes this page; `make bench ARGS=--quick` takes a few minutes, and
+`ARGS="--torch PYTHON --llama PYTHON"` names interpreters that have torch with torchao, and llama-cpp-python. Times are
+the fastest of several interleaved rounds; *spread* is how much slower the median round was, so a ratio closer to 1 than
+the spread is not significant. Peers do the same job in the same run where this machine supports it; skipped ones are
+named. Each section says when and on what machine it was measured, since sections can be updated one by one.
 """
 
 
 @dataclass(frozen=True)
-class Use:
-    """What was taken of the machine since it started: by this process's children, and by all; None where unknown."""
+class CpuUsage:
+    """CPU seconds: of this process and its children (`own`), and of all processes (`total`, None where unknown)."""
 
     wall: float
     own: float
-    every: float | None
+    total: float | None
 
     @classmethod
-    def now(cls) -> "Use":
-        """As it is now."""
+    def now(cls) -> "CpuUsage":
+        """The usage since the machine started."""
         times, stat = os.times(), Path("/proc/stat")
-        every = None
+        total = None
         if stat.exists():
-            # user, nice, system, idle, iowait, irq, softirq and steal, which is what other machines took of the host.
+            # user, nice, system, idle, iowait, irq, softirq and steal (time taken by other virtual machines).
             ticks = list(map(int, stat.read_text().split("\n", 1)[0].split()[1:9]))
-            every = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+            total = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
         own = times.user + times.system + times.children_user + times.children_system
-        return cls(time.perf_counter(), own, every)
+        return cls(time.perf_counter(), own, total)
 
-    def since(self, before: "Use") -> "Use":
+    def since(self, before: "CpuUsage") -> "CpuUsage":
         """The difference."""
-        every = None if self.every is None or before.every is None else self.every - before.every
-        return Use(self.wall - before.wall, self.own - before.own, every)
+        total = None if self.total is None or before.total is None else self.total - before.total
+        return CpuUsage(self.wall - before.wall, self.own - before.own, total)
 
     @property
     def others(self) -> float | None:
-        """How many cores other processes kept busy."""
-        return None if self.every is None else max(0.0, (self.every - self.own) / self.wall)
+        """The number of cores that other processes used."""
+        return None if self.total is None else max(0.0, (self.total - self.own) / self.wall)
 
 
-def about(name: str) -> str:
-    """What a script says of itself, without the lines that tell how to call it."""
+def description(name: str) -> str:
+    """The docstring of a script, without its usage."""
     text = ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())) or ""
     kept = [part for part in text.split("\n\n") if not part.lstrip().startswith("python benchmarks/")]
     return "\n\n".join(" ".join(part.split()) for part in kept)
 
 
 def run(command: list[str]) -> int:
-    """Run a script, whose words go to the terminal, and return its status."""
+    """Run a script, which prints to the terminal, and return its status."""
     print(f"\n== {Path(command[1]).stem}", flush=True)
     return subprocess.run(command).returncode
 
 
 def section(script: Script, options: argparse.Namespace, folder: Path) -> str | None:
-    """Run a script and give its part of the page, or None if it failed."""
+    """Run a script and return its section of the page, or None if it failed."""
     file = folder / f"{script.name}.json"
     command = [sys.executable, str(HERE / f"{script.name}.py"), "--json", str(file)]
     command += ["--quick"] if options.quick else []
     for name in script.interpreters:
         if python := getattr(options, name):
             command += [f"--{name}", python]
-    before = Use.now()
+    before = CpuUsage.now()
     status = run(command)
     if status:
         print(f"{script.name} failed with status {status}", file=sys.stderr)
         return None
     found = json.loads(file.read_text())
-    parts = [f"## {script.title}", f"`benchmarks/{script.name}.py`. {about(script.name)}"]
-    made = made_with(Use.now().since(before), options.load, quick=options.quick)
-    parts.append(f"{made} {' '.join(found['header'].split(chr(10)))}; {' '.join(found['how'].split())}.")
-    if found["left_out"]:
-        parts.append("Left out: " + "; ".join(found["left_out"]) + ".")
+    parts = [f"## {script.title}", f"`benchmarks/{script.name}.py`. {description(script.name)}"]
+    made = provenance(CpuUsage.now().since(before), options.load, quick=options.quick)
+    parts.append(f"{made} {' '.join(found['header'].split(chr(10)))}; {' '.join(found['method'].split())}.")
+    if found["skipped"]:
+        parts.append("Skipped: " + "; ".join(found["skipped"]) + ".")
     for row in found["tables"]:
         table = Table(
             row["title"], tuple(row["columns"]), tuple(map(tuple, row["rows"])), row["note"], tuple(row["ratios"])
@@ -139,27 +137,29 @@ def section(script: Script, options: argparse.Namespace, folder: Path) -> str | 
     return "\n\n".join(parts)
 
 
-def made_with(use: Use, load: float, *, quick: bool) -> str:
-    """When a section was made, what it took, and what else the machine did."""
+def provenance(use: CpuUsage, load: float, *, quick: bool) -> str:
+    """When a section was measured, its time, and other load on the machine."""
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     mode = "quick, " if quick else ""
-    text = f"Made on {when} ({mode}{use.wall:.0f} s, {use.own:.0f} s of CPU time; load average {load:.1f} at the start"
+    text = (
+        f"Measured on {when} ({mode}{use.wall:.0f} s, {use.own:.0f} s of CPU time; load average {load:.1f} at the start"
+    )
     if use.others is not None:
         text += f", other processes on {use.others:.1f} cores meanwhile"
     busy = load > LOAD if use.others is None else use.others > OTHERS
     return f"{text})." + (f" {BUSY}" if busy else "")
 
 
-def whole(kept: dict[str, str]) -> str:
-    """The page: an introduction, a warning where one is due, and the sections in order."""
+def render_page(kept: dict[str, str]) -> str:
+    """The page: an introduction, a warning if the machine was busy, and the sections in order."""
     body = [kept[script.title] for script in SCRIPTS if script.title in kept]
     busy = [script.title for script in SCRIPTS if BUSY in kept.get(script.title, "")]
-    warning = [f"**Made on a machine that was busy with other things**: {', '.join(busy)}."] if busy else []
+    warning = [f"**Measured on a busy machine**: {', '.join(busy)}."] if busy else []
     return "\n\n".join([INTRO.strip(), *warning, *body]) + "\n"
 
 
 def sections(page: Path) -> dict[str, str]:
-    """The sections of a page that was written before, by heading."""
+    """The sections of an existing page by heading."""
     text = page.read_text() if page.exists() else ""
     return {part.split("\n", 1)[0]: f"## {part.strip()}" for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]}
 
@@ -176,7 +176,7 @@ def main() -> int:
     if unknown := set(names) - {script.name for script in SCRIPTS}:
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
     page, failed, begin = Path(options.out), [], time.perf_counter()
-    # Once, before the first script: afterwards it is the scripts' own.
+    # Before the first script, whose own load would count otherwise.
     options.load = os.getloadavg()[0]
     kept = sections(page)
     print(header(), f"load average {options.load:.1f}", sep="\n")
@@ -188,9 +188,9 @@ def main() -> int:
             if text is None:
                 failed.append(script.name)
                 continue
-            # Written after every script: what is there is not lost to the one that fails.
+            # Written after every script, so that a failing one does not lose the others.
             kept[script.title] = text
-            page.write_text(whole(kept))
+            page.write_text(render_page(kept))
     print(
         f"\nwrote {page} after {time.perf_counter() - begin:.0f} s"
         + (f"; failed: {', '.join(failed)}" if failed else "")

@@ -1,10 +1,10 @@
-"""Does it learn as float does? A small transformer on bytes of text: float32, octavo's recipes, Qwix int8 and AQT int8.
+"""Convergence of a small byte-level transformer: float32, octavo's recipes, Qwix int8 and AQT int8.
 
     python benchmarks/convergence.py [--quick] [--json FILE] [--steps 300] [--seeds 3]
 
 The model of `step.py` with 2 layers of width 128, on the source of Python's own library, the last tenth of it held out.
-Linear layers are quantized in all three matmuls, attention, embedding and logits are not. Every contender
-starts from the same parameters and sees the same batches, in turn, so that times can be compared too. AQT rounds
+Linear layers are quantized in all three matmuls, attention, embedding and logits are not. Contenders
+start from the same parameters, see the same batches and are interleaved, so that times can be compared. AQT rounds
 gradients stochastically here, as its own constructor does by default; the others to nearest, where a recipe does not
 say otherwise. Gaps are to float from the same seed.
 """
@@ -41,11 +41,11 @@ def losses() -> dict:
     """The loss of each contender: a function of parameters, tokens and a key."""
     from aqt.jax.v2 import config as aqt_config
 
-    ways = contenders()
+    dots = contenders()
     plain = lambda params, tokens: step.loss(params, tokens, jnp.matmul, jnp.einsum)  # noqa: E731
     found = {"float32": lambda p, t, key: plain(p, t)}
     found |= {
-        f"{name} int8": lambda p, t, key, dot=ways[name]: step.loss(p, t, dot, jnp.einsum)
+        f"{name} int8": lambda p, t, key, dot=dots[name]: step.loss(p, t, dot, jnp.einsum)
         for name in ("octavo", "qwix")
     }
 
@@ -110,7 +110,7 @@ def main() -> None:
         "qwix",
         "aqtp",
         "optax",
-        how=f"{steps} steps of {BATCH} x {LENGTH} bytes, {seeds} seed{'s' * (seeds > 1)}",
+        method=f"{steps} steps of {BATCH} x {LENGTH} bytes, {seeds} seed{'s' * (seeds > 1)}",
         file=options.json,
     )
     ends: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
@@ -135,7 +135,7 @@ def main() -> None:
         "Held-out loss after training",
         ["", "loss", "gap %", "gaps of the seeds", "float32 / step time"],
         table,
-        "Gap: above float's loss from the same seed, in percent of it; seeds show how far chance goes. "
+        "Gap: the loss above float's from the same seed, in percent. "
         "So small a model spends much of its step outside of matmuls; `step.py` has a larger one.",
         ratios=["float32 / step time"],
     )

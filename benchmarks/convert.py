@@ -3,8 +3,8 @@
     python benchmarks/convert.py [--recipe int4] [--layers 16] [--quick] [--json FILE]
 
 Writes a random Llama of 1.2 billion parameters as Hugging Face has it (bfloat16, 2.5 GB, in a temporary directory),
-converts it with `octavo quantize` in a process of its own, and holds the peak memory of that against what is allowed:
-the process as it is after converting a tiny model, the result, and 1.2 times the largest parameter.
+converts it with `octavo quantize` in a process of its own, and compares its peak memory with a budget: that of a
+process after converting a tiny model, plus the result, plus 1.2 times the largest parameter.
 """
 
 import json
@@ -29,7 +29,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def write_random(config: ModelConfig, folder: Path) -> int:
-    """Write a model tensor by tensor; the bytes of the largest."""
+    """Write a model tensor by tensor; returns the bytes of the largest."""
     shapes = {path: leaf.shape for path, leaf in paths_of(abstract_params(config)).items()}
     rng = np.random.default_rng(0)
     tensors = {}
@@ -48,8 +48,8 @@ def write_random(config: ModelConfig, folder: Path) -> int:
 
 
 def run(words: list[str]) -> tuple[str, int]:
-    """What a command prints, and the peak memory of its process."""
-    # The resource usage of a child counts this process's memory; what the kernel knows of it at its end does not.
+    """The output of a command, and the peak memory of its process."""
+    # The resource usage of a child includes this process's memory; the child's own peak at its end does not.
     program = "import sys; from octavo.cli import main; from octavo.pretrained.memory import peak_memory\n"
     program += "status = main(sys.argv[1:]); print(peak_memory()); sys.exit(status)"
     child = subprocess.run([sys.executable, "-c", program, *words], stdout=subprocess.PIPE, text=True)
@@ -66,7 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     layers, vocab = (2, 16_384) if args.quick else (args.layers, 128_256)
     config = ModelConfig(vocab_size=vocab, num_layers=layers, scan_layers=False, **SIZES)
-    results = Results(how=f"recipe {args.recipe}, {layers} layers", file=args.json)
+    results = Results(method=f"recipe {args.recipe}, {layers} layers", file=args.json)
     with tempfile.TemporaryDirectory() as folder:
         small = ModelConfig(vocab_size=32, num_layers=1, scan_layers=False, **dict.fromkeys(SIZES, 64))
         write_random(small.replace(num_query_heads=1, num_kv_heads=1), Path(folder, "small"))
@@ -77,19 +77,19 @@ def main() -> None:
         seconds = time.perf_counter() - begin
         output = sum(file.stat().st_size for file in Path(folder, "low").rglob("*") if file.is_file())
     print(text)
-    allowed = base + output + 1.2 * largest
+    budget = base + output + 1.2 * largest
     sizes = {
         "the process itself": base,
         "the result on disk": output,
         "the largest parameter": largest,
         "peak memory": peak,
-        "allowed": allowed,
+        "budget": budget,
     }
     results.add(
         "Memory of `octavo quantize`, a model from bfloat16 to low precision",
         ["", "MiB"],
         [[what, f"{size / 2**20:.0f}"] for what, size in sizes.items()],
-        f"{peak / allowed:.2f} of what is allowed, {seconds:.0f} seconds, the process's start included.",
+        f"{peak / budget:.2f} of the budget, {seconds:.0f} seconds including the start of the process.",
     )
 
 

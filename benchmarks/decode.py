@@ -1,12 +1,12 @@
-"""Tokens per second of a real model, one text at a time: float32, int8 and int4 weights, beside llama.cpp.
+"""Tokens per second of a real model at batch size 1: float32, int8 and int4 weights, against llama.cpp.
 
     python benchmarks/decode.py [--quick] [--json FILE] [--model FILE] [--tokens 64] [--rounds 5] [--threads 2]
         [--llama PYTHON]
 
-The model is SmolLM2-135M (`make data ARGS=smollm2`), whose matrices lie on a 4-bit grid; as float32 they are what is
-multiplied here, so speed is that of any float32 model. All engines are in memory at once and take turns; the best round
-counts. PYTHON is an interpreter that has llama-cpp-python; its F32, Q8_0 and Q4_0 files are written from the same
-weights, and its rounds are between ours, on as many threads.
+The model is SmolLM2-135M (`make data ARGS=smollm2`), whose published weights are 4-bit; they are dequantized to float32
+first, so the speed is that of any float32 model. All engines are in memory at once, rounds are interleaved, and the
+fastest counts. PYTHON is an interpreter that has llama-cpp-python; its F32, Q8_0 and Q4_0 files are written from the
+same weights, and its rounds are interleaved with ours, on as many threads.
 """
 
 import json
@@ -34,7 +34,7 @@ WEIGHTS = {"octavo float32": None, "octavo int8": "int8", "octavo int4 g32": "in
 FILES = {"llama.cpp F32": "float32", "llama.cpp Q8_0": "int8", "llama.cpp Q4_0": "int4"}
 RIVALS = dict(zip(WEIGHTS, FILES, strict=True))
 
-# Runs in the other interpreter: a line with a file's number for each round, answered by seconds for a token.
+# Runs in the other interpreter: a line with a file's number for each round, answered by seconds per token.
 LLAMA = """
 import json, sys, time, llama_cpp
 from llama_cpp import Llama
@@ -52,19 +52,19 @@ for line in sys.stdin:
 """
 
 
-def low(source: Source, asked: str | None) -> Source:
-    """The model with its weights in a format, or in float32."""
-    if asked is None:
+def with_weights(source: Source, qtype: str | None) -> Source:
+    """The model with its weights in a quantized type, or in float32."""
+    if qtype is None:
         params = {path: leaf.load() for path, leaf in source.leaves.items()}
         params = {path: np.asarray(x.dequantize()) if isinstance(x, QArray) else x for path, x in params.items()}
     else:
-        params, _ = convert_model(source, weight_rules(asked, source.config), scale_dtype="bfloat16")
+        params, _ = convert_model(source, weight_rules(qtype, source.config), scale_dtype="bfloat16")
     leaves = {path: Leaf(x.shape, "float32", lambda x=x: x) for path, x in params.items()}
     return Source(source.config, leaves, source.tokenizer, origin=source.origin)
 
 
 def decode(engine: Engine, ids: list[int], tokens: int) -> float:
-    """Seconds for a token, the prompt not counted."""
+    """Seconds per token, without the prompt."""
     events = engine.generate([ids], SamplingParams(temperature=0.0, max_tokens=tokens + 1))
     next(events)
     begin = time.perf_counter()
@@ -74,18 +74,18 @@ def decode(engine: Engine, ids: list[int], tokens: int) -> float:
 
 
 class LlamaCpp:
-    """llama.cpp in another interpreter, with files of the same weights: `calls` are those of its rounds."""
+    """llama.cpp in another interpreter, with files of the same weights."""
 
     def __init__(self, python: str, source: Source, folder: Path, tokens: int, threads: int) -> None:
-        files = {name: folder / f"{asked}.gguf" for name, asked in FILES.items()}
+        files = {name: folder / f"{qtype}.gguf" for name, qtype in FILES.items()}
         for name, file in files.items():
             write_as_gguf(source, FILES[name], file)
         self.sizes = {name: file.stat().st_size for name, file in files.items()}
         words = json.dumps([[str(file) for file in files.values()], tokens, threads, PROMPT])
-        self.peer = Peer(python, ["-c", LLAMA, words], lacks="llama-cpp-python, or it cannot load the files")
+        self.peer = Peer(python, ["-c", LLAMA, words], missing="llama-cpp-python, or it cannot load the files")
 
     def calls(self) -> dict[str, Callable[[], float]]:
-        """A round of each file, which returns seconds for a token."""
+        """A call per file that returns seconds per token."""
         return {name: lambda i=i: float(self.peer.ask(str(i))) for i, name in enumerate(FILES)}
 
 
@@ -97,14 +97,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     tokens, rounds = args.tokens or (16 if args.quick else 64), args.rounds or (2 if args.quick else 5)
-    how = f"{kernels.status()}; {tokens} tokens, best of {rounds} interleaved rounds"
-    results = Results(how=how, file=args.json)
+    method = f"{kernels.status()}; {tokens} tokens, best of {rounds} interleaved rounds"
+    results = Results(method=method, file=args.json)
     if not Path(args.model).exists():
-        results.leave_out("all of it", f"there is no {Path(args.model).name}: make data ARGS=smollm2")
+        results.skip("everything", f"there is no {Path(args.model).name}: make data ARGS=smollm2")
         return
     source = open_model(args.model)
     ids = source.tokenizer.encode(PROMPT)
-    engines = {name: Engine(low(source, asked), slots=1, max_length=512, eos_ids=()) for name, asked in WEIGHTS.items()}
+    engines = {
+        name: Engine(with_weights(source, qtype), slots=1, max_length=512, eos_ids=())
+        for name, qtype in WEIGHTS.items()
+    }
     sizes = {name: engine.params_nbytes for name, engine in engines.items()}
     for engine in engines.values():
         decode(engine, ids, 4)
@@ -113,12 +116,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             if args.llama is None:
-                raise MissingError("no interpreter that has it was given: --llama PYTHON")
+                raise MissingError("no interpreter was given: --llama PYTHON")
             llama = LlamaCpp(args.llama, source, Path(folder), tokens, args.threads)
-            results.with_versions(llama.peer.ready)
+            results.add_versions(llama.peer.ready)
             calls, sizes = calls | llama.calls(), sizes | llama.sizes
         except MissingError as error:
-            results.leave_out("llama.cpp", str(error))
+            results.skip("llama.cpp", str(error))
         times = side_by_side(calls, repeats=rounds)
         if llama is not None:
             llama.peer.close()
@@ -130,10 +133,10 @@ def main() -> None:
         cells += [f"{rival.seconds / timing.seconds:.2f}" if rival else "", f"{sizes[name] / 2**20:.0f}"]
         rows.append([name, *cells, f"{sizes[name] / timing.seconds / 1e9:.1f}", f"{timing.spread:.0%}"])
     results.add(
-        "Tokens of SmolLM2-135M, one text at a time",
+        "Tokens of SmolLM2-135M, batch size 1",
         ["", "tokens/s", "float32 / it", "llama.cpp / it", "MiB", "GB/s", "spread"],
         rows,
-        "Ratios of times: float32 is octavo's, llama.cpp's is that of as many bits. MiB are those of weights; peak "
+        "Ratios of times: float32 is octavo's, llama.cpp's has as many bits. MiB are those of the weights; peak "
         f"memory of this process, all three models in it: {peak_memory() >> 20} MiB.",
         ratios=["float32 / it", "llama.cpp / it"],
     )

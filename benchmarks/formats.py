@@ -1,4 +1,4 @@
-"""Every number format: its size, its error on four kinds of data, and its speed, beside Qwix and AQT.
+"""Every number format: its size, its error on four kinds of data, and its speed, against Qwix and AQT.
 
 python benchmarks/formats.py [--quick] [--json FILE] [--formats int8,nvfp4] [--shape 2048,2048] [--repeats 21]
 """
@@ -36,14 +36,14 @@ quant  throughput of quantizing a float32 array, as a ratio to copying that arra
 deq    the same for dequantizing back to float32; above 1 is possible, because less is read
 -      the library does not have the format, or fails"""
 
-# What one meets under these names in Qwix. It also takes float6, which XLA's CPU backend then fails to compile.
+# The formats of Qwix. It also accepts float6, which XLA's CPU backend fails to compile.
 QWIX = {
     *("int1", "int2", "int3", "int4", "int5", "int6", "int7", "int8", "nf4", "mxfp8", "mxfp4", "nvfp4"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3", "float8_e3m4", "float8_e4m3fnuz", "float8_e5m2fnuz"),
     *("float8_e4m3b11fnuz", "float4_e2m1fn"),
 }
 AQT = {f"int{bits}": bits for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16)} | {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-# The codes of these stand for a typical magnitude, not for the largest.
+# The codes of these represent a typical magnitude, not the largest.
 CALIBRATIONS = {"binary": "absmean", "ternary": "absmean"}
 
 
@@ -68,7 +68,7 @@ class Row:
         )
 
     def libraries(self) -> dict[str, tuple[Callable, Callable]]:
-        """How each library that has the format quantizes and dequantizes."""
+        """The quantize and dequantize functions of each library that has the format."""
         tiled = {1: self.tile} if self.tile else None
         found = {"octavo": (self.quantizer.quantize, octavo.dequantize)}
         if self.name in QWIX:
@@ -87,7 +87,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """What one library does with one format."""
+    """The results of one library for one format."""
 
     sqnr: dict[str, float]
     quantize: Timing
@@ -101,7 +101,7 @@ def sqnr(x: np.ndarray, y: jax.Array) -> float:
 
 
 def measure(row: Row, data: dict[str, jax.Array], repeats: int) -> tuple[Timing, dict[str, Result]]:
-    """Errors of one format on all data, and its times on the normal data, beside those of a copy."""
+    """Errors of one format on all data, and its times on the normal data, and those of a copy."""
     errors: dict[str, dict[str, float]] = {}
     x = data["norm"]
     calls: dict[str, Any] = {"copy": (jax.jit(jnp.copy), (x,))}
@@ -170,24 +170,24 @@ def main() -> None:
     progress("")
 
     shape, mega = " x ".join(map(str, args.shape)), data["norm"].nbytes / 2**20
-    how = (
+    method = (
         f"float32 {shape} ({mega:.0f} MB), a scale per row or tile, compiled; times are the fastest of {args.repeats} "
         "rounds, all in turn,\n"
         f"the median round {statistics.median(spreads):.0%} slower (at worst {max(spreads):.0%}); "
         f"copying takes {min(copy.seconds for copy in copies) * 1e3:.2f} ms"
     )
-    page = Results("qwix", "aqtp", how=how, file=args.json)
+    page = Results("qwix", "aqtp", method=method, file=args.json)
     print(f"\n{LEGEND}\n")
     group = "".join(f"{v:>6}" for v in (*KINDS, "quant", "deq"))
     print(f"{'':30}  |" + "  |".join(f"{name:^36}" for name in ("octavo", "qwix", "aqt")))
     print(f"{'format':18}{'tile':>5}{'bits':>7}  |" + "  |".join([group] * 3))
     print("\n".join(table))
     for found in tables(kept):
-        page.keep(found)
+        page.append(found)
 
 
 def slower(kept: list[tuple[Row, float, Timing, dict[str, Result]]]) -> str:
-    """How often a peer is faster by more than a twentieth, and where the most, in a sentence."""
+    """A sentence on where peers are faster by more than 5 %."""
     ratios = [
         (getattr(results["octavo"], part).seconds / getattr(results[peer], part).seconds, peer, part, row)
         for row, _, _, results in kept
@@ -197,7 +197,7 @@ def slower(kept: list[tuple[Row, float, Timing, dict[str, Result]]]) -> str:
     ]
     found = sorted((entry for entry in ratios if entry[0] > 1.05), key=lambda entry: -entry[0])
     if not found:
-        return "Nowhere is octavo slower by more than a twentieth."
+        return "octavo is nowhere slower by more than 5 %."
     most = ", ".join(f"{part} of {label(row)} ({ratio:.1f}x as long as {peer})" for ratio, peer, part, row in found[:6])
     half = statistics.median(ratio for ratio, *_ in found)
     return f"Slower in {len(found)} of {len(ratios)} comparisons, half of them by {half:.1f}x or more; most: {most}."
@@ -208,7 +208,7 @@ def label(row: Row) -> str:
 
 
 def tables(kept: list[tuple[Row, float, Timing, dict[str, Result]]]) -> list[Table]:
-    """The same as two tables for a page: errors, and speeds."""
+    """Two tables for the page: errors and speeds."""
     names = ("octavo", "qwix", "aqt")
     errors, speeds = [], []
     for row, bits, copy, results in kept:

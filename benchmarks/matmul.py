@@ -1,9 +1,9 @@
-"""One linear layer: forward, gradients and all three matmuls in int8 against float32, Qwix and AQT; one-row products.
+"""The three matmuls of a linear layer in int8 against float32, Qwix and AQT; matrix-vector products.
 
     python benchmarks/matmul.py [--quick] [--json FILE] [--torch PYTHON]
 
-Everything is dynamic: quantizing the operands and the gradient is part of what is timed. A ratio above 1 means that
-the first is faster. PYTHON is an interpreter with torch and torchao, which then run between our rounds.
+Quantization is dynamic: quantizing the operands and the gradient is part of the measured time. PYTHON is an interpreter
+with torch and torchao, whose rounds are interleaved with ours.
 """
 
 import functools
@@ -13,7 +13,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-from peers import Torch, attempt, torch_beside
+from peers import Torch, attempt, torch_process
 from timing import Results, arguments, progress, side_by_side, spreads
 
 import octavo
@@ -25,7 +25,7 @@ ROWS = [(512, 512), (512, 2048), (2048, 512), (1024, 4096)]
 
 
 def contenders() -> dict:
-    """The same matmul, four ways."""
+    """The same matmul in four implementations."""
     from aqt.jax.v2 import config as aqt_config
     from qwix._src.core import dot_general_qt as qwix
 
@@ -42,8 +42,8 @@ def contenders() -> dict:
     }
 
 
-def parts(f) -> dict:
-    """Forward alone, each gradient alone, and the three together."""
+def passes(f) -> dict:
+    """The forward pass, each gradient, and all three together."""
     return {
         "forward": lambda x, w, g: f(x, w),
         "dlhs": lambda x, w, g: jax.vjp(lambda x: f(x, w), x)[1](g),
@@ -59,7 +59,7 @@ def training(results: Results, repeats: int, shapes: list[tuple[int, int, int]],
         rng = np.random.default_rng(0)
         x, w, g = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((m, k), (k, n), (m, n)))
         for part in ("forward", "dlhs", "drhs", "all"):
-            calls = {name: (jax.jit(parts(f)[part]), (x, w, g)) for name, f in fns.items()}
+            calls = {name: (jax.jit(passes(f)[part]), (x, w, g)) for name, f in fns.items()}
             if torch and part == "forward":
                 for kind in ("float32", "int8"):
                     calls |= attempt(results, f"torch {kind}", functools.partial(torch.linear, kind, m, k, n))
@@ -74,13 +74,13 @@ def training(results: Results, repeats: int, shapes: list[tuple[int, int, int]],
         ["", "float32 ms", "octavo ms", *(f"{name} / octavo" for name in RIVALS), "spread"],
         rows,
         "Ratios of times: above 1 octavo is faster. `all` is forward and both gradients. torch's layers only run "
-        "forward, with weights that are quantized beforehand; the others quantize both operands in every call.",
+        "forward, with weights quantized beforehand; the others quantize both operands in every call.",
         ratios=[f"{name} / octavo" for name in RIVALS],
     )
 
 
 def decoding(results: Results, repeats: int, torch: Torch | None) -> None:
-    """One row times int8 weights, a chain of layers in one program; weights as [in, out] and as [out, in]."""
+    """A vector times int8 weights, a chain of layers in one program; weights as [in, out] and as [out, in]."""
     rows = []
     for k, n in ROWS:
         rng = np.random.default_rng(0)
@@ -110,10 +110,10 @@ def decoding(results: Results, repeats: int, torch: Torch | None) -> None:
         rows.append([f"{k} x {n}", *row, spreads(t)])
         progress(rows[-1][0])
     results.add(
-        "One row times int8 weights, float activation (in x out)",
+        "Vector times int8 weights, float activation (in x out)",
         ["", "float32 us", "float32 / octavo [in, out]", "float32 / octavo [out, in]", "torchao us", "spread"],
         rows,
-        "Layers in a chain, time for one. torchao's layer is called alone, so its time has that of a call in it.",
+        "Layers in a chain, time per layer. torchao's layer is called alone, so its time includes that of a call.",
         ratios=["float32 / octavo [in, out]", "float32 / octavo [out, in]"],
     )
 
@@ -122,8 +122,8 @@ def main() -> None:
     options = arguments(__doc__, peers=("torch",)).parse_args()
     repeats, shapes = (5, SHAPES[:2]) if options.quick else (21, SHAPES)
     warnings.simplefilter("ignore", DeprecationWarning)  # aqtp 0.9 converts arrays to dtypes implicitly
-    results = Results("qwix", "aqtp", how=f"best of {repeats} interleaved rounds", file=options.json)
-    with torch_beside(results, options.torch) as torch:
+    results = Results("qwix", "aqtp", method=f"best of {repeats} interleaved rounds", file=options.json)
+    with torch_process(results, options.torch) as torch:
         training(results, repeats, shapes, torch)
         decoding(results, repeats, torch)
 

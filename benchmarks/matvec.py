@@ -1,10 +1,10 @@
-"""Decoding's matrix products: a token through all the weights of a small language model, in float32 and low-bit.
+"""The matrix-vector products of decoding: all weights of a small language model, in float32 and low precision.
 
     python benchmarks/matvec.py [--quick] [--json FILE] [--batch 1 8] [--repeats 30] [--layers 30] [--vocab 49152]
 
-The layers have the shapes of SmolLM2-135M. Every product reads another matrix, 134 million weights in all, so that
-none is in a cache when its turn comes again. Attention and norms are left out: this is about reading weights. The rows
-"XLA" are what that makes of the same products without Octavo's own kernels for this CPU.
+The layers have the shapes of SmolLM2-135M. Every matmul reads another matrix, 134 million weights in all, so that none
+is in a CPU cache. Attention and norms are left out: memory bandwidth is what is measured. The rows "XLA" are the same
+matmuls without Octavo's own CPU kernels.
 """
 
 from typing import Any
@@ -31,26 +31,26 @@ FORMATS = {
 CONTRACT = {False: (((1,), (0,)), ((), ())), True: (((1,), (1,)), ((), ()))}
 
 
-def matrix(rng: np.random.Generator, shape: tuple[int, int], how: Any, *, axis: int) -> Any:
+def matrix(rng: np.random.Generator, shape: tuple[int, int], spec: Any, *, axis: int) -> Any:
     """A random matrix, quantized along `axis` and packed."""
     w = jnp.asarray(rng.standard_normal(shape, np.float32) / np.float32(shape[axis] ** 0.5))
-    if how is None:
+    if spec is None:
         return w
-    name, group, scale = how
+    name, group, scale = spec
     tiles = {axis: group} if group else {}
     return octavo.quantize(w, name, channelwise_axes=(1 - axis,), tiled_axes=tiles, scale_dtype=scale).pack(axis)
 
 
-def model(how: Any, *, layers: int, vocab: int) -> dict[str, Any]:
+def model(spec: Any, *, layers: int, vocab: int) -> dict[str, Any]:
     """All the weights in one format."""
     rng = np.random.default_rng(0)
-    stack = [{name: matrix(rng, shape, how, axis=0) for name, shape in SHAPES.items()} for _ in range(layers)]
-    return {"layers": stack, "head": matrix(rng, (vocab, EMB), how, axis=1)}
+    stack = [{name: matrix(rng, shape, spec, axis=0) for name, shape in SHAPES.items()} for _ in range(layers)]
+    return {"layers": stack, "head": matrix(rng, (vocab, EMB), spec, axis=1)}
 
 
 @jax.jit
 def decode(weights: dict[str, Any], x: jax.Array) -> jax.Array:
-    """The products of one token, each fed by the one before."""
+    """The matmuls of one token, each depending on the previous one."""
 
     def dot(x: jax.Array, w: Any, transposed: bool = False) -> jax.Array:
         if isinstance(w, octavo.QArray):
@@ -75,21 +75,21 @@ def main() -> None:
     usual = (9, 10, 16_384) if options.quick else (30, LAYERS, VOCAB)
     asked = (options.repeats, options.layers, options.vocab)
     repeats, layers, vocab = (a or b for a, b in zip(asked, usual, strict=True))
-    how = f"{kernels.status()}; {layers} layers, {vocab} words; best of {repeats} interleaved rounds"
-    results = Results(how=how, file=options.json)
-    weights = {name: model(how, layers=layers, vocab=vocab) for name, how in FORMATS.items()}
+    method = f"{kernels.status()}; {layers} layers, {vocab} words; best of {repeats} interleaved rounds"
+    results = Results(method=method, file=options.json)
+    weights = {name: model(spec, layers=layers, vocab=vocab) for name, spec in FORMATS.items()}
     for batch in options.batch:
         measure(results, weights, batch, repeats)
 
 
 def measure(results: Results, weights: dict[str, Any], batch: int, repeats: int) -> None:
-    """One table: all formats on as many tokens at once."""
+    """One table: all formats at a batch size."""
     size = {name: sum(x.nbytes for x in jax.tree.leaves(w)) for name, w in weights.items()}
     x = jnp.asarray(np.random.default_rng(1).standard_normal((batch, EMB)), jnp.float32)
     times = side_by_side({name: (decode, (w, x)) for name, w in weights.items()}, repeats=repeats)
     with kernels.disabled():
         slow = {name.replace("octavo", "XLA"): (decode, (w, x)) for name, w in weights.items() if "int" in name}
-        # XLA's own code takes seconds where it unpacks; a few rounds are enough to tell.
+        # XLA's own code takes seconds to unpack; a few rounds are enough.
         times |= side_by_side(slow, repeats=max(2, repeats // 10))
     rows = []
     for name, timing in times.items():
@@ -98,7 +98,7 @@ def measure(results: Results, weights: dict[str, Any], batch: int, repeats: int)
         cells = [f"{1e3 * timing.seconds:.2f}", f"{ratio:.2f}", f"{held / 2**20:.0f}"]
         rows.append([name, *cells, f"{held / timing.seconds / 1e9:.1f}", f"{timing.spread:.0%}"])
     results.add(
-        f"All matrices of a model, {batch} {'tokens' if batch > 1 else 'token'} at once",
+        f"All matrices of a model, batch size {batch}",
         ["", "ms", "float32 / it", "MiB", "GB/s", "spread"],
         rows,
         ratios=["float32 / it"],

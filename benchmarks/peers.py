@@ -1,4 +1,4 @@
-"""Other interpreters as contenders, each in a process of its own that times itself when asked: torch with torchao."""
+"""Peers in other interpreters, each in a process of its own that times itself on request: torch with torchao."""
 
 import contextlib
 import json
@@ -12,13 +12,13 @@ SCRIPT = Path(__file__).with_name("torch_peer.py")
 
 
 class MissingError(RuntimeError):
-    """An interpreter is not there, or lacks the packages; the text says which."""
+    """An interpreter does not exist or lacks the packages; the text says which."""
 
 
 class Peer:
-    """A process that answers each line of its input with a line; `ready` is what it says first."""
+    """A process that answers each line of its input with a line; `ready` is its first line."""
 
-    def __init__(self, python: str, words: list[str], *, lacks: str) -> None:
+    def __init__(self, python: str, words: list[str], *, missing: str) -> None:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         try:
             self.process = subprocess.Popen([python, *words], text=True, **pipes)
@@ -27,7 +27,7 @@ class Peer:
         self.ready = self._line()
         if not self.ready:
             self.close()
-            raise MissingError(f"{python} has no {lacks}")
+            raise MissingError(f"{python} has no {missing}")
 
     def ask(self, line: str) -> str:
         """The answer to a line."""
@@ -39,7 +39,7 @@ class Peer:
         return answer
 
     def close(self) -> None:
-        """Let it end."""
+        """Close its input and wait for it to end."""
         self.process.communicate()
 
     def _line(self) -> str:
@@ -51,7 +51,7 @@ class Torch:
     """torch and torchao: `linear` and `step` make calls for `side_by_side`."""
 
     def __init__(self, python: str) -> None:
-        self.peer = Peer(python, [str(SCRIPT)], lacks="torch")
+        self.peer = Peer(python, [str(SCRIPT)], missing="torch")
         self.versions = json.loads(self.peer.ready)
         if "torchao" not in self.versions:
             self.peer.close()
@@ -71,7 +71,7 @@ class Torch:
 
         def call() -> float:
             seconds = self._ask({"run": key})
-            # Threads of OpenMP go on spinning for a while, at the cost of whoever comes next.
+            # OpenMP threads keep spinning for a while, which would slow down the next call.
             time.sleep(0.02)
             return seconds
 
@@ -85,25 +85,25 @@ class Torch:
 
 
 def attempt(results: Any, name: str, make: Callable[[], Callable[[], float]]) -> dict[str, Callable[[], float]]:
-    """A peer's call under its name, or none after the results say why the peer cannot make it."""
+    """A peer's call by name; none, recorded as skipped, if the peer cannot do it."""
     try:
         return {name: make()}
     except ValueError as error:
-        results.leave_out(name, str(error))
+        results.skip(name, str(error))
         return {}
 
 
 @contextlib.contextmanager
-def torch_beside(results: Any, python: str | None) -> Iterator[Torch | None]:
-    """torch in the interpreter that was given, or None after the results say why it is left out."""
+def torch_process(results: Any, python: str | None) -> Iterator[Torch | None]:
+    """torch in the given interpreter; None, recorded as skipped, if it is not available."""
     torch = None
     try:
         if python is None:
-            raise MissingError("no interpreter that has them was given: --torch PYTHON")
+            raise MissingError("no interpreter was given: --torch PYTHON")
         torch = Torch(python)
-        results.with_versions(torch.versions)
+        results.add_versions(torch.versions)
     except MissingError as error:
-        results.leave_out("torch and torchao", str(error))
+        results.skip("torch and torchao", str(error))
     try:
         yield torch
     finally:

@@ -1,4 +1,4 @@
-"""What telemetry costs: a probe of a small transformer's quantized products, beside its training step.
+"""The cost of telemetry: a probe of a small transformer's quantized matmuls, against its training step.
 
     python benchmarks/probe.py [--quick] [--json FILE]
 
@@ -31,8 +31,8 @@ def main() -> None:
     tokens = jax.random.randint(jax.random.key(1), (batch, 129), 0, step.VOCAB)
     adam = optax.adamw(1e-3)
     state = adam.init(params)
-    how = f"best of {repeats} interleaved rounds, {batch} x 128 tokens"
-    results, rows = Results("optax", how=how, file=options.json), []
+    method = f"best of {repeats} interleaved rounds, {batch} x 128 tokens"
+    results, rows = Results("optax", method=method, file=options.json), []
     for name in RECIPES:
         rules = octavo.recipe(name, exclude="head")
         low = octavo.quantized(loss, rules)

@@ -1,9 +1,9 @@
-"""How long an import takes: jax alone, octavo, Qwix and AQT, each in a fresh interpreter.
+"""Import time: jax alone, octavo, Qwix and AQT, each in a fresh interpreter.
 
     python benchmarks/startup.py [--quick] [--json FILE]
 
-Interpreters start in turn; the fastest start of each counts, less that of an interpreter that imports nothing. CPU time
-is that of the process in all its threads, and hardly depends on what else the machine does.
+Starts are interleaved; the fastest of each counts, minus that of an interpreter that imports nothing. CPU time is that
+of all threads of the process, and hardly depends on other load.
 """
 
 import os
@@ -35,7 +35,7 @@ def start(program: str) -> tuple[float, float]:
 def main() -> None:
     options = arguments(__doc__).parse_args()
     rounds = 3 if options.quick else 15
-    results = Results("flax", "qwix", "aqtp", how=f"best of {rounds} interleaved starts", file=options.json)
+    results = Results("flax", "qwix", "aqtp", method=f"best of {rounds} interleaved starts", file=options.json)
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in PROGRAMS}
     for program in PROGRAMS.values():
         start(program)

@@ -3,13 +3,14 @@
     python benchmarks/step.py [--quick] [--json FILE] [--torch PYTHON]
 
 Four layers, width 512, MLP 2048, 8 heads, 2048 tokens as 16 x 128 and as 4 x 512; forward, backward and AdamW. The
-linear layers are quantized, the rest stays in float32; in the row "+ attention" the two products of attention are int8
-too. The row "no linears" replaces every linear layer by next to nothing: what a step costs besides them, and so the
-limit of what quantizing them can give. "octavo fp8" is float8 with a scale for each tensor. Prints time, peak temporary
+linear layers are quantized, the rest stays in float32; in the row "+ attention" the two matmuls of attention are int8
+too. The row "no linears" replaces every linear layer by a trivial operation: the cost of the rest of a step, and so the
+limit of what quantizing them can gain. "octavo fp8" is float8 with a scale per tensor. Prints time, peak temporary
 memory and compile time.
 
-PYTHON is an interpreter with torch and torchao, whose steps are between ours: the same model and optimizer, compiled by
-inductor, in float32 and as torchao trains it in int8 and in float8. Each is held against torch's own float32 too.
+PYTHON is an interpreter with torch and torchao, whose steps are interleaved with ours: the same model and optimizer,
+compiled by inductor, in float32 and as torchao trains it in int8 and in float8. Each is also compared with torch's own
+float32.
 """
 
 import functools
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from matmul import PLAIN, contenders
-from peers import Torch, attempt, torch_beside
+from peers import Torch, attempt, torch_process
 from timing import Results, Timing, arguments, side_by_side
 
 import octavo
@@ -70,14 +71,14 @@ def main() -> None:
     options = arguments(__doc__, peers=("torch",)).parse_args()
     repeats = 3 if options.quick else 9
     warnings.simplefilter("ignore", DeprecationWarning)  # aqtp 0.9 converts arrays to dtypes implicitly
-    results = Results("qwix", "aqtp", "optax", how=f"best of {repeats} interleaved rounds", file=options.json)
-    with torch_beside(results, options.torch) as torch:
+    results = Results("qwix", "aqtp", "optax", method=f"best of {repeats} interleaved rounds", file=options.json)
+    with torch_process(results, options.torch) as torch:
         for batch, length in ((16, 128), (4, 512))[: 1 if options.quick else 2]:
             compare(results, batch, length, repeats, torch)
 
 
-def ways() -> dict:
-    """What multiplies the linear layers of each contender, and what the rest of attention."""
+def implementations() -> dict:
+    """The matmul of the linear layers of each contender, and the einsum of its attention."""
     found = {name: (dot, jnp.einsum) for name, dot in contenders().items()}
     int8 = functools.partial(octavo.einsum, config=octavo.DotConfig.qt("int8"))
     found["octavo + attention"] = (found["octavo"][0], int8)
@@ -94,7 +95,7 @@ def compare(results: Results, batch: int, length: int, repeats: int, torch: Torc
     adam = optax.adamw(1e-3)
     state = adam.init(params)
     calls, costs = {}, {}
-    for name, (dot, einsum) in ways().items():
+    for name, (dot, einsum) in implementations().items():
 
         def step(params, state, tokens, dot=dot, einsum=einsum):
             value, grads = jax.value_and_grad(loss)(params, tokens, dot, einsum)
@@ -114,8 +115,8 @@ def compare(results: Results, batch: int, length: int, repeats: int, torch: Torc
         f"A training step on {batch} x {length} tokens",
         ["", "ms", "f32 / it", "torch f32 / it", "temporary MB", "of f32", "trace and compile s", "of f32", "spread"],
         [row(name, t, costs) for name in t],
-        f"octavo is {', '.join(ahead).replace('x as', 'x as fast as', 1)}. Memory and compile time are those that XLA "
-        "tells of; torch's are not measured.",
+        f"octavo is {', '.join(ahead).replace('x as', 'x as fast as', 1)}. Memory and compile time are "
+        "XLA's; torch's are not measured.",
         ratios=["f32 / it"],
     )
 

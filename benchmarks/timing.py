@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing several functions side by side, tables, and a header that says where."""
+"""Shared helpers of the benchmarks: interleaved timing, tables, and a header with versions and hardware."""
 
 import argparse
 import importlib.metadata
@@ -20,7 +20,7 @@ from octavo.cli import machine
 
 @dataclass(frozen=True)
 class Timing:
-    """The fastest of several runs, and how much slower the median run was (0.1: a tenth)."""
+    """The fastest of several runs, and the relative slowdown of the median run."""
 
     seconds: float
     spread: float
@@ -33,7 +33,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column says what a row is, the others are numbers."""
+    """Cells as text; the first column labels the rows, the others are numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -43,7 +43,7 @@ class Table:
     ratios: tuple[str, ...] = ()
 
     def slower(self) -> list[str]:
-        """The cells that say so: in the rows of octavo if there are any, else in all."""
+        """The ratios below 1: in the rows of octavo if there are any, else in all."""
         named = [row for row in self.rows if row[0].startswith("octavo")] or self.rows
         found = []
         for row in named:
@@ -53,7 +53,7 @@ class Table:
         return found
 
     def text(self) -> str:
-        """Aligned for a terminal."""
+        """The table aligned for a terminal."""
         lines = [self.columns, *self.rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
         shown = [
@@ -63,7 +63,7 @@ class Table:
         return "\n".join([self.title, *(line.rstrip() for line in shown), *([self.note] if self.note else [])])
 
     def markdown(self) -> str:
-        """For a page, with the note below it."""
+        """The table in Markdown, with the note below it."""
         line = lambda cells: f"| {' | '.join(cells)} |"  # noqa: E731
         rule = "|---|" + "--:|" * (len(self.columns) - 1)
         body = "\n".join([line(self.columns), rule, *map(line, self.rows)])
@@ -71,10 +71,10 @@ class Table:
 
 
 def side_by_side(calls: Mapping[str, Any], *, repeats: int) -> dict[str, Timing]:
-    """Time functions in turn, `repeats` rounds after one that compiles and warms up.
+    """Time functions in `repeats` interleaved rounds, after one that compiles and warms up.
 
-    A call is a pair of a function and its arguments, or a function of nothing that times itself and returns seconds. A
-    busy moment of the machine strikes all of them alike, and the fastest round of each is the one it spared.
+    A call is a pair of a function and its arguments, or a function without arguments that returns its own seconds.
+    Other load on the machine affects all of them alike, and the fastest round of each counts.
     """
     runs: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -95,12 +95,12 @@ def _seconds(call: tuple[Callable, tuple[Any, ...]] | Callable[[], float]) -> fl
 
 
 def spreads(timings: Mapping[str, Timing]) -> str:
-    """How steady a row was: the largest distance of a median from its minimum."""
+    """The largest spread of a row, in percent."""
     return f"{max(t.spread for t in timings.values()):.0%}"
 
 
 def progress(text: str) -> None:
-    """Show where a script is on one line of the terminal, if there is one."""
+    """Show progress on one line of the terminal, if there is one."""
     if sys.stderr.isatty():
         print(f"\r{text:60}\r", end="", file=sys.stderr, flush=True)
 
@@ -118,28 +118,28 @@ def header(*packages: str) -> str:
 
 
 PEERS = {"torch": "torch and torchao", "llama": "llama-cpp-python"}
-"""What runs in an interpreter of its own, by the option that names it."""
+"""Packages that run in an interpreter of their own, by the option that names it."""
 
 
 def arguments(doc: str, *, quick: str = "fewer repeats", peers: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes, --quick and --json, and an option for the interpreter of each peer."""
+    """A parser with the common options --quick and --json, and one for the interpreter of each peer."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc.strip(), formatter_class=form)
     parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--json", metavar="FILE", help="write the tables there too")
+    parser.add_argument("--json", metavar="FILE", help="also write the tables to this file")
     for name in peers:
         parser.add_argument(f"--{name}", metavar="PYTHON", help=f"an interpreter with {PEERS[name]}")
     return parser
 
 
 class Results:
-    """The tables of a script: printed when they are ready, and written as JSON with what they were made with."""
+    """The tables of a script: printed when they are ready, and written as JSON with versions and method."""
 
-    def __init__(self, *packages: str, how: str, file: str | None) -> None:
-        self.about, self.how, self.file = header(*packages), how, file
+    def __init__(self, *packages: str, method: str, file: str | None) -> None:
+        self.header, self.method, self.file = header(*packages), method, file
         self.tables: list[Table] = []
-        self.left_out: list[str] = []
-        print(self.about, how, sep="\n", flush=True)
+        self.skipped: list[str] = []
+        print(self.header, method, sep="\n", flush=True)
         self._write()
 
     def add(
@@ -150,32 +150,32 @@ class Results:
         note: str = "",
         ratios: Sequence[str] = (),
     ) -> None:
-        """Print a table, and keep the file up to date."""
+        """Print a table and write it to the file."""
         table = Table(title, tuple(columns), tuple(map(tuple, rows)), note, tuple(ratios))
         print(f"\n{table.text()}", flush=True)
-        self.keep(table)
+        self.append(table)
 
-    def keep(self, table: Table) -> None:
-        """Add a table that was printed in another form."""
+    def append(self, table: Table) -> None:
+        """Write a table to the file without printing it."""
         self.tables.append(table)
         self._write()
 
-    def with_versions(self, text: str) -> None:
-        """Name versions that a peer's process told of."""
-        if text not in self.how:
-            self.how += f"; {text}"
+    def add_versions(self, text: str) -> None:
+        """Add the versions that a peer's process reports."""
+        if text not in self.method:
+            self.method += f"; {text}"
             print(text, flush=True)
             self._write()
 
-    def leave_out(self, what: str, why: str) -> None:
-        """Say what is not measured here, and why; once, however often it is asked for."""
-        text = f"{what} ({why})"
-        if text not in self.left_out:
-            self.left_out.append(text)
-            print(f"left out: {text}", flush=True)
+    def skip(self, what: str, reason: str) -> None:
+        """Record once what is not measured, and the reason."""
+        text = f"{what} ({reason})"
+        if text not in self.skipped:
+            self.skipped.append(text)
+            print(f"skipped: {text}", flush=True)
             self._write()
 
     def _write(self) -> None:
         if self.file:
-            found = {"header": self.about, "how": self.how, "left_out": self.left_out}
+            found = {"header": self.header, "method": self.method, "skipped": self.skipped}
             Path(self.file).write_text(json.dumps(found | {"tables": [asdict(t) for t in self.tables]}, indent=1))

@@ -1,4 +1,4 @@
-"""torch and torchao, timed between our rounds: `octavo`'s benchmarks start this in an interpreter that has them.
+"""torch and torchao, timed between our rounds: the benchmarks start this in an interpreter that has them.
 
     PYTHON benchmarks/torch_peer.py    (reads a line of JSON for each request, answers with one)
 
@@ -16,7 +16,7 @@ import warnings
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 warnings.simplefilter("ignore")
-# In this process: compilers that it leaves behind would count as what others do to the machine.
+# In this process: compiler processes that outlive it would count as other load.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import torch  # noqa: E402

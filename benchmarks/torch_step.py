@@ -64,7 +64,7 @@ def float8(model):
     convert_to_float8_training(model, module_filter_fn=is_quantized)
 
 
-WAYS = {
+CONVERSIONS = {
     "float32": (lambda model: None, "aten::mm"),
     "int8": (int8, "aten::_int_mm"),
     "float8": (float8, "aten::_scaled_mm"),
@@ -76,15 +76,15 @@ def step(kind, sizes):
     torch.manual_seed(0)
     batch, length = sizes.pop("batch"), sizes.pop("length")
     model = Transformer(**sizes)
-    change, operator = WAYS[kind]
+    change, operator = CONVERSIONS[kind]
     change(model)
     tokens = torch.randint(0, sizes["vocab"], (batch, length + 1))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(tokens[:1, :33]).backward()
     found = sum(event.count for event in profile.key_averages() if event.key == operator)
-    products = 3 * sum(is_quantized(module, name) for name, module in model.named_modules())
-    if found < products:
-        raise RuntimeError(f"only {found} of the {products} matmuls are {operator}")
+    matmuls = 3 * sum(is_quantized(module, name) for name, module in model.named_modules())
+    if found < matmuls:
+        raise RuntimeError(f"only {found} of the {matmuls} matmuls are {operator}")
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     adam.zero_grad()
     loss = torch.compile(model)

@@ -1,10 +1,10 @@
-"""How long a quantized model takes to trace and compile: float, octavo and Qwix, int8 in all three matmuls.
+"""Trace and compile time of a quantized model: float, octavo and Qwix, int8 in all three matmuls.
 
     python benchmarks/trace.py [--quick] [--json FILE] [--layers 12]
 
-The gradient of a Linen transformer whose layers are written out one by one, width 256, 8 heads. All products are
-quantized; in the rows "linear" those of the linear layers, as MaxText does it. Each contender is traced and compiled
-afresh in every round, in turn; the fastest round counts. The size of the jaxpr is in equations at any depth and in
+The gradient of a Linen transformer whose layers are written out one by one, width 256, 8 heads. All matmuls are
+quantized; in the rows "linear" those of the linear layers, as in MaxText. Each contender is traced and compiled anew
+in every interleaved round; the fastest counts. The size of the jaxpr is in equations at any depth and in
 lines when printed.
 """
 
@@ -69,8 +69,8 @@ def main() -> None:
     options = parser.parse_args()
     rounds, layers = (2, 4) if options.quick else (4, 12)
     layers = options.layers or layers
-    how = f"{layers} layers, best of {rounds} interleaved rounds"
-    results = Results("flax", "qwix", how=how, file=options.json)
+    method = f"{layers} layers, best of {rounds} interleaved rounds"
+    results = Results("flax", "qwix", method=method, file=options.json)
     warnings.simplefilter("ignore", DeprecationWarning)
     tokens = jnp.zeros((4, 128), jnp.int32)
     models = contenders(layers)
@@ -93,7 +93,7 @@ def main() -> None:
             end = time.perf_counter()
             runs[name].append((traced_at - start, lowered_at - traced_at, end - lowered_at))
             sizes[name] = size(traced.jaxpr), len(str(traced.jaxpr).splitlines())
-    # Parts and their sum are each the fastest of all rounds.
+    # The stages and their sum are each the fastest of all rounds.
     best = {name: [Timing.of(part) for part in zip(*found, strict=True)] for name, found in runs.items()}
     whole = {name: Timing.of([sum(parts) for parts in found]) for name, found in runs.items()}
     rows = [

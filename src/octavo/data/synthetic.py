@@ -18,15 +18,10 @@ _NO_EOS = -1
 
 
 class _Synthetic(Dataset):
-    _kind: str
-
     def __init__(self, config: BatchConfig, split: str, seed: int):
         self.config = config
         self.vocab_size = config.vocab_size or _VOCAB_SIZE
         self._key = fold_key(seed, split == "eval")
-
-    def describe(self) -> dict[str, Any]:
-        return self._describe({"name": "synthetic", "kind": self._kind})
 
     def decode(self, ids: Ids) -> str:
         return format_ids(ids)
@@ -34,8 +29,6 @@ class _Synthetic(Dataset):
 
 class Fixed(_Synthetic):
     """The same batch of random tokens at every step: MaxText's synthetic data, which can only be memorized."""
-
-    _kind = "fixed"
 
     def __init__(self, config: BatchConfig, split: str):
         super().__init__(config, split, seed=0)
@@ -50,6 +43,9 @@ class Fixed(_Synthetic):
     def num_batches(self) -> int:
         return 1
 
+    def describe(self) -> dict[str, Any]:
+        return self._describe({"name": "synthetic", "kind": "fixed"})
+
 
 class Language(_Synthetic):
     """Samples of a Markov chain of order two, new ones in every batch, whose entropy is known exactly.
@@ -62,8 +58,6 @@ class Language(_Synthetic):
     >>> round(language.entropy, 4), language.batch(3)["targets"].shape
     (1.2997, (2, 8))
     """
-
-    _kind = "language"
 
     def __init__(self, config: BatchConfig, split: str):
         super().__init__(config, split, seed=config.seed)
@@ -105,7 +99,7 @@ class Language(_Synthetic):
         return np.sum((known == targets[..., None]) * _PROBABILITIES, axis=-1)
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "entropy": self.entropy}
+        return self._describe({"name": "synthetic", "kind": "language", "entropy": self.entropy})
 
 
 def _successors(vocab_size: int) -> np.ndarray:
