@@ -17,13 +17,13 @@ def state(step, size=50_000):
 
 def loop(directory):
     """Save until killed."""
-    with CheckpointManager(directory, max_to_keep=2, keep_period=50) as checkpoints:
-        step = (checkpoints.latest_step() or 0) + 1
+    with CheckpointManager(directory, max_to_keep=2, keep_period=50) as manager:
+        step = (manager.latest_step() or 0) + 1
         while True:
-            # Every fifth step once more, so that the killer also finds replacements.
-            checkpoints.save(step, state(step), {"step": step})
+            # Every fifth step is replaced, so that kills also hit replacements.
+            manager.save(step, state(step), {"step": step})
             if step % 5 == 0:
-                checkpoints.save(step, state(step), {"step": step}, force=True)
+                manager.save(step, state(step), {"step": step}, force=True)
             print(step, flush=True)
             step += 1
 
@@ -40,19 +40,19 @@ def spawn(directory):
 
 
 def leave(directory):
-    """End right after a save, without closing."""
+    """End during a save, without closing."""
     CheckpointManager(directory).save(3, state(3, 3_000_000))
 
 
 def hold(directory):
-    """Keep a directory open."""
+    """Hold the lock of a directory."""
     with CheckpointManager(directory):
         print("open", flush=True)
         time.sleep(600)
 
 
 def fork(directory):
-    """Keep a directory open, with a child that outlives its parent."""
+    """Hold the lock of a directory, with a child that outlives its parent."""
     with CheckpointManager(directory):
         if os.fork() == 0:
             print("open", flush=True)
@@ -60,32 +60,64 @@ def fork(directory):
 
 
 def limited(directory):
-    """Save what is larger than a file may be."""
-    with CheckpointManager(directory, asynchronous=False) as checkpoints:
-        checkpoints.save(1, state(1))
+    """Save more than the limit of file sizes."""
+    with CheckpointManager(directory, asynchronous=False) as manager:
+        manager.save(1, state(1))
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         try:
-            checkpoints.save(2, state(2, 1_000_000))
+            manager.save(2, state(2, 1_000_000))
         except CheckpointError as error:
             print(error)
-        checkpoints.save(3, state(3))
-        print(checkpoints.all_steps(), sorted(os.listdir(directory)))
+        manager.save(3, state(3))
+        print(manager.all_steps(), sorted(os.listdir(directory)))
 
 
 def full(directory):
-    """Fill a small disk, first when it is known beforehand, then in the middle of a save."""
+    """Fill a small disk: detected beforehand, then only during a save."""
     import shutil
 
-    with CheckpointManager(directory, asynchronous=False) as checkpoints:
-        checkpoints.save(1, state(1))
+    with CheckpointManager(directory, asynchronous=False) as manager:
+        manager.save(1, state(1))
         for usage in (shutil.disk_usage, lambda _: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)):
             shutil.disk_usage = usage
             try:
-                checkpoints.save(2, state(2, 10_000_000))
+                manager.save(2, state(2, 10_000_000))
             except CheckpointError as error:
                 print(error)
-        print(checkpoints.all_steps(), sorted(os.listdir(directory)), checkpoints.restore(step=1).state["step"])
+        print(manager.all_steps(), sorted(os.listdir(directory)), manager.restore(step=1).state["step"])
+
+
+def distributed(directory, process, port):
+    """Save and restore sharded arrays as one of two processes."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def put(value, *spec):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    w = np.arange(8, dtype=np.float32)
+    state = {"sharded": put(w, "x"), "replicated": put(w), "empty": put(w[:0]), "host": w, "number": 3}
+    with CheckpointManager(directory, max_to_keep=2) as manager:
+        assert manager.restore(state) is None
+        for step in (1, 2, 3):
+            manager.save(step, state, {"step": step})
+        assert manager.all_steps() == [2, 3]
+        for like, size in ((state, 4), ({**state, "sharded": put(w)}, 8)):
+            restored = manager.restore(like)
+            assert (restored.step, restored.extra, restored.state["number"]) == (3, {"step": 3}, 3)
+            start = int(process) * 4 if size == 4 else 0
+            local = restored.state["sharded"].addressable_shards[0].data
+            np.testing.assert_array_equal(local, w[start : start + size])
+        for call in (lambda: manager.save(3, state), lambda: manager.restore(state, 9)):
+            try:
+                call()
+            except CheckpointError as error:
+                print(error)
 
 
 if __name__ == "__main__":
-    {f.__name__: f for f in (loop, spawn, leave, hold, fork, limited, full)}[sys.argv[1]](*sys.argv[2:])
+    {f.__name__: f for f in (loop, spawn, leave, hold, fork, limited, full, distributed)}[sys.argv[1]](*sys.argv[2:])

@@ -1,4 +1,4 @@
-"""Killed at any moment, on a full disk, in a directory that is read only or in use: the last checkpoint stays."""
+"""Kills, full disks, read-only and locked directories: the last checkpoint survives."""
 
 import os
 import pathlib
@@ -49,8 +49,8 @@ def kill_at_random(directory, rounds):
 
 
 def check_after_kill(directory, latest, printed):
-    with CheckpointManager(directory) as checkpoints:
-        restored = checkpoints.restore()
+    with CheckpointManager(directory) as manager:
+        restored = manager.restore()
     # A step is printed after its save has begun, and the next save begins after it has ended.
     assert restored.step >= max(printed) - 1
     assert restored.step > latest
@@ -74,8 +74,8 @@ def test_killed_many_times(tmp_path):
 
 
 @pytest.mark.slow
-def test_stopped_after_every_single_operation(tmp_path, monkeypatch):
-    """As if killed before the n-th change of a name or a file's arrival on disk, for every n there is."""
+def test_stopped_before_every_rename_and_fsync(tmp_path, monkeypatch):
+    """As if killed before the n-th rename or fsync, for every n."""
 
     class Killed(BaseException):
         pass
@@ -94,22 +94,22 @@ def test_stopped_after_every_single_operation(tmp_path, monkeypatch):
             return call
 
         with (
-            CheckpointManager(directory, max_to_keep=2, asynchronous=False) as checkpoints,
+            CheckpointManager(directory, max_to_keep=2, asynchronous=False) as manager,
             monkeypatch.context() as patch,
         ):
             for name in ("rename", "replace", "fsync"):
                 patch.setattr(os, name, counted(getattr(os, name)))
-            # A process that is killed does not clean up either.
+            # A killed process does not clean up.
             rmtree = shutil.rmtree
             patch.setattr(
                 shutil, "rmtree", lambda *a, **k: None if limit is not None and count > limit else rmtree(*a, **k)
             )
-            checkpoints.save(step, {"w": np.full(3, step + 100 * (limit is None))}, force=True)
+            manager.save(step, {"w": np.full(3, step + 100 * (limit is None))}, force=True)
         return count
 
     save(tmp_path / "base", 1)
     save(tmp_path / "base", 2)
-    for step in (2, 3):  # A replacement, and a new one.
+    for step in (2, 3):  # A replaced step, and a new one.
         total = save(shutil.copytree(tmp_path / "base", tmp_path / f"{step}"), step)
         assert total > 10
         outcomes = set()
@@ -117,21 +117,21 @@ def test_stopped_after_every_single_operation(tmp_path, monkeypatch):
             directory = shutil.copytree(tmp_path / "base", tmp_path / f"{step}, {limit}")
             with pytest.raises((CheckpointError, Killed)):
                 save(directory, step, limit)
-            with CheckpointManager(directory) as checkpoints:
-                restored = checkpoints.restore()
+            with CheckpointManager(directory) as manager:
+                restored = manager.restore()
                 outcomes.add((restored.step, int(restored.state["w"][0])))
-                assert checkpoints.all_steps()[-1] == restored.step
+                assert manager.all_steps()[-1] == restored.step
                 assert not [name for name in os.listdir(directory) if "." in name[1:]]
         assert outcomes == ({(2, 102), (2, 2)} if step == 2 else {(2, 102), (3, 3)})
 
 
-def test_a_program_that_ends_in_the_middle_of_its_last_save(tmp_path):
-    with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(1, {"w": 1})
+def test_a_program_that_ends_during_its_last_save(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": 1})
     process = subprocess.run([sys.executable, str(SAVER), "leave", str(tmp_path)], capture_output=True, text=True)
     assert process.returncode == 0
-    with CheckpointManager(tmp_path) as checkpoints:
-        restored = checkpoints.restore()
+    with CheckpointManager(tmp_path) as manager:
+        restored = manager.restore()
     if restored.step == 1:
         assert "step 3" in process.stderr
         assert "use `with CheckpointManager(...)`, or close()" in process.stderr
@@ -152,7 +152,7 @@ def test_two_writers(tmp_path):
     CheckpointManager(tmp_path).close()
 
 
-def test_a_child_does_not_hold_its_parents_directory(tmp_path):
+def test_a_forked_child_does_not_hold_the_lock(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", str(SAVER), "fork", str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -169,7 +169,7 @@ def test_a_child_does_not_hold_its_parents_directory(tmp_path):
         process.stdout.close()
 
 
-def test_a_file_that_cannot_be_written(tmp_path):
+def test_a_file_size_limit(tmp_path):
     code, (error, steps) = finish(start("limited", tmp_path))
     assert code == 0
     assert f"step 2 in {tmp_path} was not saved: " in error
@@ -195,78 +195,78 @@ def test_a_full_disk(tmp_path):
     assert steps == "[1] ['.lock', '1'] 1"
 
 
-def test_the_next_call_tells_what_went_wrong_behind(tmp_path, monkeypatch):
+def test_an_asynchronous_error_is_raised_by_the_next_call(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
     text = rf"step 2 in {tmp_path} was not saved: OSError: \[Errno 28\] No space left.*; [\d,]+ bytes are needed and .*"
-    with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(1, {"w": 1})
-        checkpoints.wait_until_finished()
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": 1})
+        manager.wait_until_finished()
         for call in (
-            checkpoints.wait_until_finished,
-            checkpoints.all_steps,
-            checkpoints.restore,
-            lambda: checkpoints.save(3, {"w": 3}),
+            manager.wait_until_finished,
+            manager.all_steps,
+            manager.restore,
+            lambda: manager.save(3, {"w": 3}),
         ):
             with monkeypatch.context() as patch:
                 patch.setattr(manifest, "write", fail)
-                checkpoints.save(2, {"w": 2})
-                checkpoints._thread.join()
+                manager.save(2, {"w": 2})
+                manager._thread.join()
             with pytest.raises(CheckpointError, match=text) as error:
                 call()
             assert isinstance(error.value.__cause__, OSError)
-            assert checkpoints.all_steps() == [1]  # Told once, and the next save is free to go well.
-        checkpoints.save(2, {"w": 2})
-        assert checkpoints.restore().step == 2
+            assert manager.all_steps() == [1]  # Raised once, and the next save may succeed.
+        manager.save(2, {"w": 2})
+        assert manager.restore().step == 2
         monkeypatch.setattr(manifest, "write", fail)
-        checkpoints.save(3, {"w": 3})
+        manager.save(3, {"w": 3})
         with pytest.raises(CheckpointError, match=r"step 3 .* The last checkpoint is of step 2"):
-            checkpoints.close()
+            manager.close()
 
 
-def test_a_directory_that_is_gone(tmp_path):
-    with CheckpointManager(tmp_path / "run") as checkpoints:
+def test_a_deleted_directory(tmp_path):
+    with CheckpointManager(tmp_path / "run") as manager:
         shutil.rmtree(tmp_path / "run")
         with pytest.raises(
             CheckpointError, match=r"step 1 .* not saved: the directory is gone .*There is no checkpoint yet"
         ):
-            checkpoints.save(1, {"w": 1})
+            manager.save(1, {"w": 1})
 
 
-def test_an_error_of_the_program_is_not_hidden_by_one_of_the_save(tmp_path, monkeypatch):
+def test_an_error_of_the_program_is_not_masked_by_one_of_the_save(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "write", lambda *_: 1 / 0)
 
     def program():
-        with CheckpointManager(tmp_path) as checkpoints:
-            checkpoints.save(1, {"w": 1})
+        with CheckpointManager(tmp_path) as manager:
+            manager.save(1, {"w": 1})
             raise KeyError
 
     with pytest.warns(CheckpointWarning, match=r"step 1 .* ZeroDivisionError"), pytest.raises(KeyError):
         program()
 
 
-def test_an_old_one_that_cannot_be_deleted(tmp_path, monkeypatch):
+def test_an_old_checkpoint_that_cannot_be_deleted(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    with CheckpointManager(tmp_path, max_to_keep=1, asynchronous=False) as checkpoints:
-        checkpoints.save(1, {"w": 1})
+    with CheckpointManager(tmp_path, max_to_keep=1, asynchronous=False) as manager:
+        manager.save(1, {"w": 1})
         with monkeypatch.context() as patch:
             patch.setattr("octavo.checkpoint.steps.StepDirectory.prune", refuse)
             with pytest.raises(
                 CheckpointError, match=r"step 2 is saved, but an older checkpoint cannot be deleted: .*13"
             ):
-                checkpoints.save(2, {"w": 2})
-        assert checkpoints.all_steps() == [1, 2]
+                manager.save(2, {"w": 2})
+        assert manager.all_steps() == [1, 2]
 
 
 @pytest.fixture
 def nobody():
-    """A directory to which this process may not write, whoever it runs as."""
+    """A directory that this process cannot write to, whatever its user."""
     directory = pathlib.Path(tempfile.mkdtemp())
-    with CheckpointManager(directory) as checkpoints:
-        checkpoints.save(1, {"w": 1})
+    with CheckpointManager(directory) as manager:
+        manager.save(1, {"w": 1})
     directory.chmod(0o555)
     root = os.geteuid() == 0
     (directory / ".lock").chmod(0o444)
@@ -279,12 +279,12 @@ def nobody():
     shutil.rmtree(directory)
 
 
-def test_a_directory_that_is_read_only_can_be_read(nobody):
-    with CheckpointManager(nobody) as checkpoints:
-        assert checkpoints.restore().state == {"w": 1}
+def test_a_read_only_directory_can_be_read(nobody):
+    with CheckpointManager(nobody) as manager:
+        assert manager.restore().state == {"w": 1}
         text = rf"step 2 in {nobody} was not saved: the directory is not writable: \[Errno 13\].*bytes are needed"
         with pytest.raises(CheckpointError, match=text):
-            checkpoints.save(2, {"w": 2})
-        assert checkpoints.all_steps() == [1]
+            manager.save(2, {"w": 2})
+        assert manager.all_steps() == [1]
     with pytest.raises(CheckpointError, match=rf"{nobody}/new cannot be made: \[Errno 13\]"):
         CheckpointManager(nobody / "new")

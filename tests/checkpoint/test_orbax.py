@@ -1,4 +1,4 @@
-"""What is on disk is Orbax's own layout, and Orbax is silent."""
+"""The layout on disk is Orbax's own, and Orbax logs nothing."""
 
 import logging
 
@@ -16,12 +16,12 @@ STATE = {"params": {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.zeros(3, jnp.bf
 @pytest.fixture
 def saved(tmp_path):
     state = {**STATE, "q": octavo.quantize(jnp.ones((2, 4)), "int4")}
-    with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(4, state, {"tokens": 9})
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(4, state, {"tokens": 9})
     return tmp_path
 
 
-def test_plain_orbax_reads_it(saved):
+def test_orbax_checkpointers_read_it(saved):
     with ocp.PyTreeCheckpointer() as checkpointer:
         tree = checkpointer.restore(saved / "4" / "state")
     np.testing.assert_array_equal(tree["params"]["w"], STATE["params"]["w"])
@@ -45,10 +45,10 @@ def test_orbax_manager_reads_it(saved):
 def test_nothing_is_printed_or_logged(tmp_path, capfd, caplog):
     logger = logging.getLogger("absl")
     before = logger.level, list(logger.filters)
-    with caplog.at_level(logging.INFO), CheckpointManager(tmp_path) as checkpoints:
+    with caplog.at_level(logging.INFO), CheckpointManager(tmp_path) as manager:
         caplog.set_level(logging.DEBUG, logger="absl")
-        checkpoints.save(1, STATE)
-        checkpoints.restore(STATE)
+        manager.save(1, STATE)
+        manager.restore(STATE)
     assert [record for record in caplog.records if "orbax" in record.pathname] == []
     assert "".join(capfd.readouterr()) == ""
     caplog.set_level(before[0], logger="absl")

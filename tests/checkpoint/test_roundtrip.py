@@ -1,4 +1,4 @@
-"""What is saved comes back: every bit, every kind of leaf, by policy."""
+"""Round trips: bit-exact, for every kind of leaf; retention and structure errors."""
 
 import subprocess
 import sys
@@ -50,11 +50,11 @@ def identical(a, b):
     np.testing.assert_array_equal(bits(a), bits(b))
 
 
-def test_every_dtype_returns_with_every_bit(tmp_path):
+def test_every_dtype_is_bit_exact(tmp_path):
     state = {name: patterns(name) for name in [*LOW, *PLAIN]}
-    with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(0, state)
-        restored = checkpoints.restore(state)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(0, state)
+        restored = manager.restore(state)
     assert len(LOW) >= 18
     for name in state:
         identical(restored.state[name], state[name])
@@ -65,9 +65,9 @@ def test_every_dtype_returns_with_every_bit(tmp_path):
 def test_jax_arrays_of_low_precision_stay_jax_arrays(tmp_path):
     names = ["int4", "uint4", "float8_e4m3fn", "float4_e2m1fn", "bfloat16"]
     state = {name: jnp.asarray(patterns(name)) for name in names}
-    with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(0, state)
-        restored = checkpoints.restore(jax.eval_shape(lambda: state))
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(0, state)
+        restored = manager.restore(jax.eval_shape(lambda: state))
     for name in names:
         identical(restored.state[name], state[name])
 
@@ -80,9 +80,9 @@ def test_signs_of_zero_and_payloads_of_nan(tmp_path):
         "nan": jnp.asarray(payloads),
         "float": -0.0,
     }
-    with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(0, state)
-        restored = checkpoints.restore(state).state
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(0, state)
+        restored = manager.restore(state).state
     assert np.signbit(restored["float"])
     for name in ("negative", "bfloat16", "nan"):
         identical(restored[name], state[name])
@@ -99,9 +99,9 @@ def test_keys_numbers_and_odd_shapes(tmp_path):
         "": np.arange(2),
         "a/b": {"c.d": np.arange(3), "%": np.arange(4), "e" * 400: np.arange(5)},
     }
-    with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(12, state, {"tokens": 10**12, "name": "é", "loss": [0.1, None]})
-        restored = checkpoints.restore(state)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(12, state, {"tokens": 10**12, "name": "é", "loss": [0.1, None]})
+        restored = manager.restore(state)
     assert (restored.step, restored.extra) == (12, {"tokens": 10**12, "name": "é", "loss": [0.1, None]})
     assert jax.tree.structure(restored.state) == jax.tree.structure(state)
     state["big endian"] = state["big endian"].astype("<f4")
@@ -112,7 +112,7 @@ def test_keys_numbers_and_odd_shapes(tmp_path):
             assert (type(a), a) == (type(b), b)
 
 
-def test_qarrays_return_with_their_format(tmp_path):
+def test_qarrays_of_every_format(tmp_path):
     rng = np.random.default_rng(0)
     scale = jnp.asarray(rng.standard_normal((4, 4)), jnp.float32)
     state = {}
@@ -126,10 +126,10 @@ def test_qarrays_return_with_their_format(tmp_path):
         codes, scale.astype(jnp.float8_e4m3fn), None, fmt, outer_scale=jnp.ones((1, 1)), dtype=jnp.float32
     )
     state["plain"] = octavo.quantize(jnp.arange(8.0).reshape(2, 4), "int4")
-    with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(0, state)
-        followed = checkpoints.restore(state).state
-        free = checkpoints.restore().state
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(0, state)
+        followed = manager.restore(state).state
+        free = manager.restore().state
     for name, q in state.items():
         for found in (followed[name], free[name]):
             assert jax.tree.structure(found) == jax.tree.structure(q)
@@ -137,37 +137,37 @@ def test_qarrays_return_with_their_format(tmp_path):
     np.testing.assert_array_equal(free["plain"].dequantize(), state["plain"].dequantize())
 
 
-def test_arrays_return_to_their_devices(tmp_path):
+def test_arrays_keep_their_sharding(tmp_path):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     state = {"w": jax.device_put(jnp.arange(8.0), spread), "count": jnp.int32(1)}
-    with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(0, state)
-        restored = checkpoints.restore(state).state
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(0, state)
+        restored = manager.restore(state).state
     assert restored["w"].sharding == spread
     assert not restored["count"].committed
     np.testing.assert_array_equal(restored["w"], np.arange(8.0))
 
 
-def test_a_save_is_of_the_moment_it_was_called(tmp_path):
+def test_an_asynchronous_save_is_a_snapshot(tmp_path):
     update = jax.jit(lambda x: x + 1, donate_argnums=0)
     numpy, device = np.zeros(200_000), jnp.zeros(200_000)
-    with CheckpointManager(tmp_path, max_to_keep=None) as checkpoints:
+    with CheckpointManager(tmp_path, max_to_keep=None) as manager:
         for step in range(4):
-            checkpoints.save(step, {"numpy": numpy, "device": device})
+            manager.save(step, {"numpy": numpy, "device": device})
             numpy += 1
             device = update(device)
         for step in range(4):
-            state = checkpoints.restore(step=step).state
+            state = manager.restore(step=step).state
             assert state["numpy"].min() == state["numpy"].max() == step
             assert state["device"].min() == state["device"].max() == step
 
 
-def test_a_part_reads_only_its_own_files(tmp_path):
+def test_a_subtree_reads_only_its_own_files(tmp_path):
     params = {"decoder": {"w": jnp.arange(3.0)}, "bias": jnp.ones(2)}
-    with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(5, Moments({"params": params}, jax.tree.map(jnp.zeros_like, params)), {"a": 1})
-        restored = checkpoints.restore(params, subtree="count/params")
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(5, Moments({"params": params}, jax.tree.map(jnp.zeros_like, params)), {"a": 1})
+        restored = manager.restore(params, subtree="count/params")
         np.testing.assert_array_equal(restored.state["decoder"]["w"], np.arange(3.0))
     for chunk in (tmp_path / "5" / "state").glob("mu.*/0*"):
         chunk.write_bytes(b"\1" * chunk.stat().st_size)
@@ -181,31 +181,31 @@ def test_a_part_reads_only_its_own_files(tmp_path):
         load(tmp_path, subtree="mu")
 
 
-def test_what_is_kept(tmp_path):
-    with CheckpointManager(tmp_path, max_to_keep=2, keep_period=4, asynchronous=False) as checkpoints:
-        assert (checkpoints.all_steps(), checkpoints.latest_step(), checkpoints.restore({})) == ([], None, None)
+def test_max_to_keep_and_keep_period(tmp_path):
+    with CheckpointManager(tmp_path, max_to_keep=2, keep_period=4, asynchronous=False) as manager:
+        assert (manager.all_steps(), manager.latest_step(), manager.restore({})) == ([], None, None)
         for step in range(1, 11):
-            checkpoints.save(step, {"x": np.int64(step)})
-        assert (checkpoints.all_steps(), checkpoints.latest_step()) == ([4, 8, 9, 10], 10)
-        checkpoints.save(7, {"x": np.int64(7)})  # After going back: not deleted as soon as it is written.
-        assert checkpoints.all_steps() == [4, 7, 8, 9, 10]
-        assert checkpoints.restore(step=8).state["x"] == 8
-    with CheckpointManager(tmp_path, max_to_keep=None, asynchronous=False) as checkpoints:
-        checkpoints.save(11, {"x": np.int64(11)})
-        assert checkpoints.all_steps() == [4, 7, 8, 9, 10, 11]
+            manager.save(step, {"x": np.int64(step)})
+        assert (manager.all_steps(), manager.latest_step()) == ([4, 8, 9, 10], 10)
+        manager.save(7, {"x": np.int64(7)})  # After resuming from an earlier step: not deleted immediately.
+        assert manager.all_steps() == [4, 7, 8, 9, 10]
+        assert manager.restore(step=8).state["x"] == 8
+    with CheckpointManager(tmp_path, max_to_keep=None, asynchronous=False) as manager:
+        manager.save(11, {"x": np.int64(11)})
+        assert manager.all_steps() == [4, 7, 8, 9, 10, 11]
 
 
-def test_a_step_is_replaced_only_by_force(tmp_path):
-    with CheckpointManager(tmp_path, asynchronous=False) as checkpoints:
-        checkpoints.save(1, {"x": np.int64(1)})
+def test_an_existing_step_is_replaced_with_force_only(tmp_path):
+    with CheckpointManager(tmp_path, asynchronous=False) as manager:
+        manager.save(1, {"x": np.int64(1)})
         with pytest.raises(CheckpointError, match=r"1 exists already; pass force=True to replace it"):
-            checkpoints.save(1, {"x": np.int64(2)})
-        checkpoints.save(1, {"x": np.int64(3)}, force=True)
-        assert checkpoints.restore().state["x"] == 3
+            manager.save(1, {"x": np.int64(2)})
+        manager.save(1, {"x": np.int64(3)}, force=True)
+        assert manager.restore().state["x"] == 3
         chunk = tmp_path / "1" / "state" / "x" / "0"
         chunk.write_bytes(b"\1" * chunk.stat().st_size)
-        checkpoints.save(1, {"x": np.int64(4)})
-        assert checkpoints.restore().state["x"] == 4
+        manager.save(1, {"x": np.int64(4)})
+        assert manager.restore().state["x"] == 4
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "1"]
 
 
@@ -222,9 +222,9 @@ def test_a_step_is_replaced_only_by_force(tmp_path):
         ({"a": 1}, {"b": {1, 2}}, r"`extra` of step 3 holds what JSON cannot: .*set"),
     ],
 )
-def test_what_cannot_be_saved(tmp_path, state, extra, text):
-    with CheckpointManager(tmp_path) as checkpoints, pytest.raises(CheckpointError, match=text):
-        checkpoints.save(3, state, extra)
+def test_unsupported_states(tmp_path, state, extra, text):
+    with CheckpointManager(tmp_path) as manager, pytest.raises(CheckpointError, match=text):
+        manager.save(3, state, extra)
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
 
 
@@ -233,12 +233,12 @@ def test_arguments(tmp_path):
         CheckpointManager(tmp_path, max_to_keep=0)
     with pytest.raises(ValueError, match=r"keep_period=-1 is negative"):
         CheckpointManager(tmp_path, keep_period=-1)
-    with CheckpointManager(tmp_path) as checkpoints:
-        assert repr(checkpoints) == f"CheckpointManager({str(tmp_path)!r}, max_to_keep=3, keep_period=0)"
+    with CheckpointManager(tmp_path) as manager:
+        assert repr(manager) == f"CheckpointManager({str(tmp_path)!r}, max_to_keep=3, keep_period=0)"
         with pytest.raises(ValueError, match=r"step=-1 is negative"):
-            checkpoints.save(-1, {})
+            manager.save(-1, {})
     with pytest.raises(CheckpointError, match=r"is closed; make a new one"):
-        checkpoints.save(0, {})
+        manager.save(0, {})
     with pytest.raises(CheckpointError, match=r"holds no checkpoint: there is no such directory"):
         load(tmp_path / "nowhere")
 
@@ -257,36 +257,36 @@ def test_arguments(tmp_path):
         ),
     ],
 )
-def test_another_structure_names_the_leaves(tmp_path, like, lines):
+def test_a_structure_mismatch_lists_the_leaves(tmp_path, like, lines):
     q = octavo.quantize(jnp.ones((2, 2)), "int8")
-    with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(1, {"w": np.ones((2, 3)), "k": jax.random.key(0), "q": q})
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": np.ones((2, 3)), "k": jax.random.key(0), "q": q})
         with pytest.raises(CheckpointError, match="holds another state than is expected") as error:
-            checkpoints.restore(like)
+            manager.restore(like)
     assert all(line in str(error.value) for line in lines), str(error.value)
 
 
-def test_leaves_may_begin_anew(tmp_path):
-    """Those that are stored in another shape, or not, or for nothing; the others are restored, or refused."""
-    reinit = lambda path: path[0] == "lost"  # noqa: E731
-    with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(1, {"w": np.ones(3), "lost": {"a": np.ones(2), "b": np.ones(2), "d": np.ones(1)}})
-        like = {"w": np.zeros(3), "lost": {"a": np.zeros(2), "b": np.zeros(4), "c": np.zeros(1)}}
-        with pytest.warns(CheckpointWarning, match="has other shapes for 3 arrays that are reset, such as lost/b"):
-            found = checkpoints.restore(like, reinit=reinit).state
+def test_reinit(tmp_path):
+    """Leaves of another shape, missing or superfluous ones; others are restored or raise."""
+    reinit = lambda path: path[0] == "errors"  # noqa: E731
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": np.ones(3), "errors": {"a": np.ones(2), "b": np.ones(2), "d": np.ones(1)}})
+        like = {"w": np.zeros(3), "errors": {"a": np.zeros(2), "b": np.zeros(4), "c": np.zeros(1)}}
+        with pytest.warns(CheckpointWarning, match="has other shapes for 3 arrays that are reset, such as errors/b"):
+            found = manager.restore(like, reinit=reinit).state
         assert jax.tree.map(lambda x: x.tolist(), found) == {
             "w": [1, 1, 1],
-            "lost": {"a": [1, 1], "b": [0, 0, 0, 0], "c": [0]},
+            "errors": {"a": [1, 1], "b": [0, 0, 0, 0], "c": [0]},
         }
         with pytest.raises(CheckpointError, match="1 leaf differs:\n  w: expected"), pytest.warns(CheckpointWarning):
-            checkpoints.restore({**like, "w": np.zeros(4)}, reinit=reinit)
+            manager.restore({**like, "w": np.zeros(4)}, reinit=reinit)
 
 
-def test_many_differences_are_counted(tmp_path):
-    with CheckpointManager(tmp_path) as checkpoints:
-        checkpoints.save(1, {str(i): i for i in range(20)})
+def test_many_differences_are_truncated(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {str(i): i for i in range(20)})
         with pytest.raises(CheckpointError, match=r"20 leaves differ(.|\n)*and 12 more"):
-            checkpoints.restore({str(i): float(i) for i in range(20)})
+            manager.restore({str(i): float(i) for i in range(20)})
 
 
 def test_importing_does_not_import_orbax():

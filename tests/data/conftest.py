@@ -1,4 +1,4 @@
-"""A cache of its own and small configurations for every test of the data."""
+"""A cache directory per test, and small configurations."""
 
 from types import SimpleNamespace
 

@@ -45,14 +45,14 @@ def test_a_broken_file_is_not_read(config, book, cache):
     np.testing.assert_array_equal(make_dataset(config(dataset_path=book)).batch(0)["inputs"], whole)
 
 
-def test_nothing_needs_the_cache(config, book, cache, monkeypatch):
+def test_an_unwritable_cache_is_no_error(config, book, cache, monkeypatch):
     whole = make_dataset(config(dataset_path=book)).batch(0)["inputs"]
     cache.parent.joinpath("file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent / "file"))
     np.testing.assert_array_equal(make_dataset(config(dataset_path=book)).batch(0)["inputs"], whole)
 
 
-def test_no_home_is_no_cache(monkeypatch):
+def test_without_a_home_directory_nothing_is_cached(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "")
 
     def nowhere():
@@ -62,7 +62,7 @@ def test_no_home_is_no_cache(monkeypatch):
     assert cached("name", lambda path: None) is None
 
 
-def test_the_folder_follows_the_xdg_rules(monkeypatch, tmp_path):
+def test_the_cache_directory_follows_the_xdg_rules(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_directory() == tmp_path / "octavo"
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -168,7 +168,7 @@ def test_hf_reads_local_files(config, hub):
     assert [(call.data_files, call.split) for call in hub] == [(["a.json", "b.json"], "train"), (["c.json"], "train")]
 
 
-def test_hf_learns_one_bpe_for_both_splits(config, hub):
+def test_hf_trains_one_bpe_for_both_splits(config, hub):
     pytest.importorskip("tokenizers")
     wanted = config(dataset_type="hf", hf_path="some/set", tokenizer_type="bpe", vocab_size=280)
     train, rest = make_dataset(wanted), make_dataset(wanted, "eval")
@@ -176,7 +176,7 @@ def test_hf_learns_one_bpe_for_both_splits(config, hub):
     assert hub[0].split == hub[1].split == "train"
 
 
-def test_a_row_without_text_says_its_columns(config, module):
+def test_a_row_without_text_names_its_columns(config, module):
     module("datasets", load_dataset=lambda *_, **__: Rows([{"content": "no", "id": 1}]))
     with pytest.raises(ValueError, match="a row has no column 'text'; its columns are content, id"):
         make_dataset(config(dataset_type="hf", hf_path="some/set")).batch(0)
@@ -240,7 +240,7 @@ def document(data, index):
 
 
 @pytest.mark.parametrize("kind", ["arrayrecord", "parquet", "tfrecord"])
-def test_grain_reads_files_in_a_new_order_every_epoch(config, grain, tmp_path, kind):
+def test_grain_shuffles_anew_in_every_epoch(config, grain, tmp_path, kind):
     files = {
         "grain_train_files": f"{tmp_path}/train-[01].record;{tmp_path}/train-2.record",
         "grain_eval_files": f"{tmp_path}/eval-*.record",
@@ -281,7 +281,7 @@ def test_a_missing_package_is_named(config, monkeypatch, kind, package, command)
 @pytest.mark.parametrize(
     ("kind", "package", "option"), [("hf", "datasets", "hf_path"), ("tfds", "tensorflow_datasets", "dataset_name")]
 )
-def test_a_missing_name_is_asked_for(config, module, kind, package, option):
+def test_a_missing_option_is_named(config, module, kind, package, option):
     module(package)
     with pytest.raises(ValueError, match=f"dataset_type={kind} needs {option}"):
         make_dataset(config(dataset_type=kind))

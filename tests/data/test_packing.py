@@ -88,7 +88,7 @@ def test_shuffled_epochs_have_every_row_once(documents, size, packing, seed):
         assert sorted(rows[epoch * data.num_rows : (epoch + 1) * data.num_rows]) == wanted
 
 
-def test_a_pass_of_evaluation_starts_again():
+def test_evaluation_repeats_after_a_pass():
     data = corpus([[1, 2, 3], [4, 5]], shuffle=False)
     for again in (data.num_batches, 5 * data.num_batches):
         for key in KEYS:
@@ -119,7 +119,7 @@ def test_arrays_of_a_batch_share_no_memory():
     assert not (batch["targets"] == 7).any()
 
 
-def test_empty_documents_are_no_rows():
+def test_empty_documents_are_left_out():
     starts, sizes = find_documents(np.array([EOS, EOS, 1, 2, EOS, EOS, 3, EOS, EOS]), EOS)
     assert (starts.tolist(), sizes.tolist()) == ([1, 5], [3, 2])
 

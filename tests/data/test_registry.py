@@ -1,4 +1,4 @@
-"""What is asked for by name, and how wrong requests are answered."""
+"""Datasets by name: validation, and the contract of every dataset."""
 
 import json
 
@@ -18,7 +18,7 @@ def test_an_unknown_dataset_gets_the_nearest_name(config):
         make_dataset(config(dataset_type="pyton"))
 
 
-def test_an_unknown_split_is_refused(config):
+def test_an_unknown_split_raises(config):
     with pytest.raises(ValueError, match="a split is one of train, eval, got 'test'"):
         make_dataset(config(dataset_type="synthetic"), "test")
 
@@ -41,12 +41,12 @@ def test_tokenizers_are_registered_once(config):
 
 
 @pytest.mark.parametrize("size", [0, -1, 0.5, "4"])
-def test_a_batch_has_whole_rows(config, size):
+def test_invalid_batch_sizes(config, size):
     with pytest.raises(ValueError, match="per_device_batch_size is a whole number of at least 1"):
         make_dataset(config(dataset_type="synthetic", per_device_batch_size=size))
 
 
-def test_the_batch_size_may_be_given(config):
+def test_batch_size_overrides_the_config(config):
     wanted = config(dataset_type="synthetic", per_device_batch_size=4.0)
     assert make_dataset(wanted).batch(0)["inputs"].shape == (4, 16)
     assert make_dataset(wanted, batch_size=7).batch(0)["inputs"].shape == (7, 16)
@@ -60,7 +60,7 @@ def test_the_batch_size_may_be_given(config):
         ("vocab_size", -5, "vocab_size is a whole number of at least 0, got -5"),
     ],
 )
-def test_layouts_are_checked(config, field, value, message):
+def test_batch_configs_are_validated(config, field, value, message):
     with pytest.raises(ValueError, match=message):
         make_dataset(config(dataset_type="synthetic", **{field: value}))
 
@@ -73,7 +73,7 @@ def test_only_training_reuses_batches(config):
 
 @pytest.mark.parametrize("kind", ["python", "text", "tokens", "synthetic"])
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_every_dataset_keeps_the_contract(config, kind, split, tmp_path):
+def test_contract_of_every_dataset(config, kind, split, tmp_path):
     from octavo.data import write_tokens
 
     (tmp_path / "a.txt").write_text("Some text, said over and over. " * 100)

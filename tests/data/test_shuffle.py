@@ -55,14 +55,14 @@ def test_every_epoch_has_all_rows_whatever_the_batch_size(size, seed, step):
     assert np.concatenate(cut).tolist() == whole.tolist()
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_epochs_and_seeds_differ():
     rows = np.arange(200)
     first, second = shuffle_epochs(rows, 100, 0).reshape(2, 100)
     assert first.tolist() != second.tolist()
     assert first.tolist() != shuffle_epochs(rows[:100], 100, 1).tolist()
 
 
-def test_draws_are_uniform_and_the_same_everywhere():
+def test_random_numbers_are_uniform_and_portable():
     values = to_uniform(random_bits(fold_key(3), 20_000))
     assert ((values >= 0) & (values < 1)).all()
     assert abs(values.mean() - 0.5) < 0.01

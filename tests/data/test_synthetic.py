@@ -1,4 +1,4 @@
-"""Noise to learn by heart, and a language with a known entropy."""
+"""Fixed random tokens, and a language with a known entropy."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def language(config, split="train", **changes):
 
 
 @pytest.mark.parametrize("vocab_size", [11, 64, 1000])
-def test_the_language_has_the_entropy_it_says(config, vocab_size):
+def test_entropy_of_the_language(config, vocab_size):
     data = language(config, vocab_size=vocab_size, per_device_batch_size=64, max_target_length=256)
     batch = data.batch(0)
     probabilities = data.probabilities(batch["inputs"], batch["targets"])
@@ -33,14 +33,14 @@ def test_the_language_has_the_entropy_it_says(config, vocab_size):
     assert data.entropy == pytest.approx(1.875 * np.log(2))
 
 
-def test_chances_of_all_tokens_sum_to_one(config):
+def test_probabilities_sum_to_one(config):
     data = language(config, vocab_size=64)
     inputs = data.batch(0)["inputs"]
     total = sum(data.probabilities(inputs, np.full_like(inputs, token)) for token in range(64))
     np.testing.assert_allclose(total, 1)
 
 
-def test_the_empirical_conditional_entropy_is_near(config):
+def test_empirical_conditional_entropy(config):
     data = language(config, vocab_size=11, per_device_batch_size=256, max_target_length=512)
     batch = data.batch(0)
     states = np.pad(batch["inputs"], ((0, 0), (1, 0)))[:, :-1] % 4 * 11 + batch["inputs"]
@@ -55,7 +55,7 @@ def test_the_empirical_conditional_entropy_is_near(config):
     assert -np.sum(alone * np.log(np.where(shares > 0, shares, 1))) / alone.sum() > data.entropy + 0.2
 
 
-def test_sentences_are_new_in_every_batch_split_and_seed(config):
+def test_samples_differ_by_batch_split_and_seed(config):
     data = language(config)
     seen = {data.batch(i)["targets"].tobytes() for i in range(20)}
     seen |= {language(config, "eval").batch(0)["targets"].tobytes()}
@@ -79,7 +79,7 @@ def test_the_default_vocabulary_and_text(config):
     assert data.num_batches is None
 
 
-def test_too_small_a_vocabulary_and_unknown_kinds_are_refused(config):
+def test_invalid_vocabularies_and_kinds(config):
     with pytest.raises(ValueError, match="synthetic language needs a vocab_size above 10, got 10"):
         language(config, vocab_size=10)
     with pytest.raises(ValueError, match=r"unknown synthetic_kind 'langage': did you mean 'language'"):

@@ -1,4 +1,4 @@
-"""Text files and the Python library's source: which files, which share is held out, what is kept."""
+"""Text files and the source of the Python library: documents and held-out shares."""
 
 import gzip
 import hashlib
@@ -52,7 +52,7 @@ def test_of_a_single_file_the_end_is_held_out(config, tmp_path):
     assert len(rest) == 150
 
 
-def test_eval_may_come_from_elsewhere(config, tmp_path):
+def test_eval_dataset_path(config, tmp_path):
     (tmp_path / "a.txt").write_text("for training")
     (tmp_path / "b.txt").write_text("for evaluation")
     paths = {"dataset_path": str(tmp_path / "a.txt"), "eval_dataset_path": str(tmp_path / "b.txt")}
@@ -62,7 +62,7 @@ def test_eval_may_come_from_elsewhere(config, tmp_path):
     assert data.describe()["path"] == paths["eval_dataset_path"]
 
 
-def test_patterns_and_packed_files(config, tmp_path):
+def test_patterns_and_compressed_files(config, tmp_path):
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / "deep" / "er" / "one.log").write_text("one" * 30)
     with gzip.open(tmp_path / "deep" / "two.log.gz", "wb") as file:
@@ -83,7 +83,7 @@ def test_empty_files_and_invalid_bytes(config, tmp_path):
     assert all(document.startswith("\N{REPLACEMENT CHARACTER}") for document in documents)
 
 
-def test_what_finds_no_text_is_said(config, tmp_path):
+def test_paths_without_text_raise(config, tmp_path):
     with pytest.raises(ValueError, match="dataset_type=text needs dataset_path: a file, a folder or a pattern"):
         make_dataset(config())
     with pytest.raises(
@@ -135,7 +135,7 @@ def test_the_library_is_the_default_corpus(config):
     assert "def " in text
 
 
-def test_the_library_leaves_out_what_differs_between_machines():
+def test_the_library_is_the_same_on_all_machines():
     names = library_files_here()
     assert "os.py" in names
     assert "json/decoder.py" in names
@@ -151,7 +151,7 @@ def library_files_here():
     return library_files(Path(sysconfig.get_paths()["stdlib"]))
 
 
-def test_a_library_with_parts_missing(config, tmp_path, monkeypatch):
+def test_an_incomplete_library(config, tmp_path, monkeypatch):
     for i in range(60):
         (tmp_path / f"module{i}.py").write_text(f"value = {i}\n" * 20)
     for name in ("test/test_os.py", "site-packages/x.py", "__pycache__/y.py", "_sysconfigdata_linux.py"):
@@ -165,13 +165,13 @@ def test_a_library_with_parts_missing(config, tmp_path, monkeypatch):
     assert sum(documents) == 60
 
 
-def test_a_python_without_source_says_what_to_use(config, tmp_path, monkeypatch):
+def test_a_python_without_source_raises(config, tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "gone")})
     with pytest.raises(FileNotFoundError, match="this Python comes without; use dataset_type=text"):
         make_dataset(config(dataset_type="python"))
 
 
-def test_fingerprints_tell_documents_apart():
+def test_fingerprints_depend_on_document_boundaries():
     text = "naïve"
     found = Fingerprint.of([text])
     assert (found.documents, found.bytes) == (1, 6)

@@ -1,4 +1,4 @@
-"""Token files: what is written is read back, and files that do not fit are refused."""
+"""Token files: round trips, and errors for invalid ids and files."""
 
 import json
 
@@ -24,7 +24,7 @@ def test_tokens_round_trip(tmp_path, suffix, vocab_size, dtype):
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
 
 
-def test_documents_are_parted_by_eos(config, tmp_path):
+def test_documents_are_separated_by_eos(config, tmp_path):
     write_tokens(tmp_path / "x.bin", [9, 1, 2, 9, 3, 9], eos=9, bos=0)
     write_tokens(tmp_path / "y.bin", [9, 4, 9], eos=9)
     paths = {"dataset_path": str(tmp_path / "x.bin"), "eval_dataset_path": str(tmp_path / "y.bin")}
@@ -55,7 +55,7 @@ def test_unpacked_rows_of_a_token_file(config, tmp_path):
     assert batch["targets"][:, :4].tolist() == [[1, 2, 9, 0]] * 4
 
 
-def test_a_tokenizer_may_be_named(config, tmp_path):
+def test_the_tokenizer_of_a_token_file(config, tmp_path):
     text = np.frombuffer(b"plain text, said twice", np.uint8)
     write_tokens(tmp_path / "x.npy", text, vocab_size=256, eos=255, tokenizer="byte")
     data = make_dataset(config(dataset_type="tokens", dataset_path=str(tmp_path / "x.npy")))
@@ -74,13 +74,13 @@ def test_a_tokenizer_may_be_named(config, tmp_path):
         ([1, 2], {"tokenizer": "word"}, "unknown tokenizer 'word'. Known: bpe, byte, huggingface"),
     ],
 )
-def test_ids_that_do_not_fit_are_not_written(tmp_path, ids, options, message):
+def test_invalid_ids_are_not_written(tmp_path, ids, options, message):
     with pytest.raises(ValueError, match=message):
         write_tokens(tmp_path / "x.bin", ids, **options)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_that_do_not_fit_are_not_read(tmp_path, config):
+def test_invalid_files_are_not_read(tmp_path, config):
     with pytest.raises(ValueError, match=r"token files end in .npy or .bin"):
         write_tokens(tmp_path / "x.tok", [1, 2])
     with pytest.raises(FileNotFoundError, match=r"is no file; token files are .npy or .bin"):

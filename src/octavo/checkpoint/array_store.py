@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from octavo._tree import unflatten_paths
-from octavo.checkpoint.leaves import Leaf
+from octavo.checkpoint.errors import CheckpointError
+from octavo.checkpoint.leaves import Leaf, path_text, to_host
 from octavo.checkpoint.leaves import Path as Names
 
 CHUNK_BYTES = 8 << 20
@@ -118,6 +119,15 @@ def read(
 def is_native(dtype: np.dtype) -> bool:
     """Whether TensorStore has a dtype."""
     return dtype.name in _NATIVE
+
+
+def to_global(leaf: Leaf, value: Any) -> Any:
+    """A leaf as several processes write it: a JAX array with its sharding."""
+    if not is_native(leaf.stored_dtype):
+        raise CheckpointError(f"{path_text(leaf.path)} is {leaf}, which only a run of one process can save")
+    if leaf.kind == "key":
+        value = jax.random.key_data(value)
+    return value if isinstance(value, jax.Array) else to_host(leaf, value, copy=False)
 
 
 def _to_stored(array: Any) -> Any:

@@ -126,6 +126,12 @@ def to_abstract(leaf: Leaf) -> Any:
     )
 
 
+def disk_size(leaves: Mapping[Path, tuple[Leaf, Any]]) -> int:
+    """The size of a checkpoint on disk: arrays are not compressed, and each has two small files."""
+    sizes = (getattr(value, "nbytes", leaf.stored_dtype.itemsize) for leaf, value in leaves.values())
+    return sum(8192 + size for size in sizes) + (1 << 16)
+
+
 def qarray_metadata(tree: Any) -> dict[Path, dict[str, Any]]:
     """The static fields of the QArrays of a pytree, as JSON, by path."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_qarray)

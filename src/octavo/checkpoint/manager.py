@@ -17,7 +17,7 @@ import jax
 
 from octavo.checkpoint import array_store, manifest, multiprocess
 from octavo.checkpoint.errors import CheckpointError, CheckpointWarning
-from octavo.checkpoint.leaves import Leaf, flatten, path_text, qarray_metadata, to_host
+from octavo.checkpoint.leaves import Leaf, disk_size, flatten, qarray_metadata, to_host
 from octavo.checkpoint.leaves import Path as Names
 from octavo.checkpoint.lock import Lock
 from octavo.checkpoint.restore import EXTRA, STATE, TREE, Reinit, Restored, existing, newest, read, verify_step
@@ -106,7 +106,7 @@ class CheckpointManager:
         if multiprocess.is_multiprocess():
             self._save_shards(step, leaves, files, force)
             return
-        size = _disk_size(leaves)
+        size = disk_size(leaves)
         self._check_writable(step, size, force)
         for _, value in leaves.values():
             if isinstance(value, jax.Array):
@@ -124,7 +124,7 @@ class CheckpointManager:
         self, step: int, leaves: dict[Names, tuple[Leaf, Any]], files: dict[str, str], force: bool
     ) -> None:
         """Save from several processes: each writes its shards, and process 0 the rest when all are done."""
-        size, staging = _disk_size(leaves), self._steps.path(step, "saving")
+        size, staging = disk_size(leaves), self._steps.path(step, "saving")
 
         def prepare() -> None:
             self._check_writable(step, size, force)
@@ -138,7 +138,7 @@ class CheckpointManager:
         multiprocess.on_primary(prepare)
         problem = None
         try:
-            array_store.write(staging / STATE, {path: _shard(*leaf) for path, leaf in leaves.items()})
+            array_store.write(staging / STATE, {path: array_store.to_global(*leaf) for path, leaf in leaves.items()})
         except Exception as error:
             problem = self._save_error(step, f"{type(error).__name__}: {error}; {self._space(size)}")
             problem.__cause__ = error
@@ -283,21 +283,6 @@ class CheckpointManager:
 def _tree_json(state: Any, leaves: dict[Names, tuple[Leaf, Any]]) -> str:
     quantized = [{"path": path, "static": static} for path, static in qarray_metadata(state).items()]
     return json.dumps({"leaves": [dataclasses.asdict(leaf) for leaf, _ in leaves.values()], "quantized": quantized})
-
-
-def _disk_size(leaves: dict[Names, tuple[Leaf, Any]]) -> int:
-    """The size of a checkpoint on disk: arrays are not compressed, and each has two small files."""
-    sizes = (getattr(value, "nbytes", leaf.stored_dtype.itemsize) for leaf, value in leaves.values())
-    return sum(8192 + size for size in sizes) + (1 << 16)
-
-
-def _shard(leaf: Leaf, value: Any) -> Any:
-    """A leaf as Orbax writes it from several processes: a JAX array as it is sharded."""
-    if leaf.kind == "key":
-        value = jax.random.key_data(value)
-    if not array_store.is_native(leaf.stored_dtype):
-        raise CheckpointError(f"{path_text(leaf.path)} is {leaf}, which only a run of one process can save")
-    return value if isinstance(value, jax.Array) else to_host(leaf, value, copy=False)
 
 
 @atexit.register
