@@ -18,10 +18,11 @@ import ml_dtypes
 import numpy as np
 from timing import Results, arguments
 
+from octavo._tree import flatten_paths
 from octavo.files.safetensors import Info, Lazy, write
 from octavo.models import ModelConfig, abstract_params
-from octavo.pretrained.names import huggingface_names, is_matrix
-from octavo.pretrained.source import Source, paths_of
+from octavo.pretrained.model import PretrainedModel
+from octavo.pretrained.huggingface import huggingface_names, is_matrix
 from octavo.pretrained.to_huggingface import described_as
 
 SIZES = {"emb_dim": 2048, "num_query_heads": 32, "num_kv_heads": 8, "head_dim": 64, "mlp_dim": 8192}
@@ -30,7 +31,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 def write_random(config: ModelConfig, folder: Path) -> int:
     """Write a model tensor by tensor; returns the bytes of the largest."""
-    shapes = {path: leaf.shape for path, leaf in paths_of(abstract_params(config)).items()}
+    shapes = {path: leaf.shape for path, leaf in flatten_paths(abstract_params(config)).items()}
     rng = np.random.default_rng(0)
     tensors = {}
     for path, name in huggingface_names(config).items():
@@ -41,7 +42,7 @@ def write_random(config: ModelConfig, folder: Path) -> int:
 
         tensors[name] = Lazy(Info.make(BFLOAT16, tuple(shape)), make)
     write(folder, tensors, {"format": "pt"}, max_shard_bytes=10**9)
-    source = object.__new__(Source)
+    source = object.__new__(PretrainedModel)
     source.__dict__.update(config=config, leaves={}, tokenizer=None, rules=(), origin={})
     (folder / "config.json").write_text(json.dumps(described_as(source, "bfloat16")))
     return max(lazy.info.nbytes for lazy in tensors.values())

@@ -21,11 +21,10 @@ from peers import MissingError, Peer
 from timing import Results, arguments, side_by_side
 
 from octavo import QArray, kernels
-from octavo.pretrained import open_model
+from octavo.pretrained import gguf, open_model
 from octavo.pretrained.convert import convert_model, peak_memory
-from octavo.pretrained.source import Leaf, Source
-from octavo.pretrained.to_gguf import write_as_gguf
-from octavo.pretrained.weights import weight_rules
+from octavo.pretrained.model import Leaf, PretrainedModel
+from octavo.pretrained.weight_rules import weight_rules
 from octavo.serve import Engine, SamplingParams
 
 MODEL = Path(__file__).parents[1] / ".cache/data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -52,7 +51,7 @@ for line in sys.stdin:
 """
 
 
-def with_weights(source: Source, qtype: str | None) -> Source:
+def with_weights(source: PretrainedModel, qtype: str | None) -> PretrainedModel:
     """The model with its weights in a quantized type, or in float32."""
     if qtype is None:
         params = {path: leaf.load() for path, leaf in source.leaves.items()}
@@ -60,7 +59,7 @@ def with_weights(source: Source, qtype: str | None) -> Source:
     else:
         params, _ = convert_model(source, weight_rules(qtype, source.config), scale_dtype="bfloat16")
     leaves = {path: Leaf(x.shape, "float32", lambda x=x: x) for path, x in params.items()}
-    return Source(source.config, leaves, source.tokenizer, origin=source.origin)
+    return PretrainedModel(source.config, leaves, source.tokenizer, origin=source.origin)
 
 
 def decode(engine: Engine, ids: list[int], tokens: int) -> float:
@@ -76,10 +75,10 @@ def decode(engine: Engine, ids: list[int], tokens: int) -> float:
 class LlamaCpp:
     """llama.cpp in another interpreter, with files of the same weights."""
 
-    def __init__(self, python: str, source: Source, folder: Path, tokens: int, threads: int) -> None:
+    def __init__(self, python: str, source: PretrainedModel, folder: Path, tokens: int, threads: int) -> None:
         files = {name: folder / f"{qtype}.gguf" for name, qtype in FILES.items()}
         for name, file in files.items():
-            write_as_gguf(source, FILES[name], file)
+            gguf.write_model(source, FILES[name], file)
         self.sizes = {name: file.stat().st_size for name, file in files.items()}
         words = json.dumps([[str(file) for file in files.values()], tokens, threads, PROMPT])
         self.peer = Peer(python, ["-c", LLAMA, words], missing="llama-cpp-python, or it cannot load the files")

@@ -12,13 +12,13 @@ from octavo.data import KEYS, BatchConfig, make_dataset
 from octavo.data.corpus import Corpus
 from octavo.data.streaming import DocumentStream
 from octavo.data.tf_example import parse_text
-from octavo.data.tokenizer import Bytes
+from octavo.data.tokenizer import ByteTokenizer
 
 TEXTS = [f"document {i}: " + "x" * (7 * i % 23) for i in range(12)]
 
 
 def stream(opened=lambda epoch: TEXTS, **changes):
-    return DocumentStream(opened, Bytes(), BatchConfig(batch_size=3, length=10, **changes), {"name": "test"})
+    return DocumentStream(opened, ByteTokenizer(), BatchConfig(batch_size=3, length=10, **changes), {"name": "test"})
 
 
 def equal(one, other):
@@ -27,7 +27,7 @@ def equal(one, other):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_stream_packs_like_a_corpus(packing):
-    ids = np.concatenate([[255], *([*Bytes().encode(text), 255] for text in TEXTS)]).astype(np.uint8)
+    ids = np.concatenate([[255], *([*ByteTokenizer().tokenize(text), 255] for text in TEXTS)]).astype(np.uint8)
     layout = BatchConfig(batch_size=3, length=10, packing=packing, shuffle=False)
     corpus = Corpus(ids, layout, eos=255, bos=255, vocab_size=256, decode=str, details={})
     flow = stream(packing=packing)

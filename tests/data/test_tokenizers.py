@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from octavo.data import make_dataset, make_tokenizer
 from octavo.data.subwords import learn, pieces
-from octavo.data.tokenizer import Bytes
+from octavo.data.tokenizer import ByteTokenizer
 
 TEXT = "".join(f"def function_{i}(argument):\n    return argument + {i}\n\n" for i in range(300)) + "naïve: 日本\n"
 
 
 @given(st.text())
 def test_bytes_round_trip_and_never_hold_the_separator(text):
-    ids = Bytes().encode(text)
+    ids = ByteTokenizer().tokenize(text)
     valid = text.encode("utf-8", errors="replace").decode()
-    assert Bytes().decode(ids) == valid
-    assert not (ids == Bytes.eos).any()
+    assert ByteTokenizer().decode(ids) == valid
+    assert not (ids == ByteTokenizer.eos_ids[0]).any()
 
 
 @given(st.text(alphabet="ab\n", max_size=60), st.integers(1, 20))
@@ -64,8 +64,8 @@ def test_a_bpe_holds_every_byte(config):
         make_tokenizer(config(tokenizer_type="bpe", vocab_size=200), lambda: [TEXT])
     tokenizer = make_tokenizer(config(tokenizer_type="bpe", vocab_size=260), lambda: ["plain"])
     unseen = "\0 \x7f unseen: 日本, 🎲\r\n\ttabs"
-    assert tokenizer.decode(tokenizer.encode(unseen)) == unseen
-    assert tokenizer.encode("").size == 0
+    assert tokenizer.decode(tokenizer.tokenize(unseen)) == unseen
+    assert tokenizer.tokenize("").size == 0
 
 
 def test_only_the_start_of_a_long_text_is_learned_from(config, monkeypatch):
@@ -92,9 +92,9 @@ def test_a_local_tokenizer_is_read_with_its_special_tokens(config, tmp_path):
     pytest.importorskip("tokenizers")
     save(tmp_path, ["<s>", "<stop>"], eos_token={"content": "<stop>"}, bos_token="<s>")
     tokenizer = make_tokenizer(config(tokenizer_type="huggingface", tokenizer_path=str(tmp_path)), tuple)
-    assert (tokenizer.bos, tokenizer.eos, tokenizer.vocab_size) == (300, 301, 302)
-    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-    assert tokenizer.decode([300, *tokenizer.encode("text"), 301]) == "text"
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (300, 301, 302)
+    assert tokenizer.decode(tokenizer.tokenize(TEXT)) == TEXT
+    assert tokenizer.decode([300, *tokenizer.tokenize("text"), 301]) == "text"
 
 
 def test_bos_is_read_and_eos_predicted(config, tmp_path, book):
@@ -111,7 +111,7 @@ def test_usual_names_are_found_where_none_is_given(config, tmp_path):
     pytest.importorskip("tokenizers")
     save(tmp_path, ["</s>"])
     tokenizer = make_tokenizer(config(tokenizer_type="huggingface", tokenizer_path=str(tmp_path)), tuple)
-    assert tokenizer.eos == tokenizer.bos == 300
+    assert tokenizer.eos_id == tokenizer.bos_id == 300
 
 
 def test_a_tokenizer_without_an_end_is_refused(config, tmp_path):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from octavo.files.gguf import Gguf, tokenizer_of
-from octavo.files.llama2c import Llama2c, Llama2cConfig, Llama2cTokenizer
+from octavo.files.safetensors import SafeTensors
+from octavo.pretrained.tokenizer import read_tokenizer
 
 DATA = Path(__file__).parents[2] / ".cache" / "data"
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "real.json").read_text())
@@ -50,15 +51,14 @@ def test_smollm2_tokens_are_those_of_llama_cpp(smollm2):
 
 @pytest.mark.data("stories15m")
 def test_stories15m():
-    folder = DATA / "stories15m"
-    with Llama2c(folder / "model.bin") as file:
-        assert file.config == Llama2cConfig(288, 768, 6, 6, 6, 32000, 256, shared=True)
+    with SafeTensors(DATA / "stories15m") as file:
         assert len(file.names()) == 56
+        assert file.info("model.embed_tokens.weight").shape == (32000, 288)
         # RMSNorm gains are near one to a few; random bytes would not be.
-        assert 5 < file.read("norm.weight").mean() < 9
-        assert abs(file.read("layers.5.feed_forward.w2.weight").mean()) < 1e-3
-    tokenizer = Llama2cTokenizer.read(folder / "tokenizer.bin")
-    assert tokenizer.vocab_size == 32000
+        assert 5 < file.read("model.norm.weight").mean() < 9
+        assert abs(file.read("model.layers.5.mlp.down_proj.weight").mean()) < 1e-3
+    tokenizer = read_tokenizer(DATA / "stories15m")
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_ids, tokenizer.add_bos) == (32000, 1, (1, 2), True)
     for text, ids in GOLDEN["llama tokens"].items():
         assert tokenizer.encode(text) == ids, text
         assert tokenizer.decode(ids) == text

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from octavo._tree import flatten_paths
+from octavo.data import ByteTokenizer
 from octavo.models import ModelConfig, init_params
-from octavo.pretrained import Leaf, Source
-from octavo.pretrained.source import paths_of
-from octavo.pretrained.tokenizer import of_bytes
+from octavo.pretrained import Leaf, PretrainedModel
 
 SMALL = ModelConfig(
     vocab_size=256,
@@ -24,13 +24,13 @@ SMALL = ModelConfig(
 
 
 def source_of(config=SMALL, *, seed=0, dtype=np.float32, **fields):
-    params = paths_of(init_params(config, jax.random.key(seed)))
+    params = flatten_paths(init_params(config, jax.random.key(seed)))
     arrays = {path: np.asarray(x).astype(dtype) for path, x in params.items()}
     leaves = {
         path: Leaf(x.shape, str(x.dtype), functools.partial(lambda x: x, x), str(x.dtype)) for path, x in arrays.items()
     }
     origin = {"kind": "random", "path": "small", "name": "small", "max_length": 64}
-    return Source(config, leaves, of_bytes(), origin=origin, **fields)
+    return PretrainedModel(config, leaves, ByteTokenizer(), origin=origin, **fields)
 
 
 @pytest.fixture

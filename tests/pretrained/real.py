@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from octavo.pretrained import Source, open_model
+from octavo.pretrained import PretrainedModel, open_model
 
 ROOT = Path(__file__).parents[2]
 FILES = {"stories15m": "", "smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "minilm": ""}
@@ -17,7 +17,7 @@ def path_of(name: str) -> Path:
 
 
 @functools.cache
-def real(name: str) -> Source:
+def real(name: str) -> PretrainedModel:
     """An opened model."""
     return open_model(path_of(name))
 

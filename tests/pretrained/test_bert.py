@@ -188,7 +188,7 @@ def test_quantized_parameters(random):
     assert kept is random.params["embeddings"]["word"]["embedding"]
     with pytest.raises(ValueError, match="this encoder is quantized already"):
         low.quantize("int8")
-    with pytest.raises(ValueError, match=r"'int9' is no number format: .*int"):
+    with pytest.raises(ValueError, match=r"'int9' is not a number format: .*int"):
         random.quantize("int9")
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from octavo import QArray, Quantizer
-from octavo.pretrained import convert, convert_model, quantizers_of, weight_rules
-from octavo.pretrained.source import nested, on_device
+from octavo._tree import unflatten_paths
+from octavo.pretrained import convert, convert_model, param_quantizers, weight_rules
+from octavo.pretrained.model import on_device, storage_name
 from tests.pretrained.conftest import SMALL, source_of
 
 pytestmark = pytest.mark.standard_promotion
@@ -19,7 +20,7 @@ FORMATS = ["int8", "int4", "int3", "int2", "nf4", "fp8", "fp4", "mxfp4", "mxfp8"
 
 
 def tree(params):
-    return nested({path: on_device(x, "float32") for path, x in params.items()})
+    return unflatten_paths({path: on_device(x, "float32") for path, x in params.items()})
 
 
 def logits(source, params, tokens):
@@ -60,7 +61,7 @@ def test_more_bits_are_better(small):
 
 @pytest.mark.parametrize("asked", ["int8", "int4", "nf4", "nvfp4", "fp8"])
 def test_pieces_make_the_same_codes_as_the_whole(monkeypatch, asked):
-    hows = quantizers_of(SMALL, weight_rules(asked, SMALL))
+    hows = param_quantizers(SMALL, weight_rules(asked, SMALL))
     x = np.random.default_rng(0).normal(size=(128, 64)).astype(np.float32)
     how = hows["decoder/layers_0/mlp/wo/kernel"]
     whole, ratio = convert.quantize_array(x, how)
@@ -86,7 +87,7 @@ def test_codes_below_eight_bits_are_packed_along_the_contraction(small):
 
 def test_the_embedding_of_an_untied_model_is_stored_as_its_logits_are():
     config = SMALL.replace(tied_logits=False)
-    hows = quantizers_of(config, weight_rules("int8", config))
+    hows = param_quantizers(config, weight_rules("int8", config))
     assert hows["decoder/logits_dense/kernel"] == Quantizer("int8", channelwise_axes=(1,))
     assert hows["token_embedder/embedding"] == Quantizer("int8", channelwise_axes=(0,))
 
@@ -108,7 +109,7 @@ def test_experts_are_converted_and_routers_are_not():
 def test_the_head_is_ones_own_choice(small):
     def kind(**options):
         params, _ = convert_model(small, weight_rules("int4", small.config, **options))
-        return convert.stored_as(params["token_embedder/embedding"])
+        return storage_name(params["token_embedder/embedding"])
 
     assert kind() == "int8"
     assert kind(head="int4") == "int4 g32"
@@ -122,7 +123,7 @@ def test_rules_from_a_file_may_mix(small, tmp_path):
     ]
     (tmp_path / "mixed.json").write_text(json.dumps(rules))
     params, summary = convert_model(small, weight_rules(str(tmp_path / "mixed.json"), small.config))
-    kinds = {p: convert.stored_as(x) for p, x in params.items()}
+    kinds = {p: storage_name(x) for p, x in params.items()}
     assert kinds["decoder/layers_1/mlp/wo/kernel"] == "int8"
     assert kinds["decoder/layers_1/mlp/wi_0/kernel"] == "int4 g32"
     assert kinds["decoder/layers_1/self_attention/out/kernel"] == "float32"
@@ -131,7 +132,7 @@ def test_rules_from_a_file_may_mix(small, tmp_path):
 
 def test_each_parameter_has_a_line_and_the_end_a_summary(small):
     lines = []
-    _, summary = convert_model(small, weight_rules("int8", small.config), say=lines.append)
+    _, summary = convert_model(small, weight_rules("int8", small.config), log=lines.append)
     assert len(lines) == len(small.leaves)
     line = next(line for line in lines if "layers_1/mlp/wo" in line)
     assert "float32 -> int8" in line
@@ -143,7 +144,7 @@ def test_each_parameter_has_a_line_and_the_end_a_summary(small):
 
 
 def test_what_cannot_be_asked_for_says_what_can(small):
-    with pytest.raises(ValueError, match="'int9' is no number format: did you mean"):
+    with pytest.raises(ValueError, match="'int9' is not a number format: did you mean"):
         weight_rules("int9", small.config)
     with pytest.raises(ValueError, match=r"was trained in float: name a number format"):
         weight_rules("trained", small.config)
@@ -151,7 +152,7 @@ def test_what_cannot_be_asked_for_says_what_can(small):
         weight_rules("nowhere.json", small.config)
     with pytest.raises(ValueError, match="mxfp4 has groups of 32: leave :g64 out"):
         weight_rules("mxfp4:g64", small.config)
-    with pytest.raises(ValueError, match="'int99' is no number format for the head"):
+    with pytest.raises(ValueError, match="'int99' is not a number format for the head"):
         weight_rules("int4", small.config, head="int99")
 
 

@@ -7,7 +7,7 @@ import pydoc_data.topics
 import pytest
 
 from octavo.pretrained import convert_model, weight_rules
-from octavo.pretrained.source import Leaf, Source
+from octavo.pretrained.model import Leaf, PretrainedModel
 from octavo.serve import Engine, KVConfig, SamplingParams
 from octavo.serve.evaluate import evaluate
 from tests.pretrained.real import real
@@ -38,7 +38,7 @@ def converted(name, asked):
     source = real(name)
     params, summary = convert_model(source, weight_rules(asked, source.config), scale_dtype="bfloat16")
     leaves = {p: Leaf(x.shape, "float32", lambda x=x: x) for p, x in params.items()}
-    return Source(source.config, leaves, source.tokenizer, origin=source.origin), summary
+    return PretrainedModel(source.config, leaves, source.tokenizer, origin=source.origin), summary
 
 
 # KL to float and bits per weight: a third above what was measured. Stories on the model's own samples (the head of a

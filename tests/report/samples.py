@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import octavo
+from octavo._tree import flatten_paths
 from octavo.models import ModelConfig, init_params
-from octavo.pretrained import Leaf, Source, convert_model, weight_rules
-from octavo.pretrained.source import paths_of
+from octavo.pretrained import Leaf, PretrainedModel, convert_model, weight_rules
 from octavo.qarray.histogram import histogram
 from octavo.report import record_conversion
 from octavo.report.record import CONVERSION, EVALUATION, write_record
@@ -21,9 +21,9 @@ SIZES = {"vocab_size": 64, "emb_dim": 64, "num_query_heads": 2, "num_kv_heads": 
 def source(layers=2):
     """A decoder with weights drawn at random."""
     config = ModelConfig(**SIZES, num_layers=layers, scan_layers=False)
-    params = paths_of(init_params(config, jax.random.key(0)))
+    params = flatten_paths(init_params(config, jax.random.key(0)))
     leaves = {path: Leaf(x.shape, "float32", lambda x=x: np.asarray(x)) for path, x in params.items()}
-    return Source(config, leaves, origin={"name": "toy", "kind": "test"})
+    return PretrainedModel(config, leaves, origin={"name": "toy", "kind": "test"})
 
 
 def convert(directory, recipe="int4"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from octavo.pretrained import convert_model, weight_rules
-from octavo.pretrained.source import Leaf, Source
+from octavo.pretrained.model import Leaf, PretrainedModel
 from octavo.serve import KVConfig
 from octavo.serve.evaluate import evaluate, layer_outputs
 from tests.pretrained.conftest import SMALL, source_of
@@ -21,7 +21,7 @@ TEXT = np.random.default_rng(0).integers(0, 255, 150).tolist()
 def converted(source, asked):
     params, _ = convert_model(source, weight_rules(asked, source.config))
     leaves = {p: Leaf(x.shape, "float32", lambda x=x: x) for p, x in params.items()}
-    return Source(source.config, leaves, source.tokenizer, origin=source.origin)
+    return PretrainedModel(source.config, leaves, source.tokenizer, origin=source.origin)
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def _add_verify(commands: Any) -> None:
 
 
 _MODEL = """MODEL is what `octavo quantize` wrote, a run of `octavo train` or one of its checkpoints, a Hugging Face
-directory (config.json and safetensors), a GGUF file, or a model.bin of llama2.c."""
+directory (config.json and safetensors), or a GGUF file."""
 
 
 def _add_quantize(commands: Any) -> None:

@@ -136,7 +136,7 @@ def make_corpus(
         "tokens": tokens.size - 1,
         "bytes_per_token": fingerprint.bytes / (tokens.size - 1),
     }
-    special = {"eos": tokenizer.eos, "bos": tokenizer.bos}
+    special = {"eos": tokenizer.eos_id, "bos": tokenizer.start_id}
     corpus = Corpus(tokens, batch_config, **special, vocab_size=vocab_size, decode=tokenizer.decode, details=details)
     corpus.tokenizer = tokenizer
     return corpus
@@ -157,8 +157,8 @@ def _cached_tokens(texts: Callable[[], Iterable[str]], tokenizer: Tokenizer, fin
 
 def _tokenize(texts: Iterable[str], tokenizer: Tokenizer) -> np.ndarray:
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    eos = np.array([tokenizer.eos], dtype)
+    eos = np.array([tokenizer.eos_id], dtype)
     parts = [eos]
     for text in texts:
-        parts += [tokenizer.encode(text).astype(dtype), eos]
+        parts += [tokenizer.tokenize(text).astype(dtype), eos]
     return np.concatenate(parts)

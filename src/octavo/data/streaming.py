@@ -48,13 +48,13 @@ class DocumentStream(Dataset):
         for window, row in zip(windows, rows, strict=True):
             window[: row.size] = row
         counts = np.array([row.size - 1 for row in rows])
-        eos, bos = self._tokenizer.eos, self._tokenizer.bos
+        eos, bos = self._tokenizer.eos_id, self._tokenizer.start_id
         return make_batch(windows, eos=eos, bos=bos, counts=None if counts.min() == length else counts)
 
     def _iterate_windows(self) -> Iterator[np.ndarray]:
         """Windows of length + 1 tokens, or fewer where a document is a row of its own."""
         length = self.config.length
-        eos = np.array([self._tokenizer.eos], np.int32)
+        eos = np.array([self._tokenizer.eos_id], np.int32)
         if not self.config.packing:
             for ids in self._iterate_documents():
                 yield np.concatenate([eos, ids, eos])[: length + 1]
@@ -72,7 +72,7 @@ class DocumentStream(Dataset):
         while True:
             is_empty = True
             for text in self._open_epoch(epoch):
-                ids = self._tokenizer.encode(text).astype(np.int32)
+                ids = self._tokenizer.tokenize(text).astype(np.int32)
                 if ids.size:
                     is_empty = False
                     yield ids

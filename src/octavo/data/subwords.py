@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from octavo._optional import import_optional
 from octavo.data.cache import cached
-from octavo.data.packing import Ids
 from octavo.data.tokenizer import Texts, Tokenizer, register_tokenizer
 
 DEFAULT_VOCABULARY = 4096
@@ -22,32 +21,55 @@ _ENDS = ("</s>", _END, "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 _BEGINNINGS = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]")
 
 
-class Subwords(Tokenizer):
-    """A tokenizer of the `tokenizers` package, from the text of a tokenizer.json."""
+class SubwordTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` package.
 
-    def __init__(self, name: str, text: str, *, eos: int, bos: int):
-        self.name, self.eos, self.bos = name, eos, bos
-        self._inner = _package(name).Tokenizer.from_str(text)
+    Args:
+      json_or_inner: The text of a tokenizer.json, or a `tokenizers.Tokenizer`, whose truncation and padding are
+        switched off.
+      name: What `tokenizer_type` calls it.
+      bos_id, eos_ids, add_bos, template, special: As of `Tokenizer`.
+    """
+
+    def __init__(
+        self,
+        json_or_inner: Any,
+        *,
+        name: str = "huggingface",
+        bos_id: int | None = None,
+        eos_ids: Sequence[int] = (),
+        add_bos: bool = False,
+        template: str | None = None,
+        special: Mapping[str, str] | None = None,
+    ):
+        self.name, self.template, self.special = name, template, dict(special or {})
+        self.bos_id, self.eos_ids, self.add_bos = bos_id, tuple(eos_ids), add_bos
+        as_text = isinstance(json_or_inner, str)
+        self._inner = _package(name).Tokenizer.from_str(json_or_inner) if as_text else json_or_inner
         self._inner.no_truncation()
         self._inner.no_padding()
-        self._text = text
+        self._text: str = json_or_inner if as_text else self._inner.to_str()
         self.vocab_size = 1 + max(self._inner.get_vocab(with_added_tokens=True).values())
 
-    def encode(self, text: str) -> np.ndarray:
+    def tokenize(self, text: str) -> np.ndarray:
         # A hundred megabytes at once would need gigabytes for offsets and the like.
         parts = self._inner.encode_batch_fast(list(pieces(text)), add_special_tokens=False)
         return np.concatenate([np.empty(0, np.uint32), *(np.array(part.ids, np.uint32) for part in parts)])
 
-    def decode(self, ids: Ids) -> str:
-        return self._inner.decode([int(i) for i in np.asarray(ids).reshape(-1)], skip_special_tokens=True)
+    def _encode(self, text: str) -> list[int]:
+        return self._inner.encode(text, add_special_tokens=False).ids
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._inner.decode(ids, skip_special_tokens=False)
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(f"{self.eos} {self.bos} {self._text}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.eos_id} {self.start_id} {self._text}".encode()).hexdigest()
 
     def files(self) -> dict[str, bytes]:
-        settings = {"bos_id": self.bos, "eos_ids": [self.eos], "add_bos": True, "template": None, "special": {}}
-        return {"tokenizer.json": self._text.encode(), "octavo_tokenizer.json": json.dumps(settings).encode()}
+        names = ("bos_id", "eos_ids", "add_bos", "template", "special")
+        settings = json.dumps({name: getattr(self, name) for name in names}, indent=2)
+        return {"tokenizer.json": self._text.encode(), "octavo_tokenizer.json": settings.encode()}
 
 
 def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
@@ -91,7 +113,8 @@ def make_bpe(config: Any, texts: Texts) -> Tokenizer:
     for text in sample:
         seen.update(b"%d:" % len(text) + text.encode("utf-8", errors="replace"))
     path = cached(f"bpe-{seen.hexdigest()[:32]}.json", lambda file: file.write(learn(sample, size).encode()))
-    return Subwords("bpe", path.read_text(encoding="utf-8") if path else learn(sample, size), eos=0, bos=0)
+    text = path.read_text(encoding="utf-8") if path else learn(sample, size)
+    return SubwordTokenizer(text, name="bpe", bos_id=0, eos_ids=(0,), add_bos=True)
 
 
 def make_huggingface(config: Any, texts: Texts) -> Tokenizer:
@@ -116,7 +139,7 @@ def make_huggingface(config: Any, texts: Texts) -> Tokenizer:
             f"(looked for {', '.join(_ENDS)})"
         )
     bos = _special(named.get("bos_token"), _BEGINNINGS, known)
-    return Subwords("huggingface", text, eos=eos, bos=eos if bos is None else bos)
+    return SubwordTokenizer(text, bos_id=eos if bos is None else bos, eos_ids=(eos,), add_bos=True)
 
 
 def _special(named: Any, usual: Sequence[str], known: dict[str, int]) -> int | None:

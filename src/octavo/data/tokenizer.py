@@ -1,61 +1,120 @@
-"""Text to ids and back: the interface, its registry, and bytes as they are."""
+"""Tokenizers: the interface, its registry, and UTF-8 bytes as ids."""
 
 import abc
 import hashlib
-from collections.abc import Callable, Iterable
+import json
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from octavo._optional import import_optional
 from octavo.data.packing import Ids
 from octavo.numerics import nearest_names
 
 type Texts = Callable[[], Iterable[str]]
 """Opens the training text, document by document, for tokenizers that learn from it."""
 
+type Message = Mapping[str, Any]
+"""A message of a conversation: `role` and `content`."""
+
 
 class Tokenizer(abc.ABC):
-    """Ids for a text. `eos` parts documents in a stream of ids; `bos` is read before a document, often the same."""
+    """Text to token ids and back, for training data and for the prompts of a model.
+
+    Attributes:
+      name: What `tokenizer_type` calls it.
+      vocab_size: Ids are below this.
+      bos_id: The id that begins a text, if there is one.
+      eos_ids: The ids that end a text. The first separates documents in training data.
+      add_bos: Whether the model expects `bos_id` before a prompt.
+      template: The model's chat template (Jinja), if it has one.
+      special: What the template calls special tokens, such as `bos_token`.
+    """
 
     name: str
     vocab_size: int
-    eos: int
-    bos: int
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    add_bos: bool = False
+    template: str | None = None
+    special: Mapping[str, str] = types.MappingProxyType({})
 
     @abc.abstractmethod
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of a text, without `bos` and `eos`."""
+    def tokenize(self, text: str) -> np.ndarray:
+        """The ids of a document, without `bos_id` and `eos_ids`."""
 
     @abc.abstractmethod
-    def decode(self, ids: Ids) -> str:
-        """The text that ids stand for."""
+    def _decode(self, ids: list[int]) -> str: ...
 
     @property
     @abc.abstractmethod
     def digest(self) -> str:
         """Differs between tokenizers that give a text different ids."""
 
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a document in training data."""
+        return self.eos_ids[0]
+
+    @property
+    def start_id(self) -> int:
+        """The id that a model reads before a document: `bos_id`, or `eos_id` without one."""
+        return self.eos_id if self.bos_id is None else self.bos_id
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt, after `bos_id` where the model expects it."""
+        ids = self._encode(text)
+        return [self.bos_id, *ids] if self.add_bos and self.bos_id is not None else ids
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenize(text).tolist()
+
+    def decode(self, ids: Ids) -> str:
+        """The text of ids, without `bos_id` and `eos_ids`."""
+        silent = {self.bos_id, *self.eos_ids}
+        return self._decode([int(i) for i in np.asarray(ids, np.int64).reshape(-1) if int(i) not in silent])
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation, up to where the model answers."""
+        return self._encode(self.chat_text(messages))
+
+    def chat_text(self, messages: Sequence[Message]) -> str:
+        """A conversation as the model's template writes it."""
+        if self.template is None:
+            raise ValueError("this model has no chat template: it continues text, so give it a prompt instead")
+        return render_chat(self.template, messages, self.special)
+
     def files(self) -> dict[str, bytes]:
-        """The files that a run keeps so that its model can be used on text later; none if it cannot say."""
+        """The files from which `octavo.pretrained` reads it again, by name; empty if it has none."""
         return {}
 
+    def save(self, directory: Path) -> None:
+        """Write `files` into a directory."""
+        for name, content in self.files().items():
+            (directory / name).write_bytes(content)
 
-class Bytes(Tokenizer):
-    """The bytes of UTF-8 text, with 256 ids and no more: byte 255 cannot occur in it, and parts documents.
 
-    >>> Bytes().encode("né").tolist(), Bytes().decode([255, 110, 195, 169, 255])
+class ByteTokenizer(Tokenizer):
+    """The bytes of UTF-8 text, with 256 ids: byte 255 never occurs in UTF-8, and separates documents.
+
+    >>> ByteTokenizer().tokenize("né").tolist(), ByteTokenizer().decode([255, 110, 195, 169, 255])
     ([110, 195, 169], 'né')
     """
 
     name = "byte"
     vocab_size = 256
-    eos = bos = 255
+    bos_id = 255
+    eos_ids = (255,)
+    add_bos = True
 
-    def encode(self, text: str) -> np.ndarray:
+    def tokenize(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8)
 
-    def decode(self, ids: Ids) -> str:
-        return bytes(int(i) for i in np.asarray(ids).reshape(-1) if 0 <= i < self.eos).decode("utf-8", errors="replace")
+    def _decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if 0 <= i < 255).decode("utf-8", errors="replace")
 
     @property
     def digest(self) -> str:
@@ -63,6 +122,27 @@ class Bytes(Tokenizer):
 
     def files(self) -> dict[str, bytes]:
         return {"octavo_tokenizer.json": b'{"bytes": true}'}
+
+
+def render_chat(template: str, messages: Sequence[Message], special: Mapping[str, str]) -> str:
+    """The text that a chat template makes of messages, up to where the model answers.
+
+    Templates come with a model: they run in Jinja's sandbox, which can format text and nothing else.
+    """
+    jinja2 = import_optional("jinja2", "a chat template", "'octavo[serve]'")
+    sandbox = import_optional("jinja2.sandbox", "a chat template", "'octavo[serve]'")
+
+    def raise_exception(text: str) -> None:
+        raise jinja2.TemplateError(text)
+
+    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = lambda x, **kwargs: json.dumps(x, ensure_ascii=False, **kwargs)
+    try:
+        compiled = environment.from_string(template)
+        return compiled.render(messages=list(messages), add_generation_prompt=True, **special)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the model's chat template cannot write these messages: {error}") from error
 
 
 type TokenizerMaker = Callable[[Any, Texts], Tokenizer]
@@ -90,4 +170,4 @@ def make_tokenizer(config: Any, texts: Texts) -> Tokenizer:
     return _makers[name](config, texts)
 
 
-register_tokenizer("byte", lambda config, texts: Bytes())
+register_tokenizer("byte", lambda config, texts: ByteTokenizer())

@@ -1,27 +1,31 @@
 """Pretrained models: opened from the files of several programs, converted to low precision, and written again."""
 
-from octavo.pretrained import gguf, huggingface, llama2c, own, to_huggingface
+from octavo.pretrained import gguf, huggingface, native
 from octavo.pretrained.bert import Encoder, open_encoder
-from octavo.pretrained.convert import Summary, convert_model, quantizers_of
-from octavo.pretrained.registry import Kind, kinds, open_model, register_kind
-from octavo.pretrained.source import Leaf, Source
-from octavo.pretrained.tokenizer import TextTokenizer
-from octavo.pretrained.weights import weight_rules
+from octavo.pretrained.convert import Summary, convert_model, param_quantizers
+from octavo.pretrained.export import Export, Request, export_model, exporters, register_exporter
+from octavo.pretrained.model import Leaf, PretrainedModel
+from octavo.pretrained.registry import ModelFormat, model_formats, open_model, register_format
+from octavo.pretrained.weight_rules import weight_rules
 
 __all__ = [
     "Encoder",
-    "Kind",
+    "Export",
     "Leaf",
-    "Source",
+    "ModelFormat",
+    "PretrainedModel",
+    "Request",
     "Summary",
-    "TextTokenizer",
     "convert_model",
-    "kinds",
+    "export_model",
+    "exporters",
+    "model_formats",
     "open_encoder",
     "open_model",
-    "quantizers_of",
-    "register_kind",
+    "param_quantizers",
+    "register_exporter",
+    "register_format",
     "weight_rules",
 ]
 
-del gguf, huggingface, llama2c, own, to_huggingface  # imported so that what they register is known
+del gguf, huggingface, native  # imported so that what they register is known

@@ -19,7 +19,7 @@ from octavo.frameworks import convert, served
 from octavo.models import ModelConfig
 from octavo.models.bert import POOLINGS, BertConfig, Params, bert_apply, normalize
 from octavo.numerics import FormatLike, nearest_names
-from octavo.pretrained.weights import weight_rules
+from octavo.pretrained.weight_rules import weight_rules
 from octavo.qarray import QArray, quantize
 from octavo.rules import QuantizationRule, as_rules
 

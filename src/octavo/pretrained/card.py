@@ -1,17 +1,17 @@
-"""The README.md that lies beside a converted model: what it is, how it was made and what became of it."""
+"""The model card (README.md) of a converted model: what it is, how it was converted, and its error."""
 
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from octavo.pretrained.convert import Summary
-from octavo.pretrained.source import Source
+from octavo.pretrained.model import PretrainedModel
 from octavo.rules import QuantizationRule, rules_to_yaml
 
 _PACKAGES = ("octavo", "jax", "jaxlib", "numpy", "ml_dtypes")
 
 
-def model_card(source: Source, rules: Sequence[QuantizationRule], summary: Summary, *, command: str) -> str:
+def model_card(source: PretrainedModel, rules: Sequence[QuantizationRule], summary: Summary, *, command: str) -> str:
     """The text of the card, in Markdown."""
     config = source.config
     kinds = sorted(summary.kinds.items(), key=lambda item: -item[1])
@@ -34,21 +34,8 @@ def model_card(source: Source, rules: Sequence[QuantizationRule], summary: Summa
         command,
         "```",
         "",
-        "The rules, of which the first that matches a product counts:",
-        "",
-        "```yaml",
-        rules_to_yaml(rules).rstrip(),
-        "```",
-        "",
-        "## Where precision was lost most",
-        "",
-        "Signal to noise ratio of the parameters themselves, lowest first. It says nothing yet about the model's "
-        "output: `octavo eval` measures that.",
-        "",
-        "| parameter | dB |",
-        "|---|---|",
-        *(f"| {path} | {ratio:.1f} |" for path, ratio in summary.worst),
-        "",
+        *_rules_section(rules),
+        *_worst_section(summary),
         "## Use",
         "",
         "```",
@@ -63,7 +50,36 @@ def model_card(source: Source, rules: Sequence[QuantizationRule], summary: Summa
     return "\n".join(lines)
 
 
-def _origin(source: Source) -> str:
+def _rules_section(rules: Sequence[QuantizationRule]) -> list[str]:
+    if not rules:
+        return []
+    return [
+        "The rules, of which the first that matches a matmul counts:",
+        "",
+        "```yaml",
+        rules_to_yaml(rules).rstrip(),
+        "```",
+        "",
+    ]
+
+
+def _worst_section(summary: Summary) -> list[str]:
+    if not summary.worst:
+        return []
+    return [
+        "## Lowest signal to noise",
+        "",
+        "Signal to noise ratio of the parameters themselves, lowest first. The effect on the model's output is "
+        "measured by `octavo eval`.",
+        "",
+        "| parameter | dB |",
+        "|---|---|",
+        *(f"| {path} | {ratio:.1f} |" for path, ratio in summary.worst),
+        "",
+    ]
+
+
+def _origin(source: PretrainedModel) -> str:
     known: dict[str, Any] = {k: v for k, v in source.origin.items() if k in ("kind", "path", "step") and v is not None}
     step = f", step {known['step']}" if "step" in known else ""
     return f"{known.get('path', source.name)} ({known.get('kind', 'unknown')}{step})"

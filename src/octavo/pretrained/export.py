@@ -1,58 +1,108 @@
-"""Where a converted model is written to: Octavo's own directory, or files that other programs read."""
+"""Writing converted models: a registry of file formats, and the model card beside each."""
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from octavo._io import atomic_write
+from octavo._names import did_you_mean
 from octavo.pretrained.card import model_card
-from octavo.pretrained.convert import Summary
-from octavo.pretrained.own import write_model
-from octavo.pretrained.source import Source
-from octavo.rules import QtRule, QuantizationRule
+from octavo.pretrained.convert import Summary, convert_model
+from octavo.pretrained.model import PretrainedModel
+from octavo.pretrained.weight_rules import TRAINED, weight_rules
+from octavo.rules import QuantizationRule
 
-type Exporter = Callable[[Source, Mapping[str, Any], Path], None]
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to convert a model to.
+
+    Args:
+      recipe: The format of weights, a recipe or a file of rules: see `weight_rules`.
+      head: The format of the embedding table and the logits; by default what suits the file format.
+      scale_dtype: The dtype of scales; by default what suits the file format.
+      command: The command line, for the model card.
+      replace: Whether to replace what is at the destination.
+      log: Called with a line for each parameter.
+    """
+
+    recipe: str
+    head: str = ""
+    scale_dtype: str = ""
+    command: str = ""
+    replace: bool = False
+    log: Callable[[str], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """A converted model: a summary, its parameters by path as they are stored, and the rules if there are any."""
+
+    summary: Summary
+    params: Any
+    """A mapping, or a function of the path for parameters that are read back from the file."""
+    rules: tuple[QuantizationRule, ...] = ()
+    command: str = ""
+
+
+type Exporter = Callable[[PretrainedModel, Path, Request], Export]
 
 _exporters: dict[str, Exporter] = {}
 
 
 def register_exporter(name: str, exporter: Exporter) -> None:
-    """Make a form of output known by a name: a function of the model, its parameters by path, and the path."""
+    """Make a file format known by a name: a function that converts a model, writes it, and returns what it wrote."""
     if name in _exporters:
         raise ValueError(f"an exporter named {name!r} exists")
     _exporters[name] = exporter
 
 
 def exporters() -> tuple[str, ...]:
-    """The names of all forms of output."""
-    return ("octavo", *_exporters)
+    """The names of all file formats, sorted."""
+    return tuple(sorted(_exporters))
 
 
-def write_export(
-    name: str,
-    source: Source,
-    params: Mapping[str, Any],
-    out: Path,
-    *,
-    rules: Sequence[QuantizationRule],
-    summary: Summary,
-    command: str,
-) -> None:
-    """Write a converted model in a form, with its card."""
-    card = model_card(source, rules, summary, command=command)
-    if name == "octavo":
-        served = tuple(rule for rule in rules) if any(map(_has_activations, rules)) else ()
-        described = Source(source.config, source.leaves, source.tokenizer, served, source.origin)
-        facts = {"command": command, "bits_per_weight": summary.bits_per_weight, "bytes": summary.after}
-        write_model(described, dict(params), out, facts=facts)
-    else:
-        _exporters[name](source, params, out)
-    if out.is_dir():
-        (out / "README.md").write_text(card, encoding="utf-8")
+def converting(
+    write: Callable[[PretrainedModel, Export, Path], None], *, head: str = "", scale_dtype: str | None = None
+) -> Exporter:
+    """An exporter that converts all parameters by rules, and then writes them.
+
+    Args:
+      write: Writes the model.
+      head: The format of the embedding table and the logits where the request has none.
+      scale_dtype: The dtype of scales where the request has none. What was trained keeps its own.
+    """
+
+    def export(source: PretrainedModel, out: Path, request: Request) -> Export:
+        rules = weight_rules(request.recipe, source.config, head=request.head or head, trained=source.rules)
+        trained = request.recipe == TRAINED or request.recipe.startswith("recipe:")
+        scales = request.scale_dtype or (None if trained else scale_dtype)
+        params, summary = convert_model(source, rules, scale_dtype=scales, log=request.log)
+        if request.replace and out.exists():
+            shutil.rmtree(out) if out.is_dir() else out.unlink()
+        done = Export(summary, params, rules, request.command)
+        write(source, done, out)
+        return done
+
+    return export
 
 
-def _has_activations(rule: QuantizationRule) -> bool:
-    """Whether a product that this rule matches needs it when it runs: its activations are rounded, too."""
-    if rule.skip:
-        return False
-    fwd = rule.fwd if isinstance(rule, QtRule) else None
-    return rule.act_qtype is not None or rule.rotate is not None or (fwd is not None and fwd.lhs is not None)
+def export_model(name: str, source: PretrainedModel, out: Path, request: Request) -> Export:
+    """Convert a model and write it in a file format, with a model card.
+
+    Args:
+      name: One of `exporters()`.
+      source: The model.
+      out: A directory, or a file for formats that have one.
+      request: What to convert it to.
+    """
+    if name not in _exporters:
+        raise ValueError(f"--format {name}: {did_you_mean(name, _exporters)}one of {', '.join(exporters())}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not request.replace:
+        raise FileExistsError(f"{out} is there already: choose another place, or pass --force to replace it")
+    done = _exporters[name](source, out, request)
+    card = out / "README.md" if out.is_dir() else out.with_name(f"{out.name}.README.md")
+    atomic_write(card, model_card(source, done.rules, done.summary, command=request.command))
+    return done

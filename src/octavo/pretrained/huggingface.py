@@ -1,40 +1,79 @@
-"""Directories as Hugging Face has them: config.json, safetensors in the layouts of several quantizers, a tokenizer."""
+"""Models in Hugging Face directories: config.json, safetensors in float or in a quantized layout, a tokenizer."""
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from octavo.files.layouts import Layout, layout_of
-from octavo.files.safetensors import SafeTensors
+from octavo.files.layouts import Layout, Scheme, get_layout, layout_of
+from octavo.files.safetensors import SafeTensors, write
 from octavo.models import ModelConfig
 from octavo.numerics import nearest_names
-from octavo.pretrained.names import huggingface_names, is_matrix
-from octavo.pretrained.registry import Kind, register_kind
-from octavo.pretrained.source import Leaf, Source
+from octavo.pretrained.export import Export, Exporter, converting, register_exporter
+from octavo.pretrained.model import Leaf, PretrainedModel
+from octavo.pretrained.names import file_names, is_transposed
+from octavo.pretrained.registry import ModelFormat, register_format
 from octavo.pretrained.tokenizer import read_tokenizer
 from octavo.qarray import QArray
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "relu": "relu"}
+_SHARD_BYTES = 5 * 10**9
+_NAMES = {
+    "token_embedder/embedding": "model.embed_tokens.weight",
+    "decoder/decoder_norm/scale": "model.norm.weight",
+    "decoder/logits_dense/kernel": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "pre_self_attention_layer_norm/scale": "input_layernorm.weight",
+    "post_self_attention_layer_norm/scale": "post_attention_layernorm.weight",
+    "self_attention/query/kernel": "self_attn.q_proj.weight",
+    "self_attention/key/kernel": "self_attn.k_proj.weight",
+    "self_attention/value/kernel": "self_attn.v_proj.weight",
+    "self_attention/out/kernel": "self_attn.o_proj.weight",
+    "self_attention/query/bias": "self_attn.q_proj.bias",
+    "self_attention/key/bias": "self_attn.k_proj.bias",
+    "self_attention/value/bias": "self_attn.v_proj.bias",
+    "self_attention/query_norm/scale": "self_attn.q_norm.weight",
+    "self_attention/key_norm/scale": "self_attn.k_norm.weight",
+    "mlp/wi_0/kernel": "mlp.gate_proj.weight",
+    "mlp/wi_1/kernel": "mlp.up_proj.weight",
+    "mlp/wo/kernel": "mlp.down_proj.weight",
+}
 
 
-def fits(path: Path) -> bool:
-    """Whether a path is such a directory."""
+def huggingface_names(config: ModelConfig) -> dict[str, str]:
+    """The name in Hugging Face's files of each parameter, by its path.
+
+    >>> sizes = dict(vocab_size=8, emb_dim=8, num_query_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=8, num_layers=1)
+    >>> huggingface_names(ModelConfig(**sizes, scan_layers=False))["decoder/layers_0/mlp/wo/kernel"]
+    'model.layers.0.mlp.down_proj.weight'
+    """
+    return file_names(config, _NAMES, _LAYER_NAMES, "model.layers.{}.{}")
+
+
+def matches(path: Path) -> bool:
+    """Whether a path is a directory with config.json and safetensors."""
     return path.is_dir() and (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
-def read(directory: Path) -> Source:
+def read(directory: Path) -> PretrainedModel:
     """Open the model of a directory."""
     described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     file = SafeTensors(directory)
     layout = layout_of(described["quantization_config"]) if described.get("quantization_config") else None
     names = file.names() if layout is None else layout.names(file.names())
     config = model_config(described, directory, set(names))
-    leaves = {path: _leaf(file, layout, name, is_matrix(path)) for path, name in huggingface_names(config).items()}
+    leaves = {path: _leaf(file, layout, name, is_transposed(path)) for path, name in huggingface_names(config).items()}
     origin = {
         "kind": "Hugging Face",
         "path": directory.name,
@@ -42,7 +81,7 @@ def read(directory: Path) -> Source:
         "architecture": described.get("model_type"),
         "max_length": described.get("max_position_embeddings"),
     }
-    return Source(config, leaves, read_tokenizer(directory), origin=origin)
+    return PretrainedModel(config, leaves, read_tokenizer(directory), origin=origin)
 
 
 def model_config(described: dict[str, Any], directory: Path, names: set[str]) -> ModelConfig:
@@ -57,7 +96,7 @@ def model_config(described: dict[str, Any], directory: Path, names: set[str]) ->
     if kind not in ARCHITECTURES:
         raise ValueError(
             f"{directory / 'config.json'}: model_type {kind!r} is none that Octavo knows: "
-            f"{nearest_names(str(kind), ARCHITECTURES)}"
+            f"{nearest_names(str(kind), tuple(ARCHITECTURES))}"
         )
     activation = described.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
@@ -106,7 +145,7 @@ def _scaling(rope: dict[str, Any]) -> tuple[float, float, float, float] | None:
     raise ValueError(f"rotary positions scaled as {kind!r} are not supported: llama3 and default are")
 
 
-def _leaf(file: SafeTensors, layout: Layout | None, name: str, turned: bool) -> Leaf:
+def _leaf(file: SafeTensors, layout: Layout | None, name: str, transposed: bool) -> Leaf:
     info: Any
     if layout is None:
         info, load = file.info(name), functools.partial(file.read, name)
@@ -115,12 +154,112 @@ def _leaf(file: SafeTensors, layout: Layout | None, name: str, turned: bool) -> 
         info, load = layout.info(file, name), functools.partial(layout.read, file, name)
         stored = layout.method if info.quantized else str(info.dtype)
     shape = tuple(info.shape)
-    return Leaf(shape[::-1] if turned else shape, str(info.dtype), functools.partial(_turned, load, turned), stored)
+    return Leaf(
+        shape[::-1] if transposed else shape, str(info.dtype), functools.partial(_load, load, transposed), stored
+    )
 
 
-def _turned(load: Callable[[], np.ndarray | QArray], turned: bool) -> np.ndarray | QArray:
+def _load(load: Callable[[], np.ndarray | QArray], transposed: bool) -> np.ndarray | QArray:
     value = load()
-    return value.T if turned else value
+    return value.T if transposed else value
 
 
-register_kind(Kind("huggingface", "a Hugging Face directory (config.json and safetensors)", fits=fits, read=read))
+def write_huggingface(
+    source: PretrainedModel, params: Mapping[str, Any], out: Path, *, method: str | None = None
+) -> None:
+    """Write a directory with config.json, safetensors and the tokenizer.
+
+    Args:
+      source: The model.
+      params: Its parameters by path, floats and QArrays.
+      out: The directory.
+      method: The `quant_method` of the layout for QArrays; without one they are dequantized.
+    """
+    layout = None if method is None else get_layout(method)
+    tensors: dict[str, np.ndarray] = {}
+    schemes: dict[str, Scheme | None] = {}
+    for path, name in huggingface_names(source.config).items():
+        value = params[path]
+        if isinstance(value, QArray) and layout is not None and is_transposed(path):
+            q = value._map(jnp.asarray).unpack().T
+            tensors |= layout.write(name, q)
+            schemes[name.removesuffix(".weight")] = Scheme.of(q)
+            continue
+        if isinstance(value, QArray):
+            value = np.asarray(value._map(jnp.asarray).dequantize())
+        if is_transposed(path):
+            schemes[name.removesuffix(".weight")] = None
+            value = np.ascontiguousarray(value.T)
+        tensors[name] = value
+    out.mkdir(parents=True, exist_ok=True)
+    write(out, tensors, {"format": "pt"}, max_shard_bytes=_SHARD_BYTES)
+    described = describe_model(source, str(tensors["model.norm.weight"].dtype))
+    if layout is not None:
+        described["quantization_config"] = _quantization_config(layout, schemes)
+    (out / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
+    if source.tokenizer is not None:
+        source.tokenizer.save(out)
+        named = {**source.tokenizer.special, "add_bos_token": source.tokenizer.add_bos}
+        if source.tokenizer.template:
+            named["chat_template"] = source.tokenizer.template
+        (out / "tokenizer_config.json").write_text(json.dumps(named, indent=2), encoding="utf-8")
+
+
+def _quantization_config(layout: type[Layout], schemes: dict[str, Scheme | None]) -> dict[str, Any]:
+    if not any(schemes.values()):
+        raise ValueError(f"no weight is quantized, so the layout {layout.method!r} has no use: write safetensors")
+    return layout.config_for(schemes)
+
+
+def describe_model(source: PretrainedModel, dtype: str) -> dict[str, Any]:
+    """The config.json of a model."""
+    config = source.config
+    architecture = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    described = {
+        "architectures": [ARCHITECTURES[architecture]],
+        "model_type": architecture,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.emb_dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_query_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "gelu_pytorch_tanh" if config.activation == "gelu" else config.activation,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": source.origin.get("max_length") or 2048,
+        "tie_word_embeddings": config.tied_logits,
+        "torch_dtype": dtype,
+    }
+    if config.rope_scaling is not None:
+        factor, low, high, length = config.rope_scaling
+        described["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": int(length),
+        }
+    if source.tokenizer is not None:
+        ends = list(source.tokenizer.eos_ids)
+        described |= {"bos_token_id": source.tokenizer.bos_id, "eos_token_id": ends[0] if len(ends) == 1 else ends}
+    return described
+
+
+register_format(
+    ModelFormat("huggingface", "a Hugging Face directory (config.json and safetensors)", matches=matches, read=read)
+)
+
+
+def _exporter(method: str | None, scale_dtype: str | None) -> Exporter:
+    def write_params(source: PretrainedModel, done: Export, out: Path) -> None:
+        write_huggingface(source, done.params, out, method=method)
+
+    # Quantized embeddings and logits are unknown to these layouts.
+    return converting(write_params, head="float", scale_dtype=scale_dtype)
+
+
+register_exporter("safetensors", _exporter(None, None))
+for _method in ("compressed-tensors", "gptq", "awq"):
+    register_exporter(_method, _exporter(_method, "float16"))

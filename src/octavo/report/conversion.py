@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from octavo.pretrained.convert import Summary, stored_as
-from octavo.pretrained.source import Source
+from octavo.pretrained.convert import Summary
+from octavo.pretrained.model import PretrainedModel, storage_name
 from octavo.qarray import QArray
 from octavo.qarray.histogram import WORST, histogram, sqnr_db
 from octavo.report.heat import extent_of, heat_map, legend, place
@@ -26,7 +26,7 @@ _SHOWN = 0.001
 
 
 def record_conversion(
-    source: Source,
+    source: PretrainedModel,
     stored: Mapping[str, Any] | Callable[[str], Any],
     summary: Summary,
     path: str | os.PathLike[str],
@@ -64,7 +64,7 @@ def record_conversion(
     return Path(path)
 
 
-def _tensor(source: Source, path: str, value: Any, db: float | None) -> dict[str, Any]:
+def _tensor(source: PretrainedModel, path: str, value: Any, db: float | None) -> dict[str, Any]:
     leaf = source.leaves[path]
     if db is None and isinstance(value, QArray):
         db = sqnr_db(_float(leaf.load()), _float(value))
@@ -72,7 +72,7 @@ def _tensor(source: Source, path: str, value: Any, db: float | None) -> dict[str
         "path": path,
         "shape": list(leaf.shape),
         "was": leaf.stored or leaf.dtype,
-        "kind": stored_as(value),
+        "kind": storage_name(value),
         "quantized": isinstance(value, QArray),
         "before": leaf.nbytes,
         "after": int(value.nbytes),

@@ -22,12 +22,12 @@ def worst_weights(run: Run) -> tuple[list[dict[str, Any]], str]:
         return [], "There is no checkpoint to take weights from."
     # Here and not above: a page about metrics alone needs neither flax nor orbax.
     from octavo.pretrained import open_model
-    from octavo.pretrained.convert import quantize_array, quantizers_of
+    from octavo.pretrained.convert import param_quantizers, quantize_array
     from octavo.qarray import QArray
 
     try:
         source = open_model(str(run.directory))
-        hows = quantizers_of(source.config, source.rules)
+        hows = param_quantizers(source.config, source.rules)
         chosen = _chosen(run.telemetry, hows, {path: leaf.shape for path, leaf in source.leaves.items()})
         found = []
         for path in chosen:

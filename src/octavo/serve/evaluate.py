@@ -24,7 +24,7 @@ from flax import nnx
 from octavo._typing import Array
 from octavo.models import Decoder, ModelConfig, apply, layer_groups
 from octavo.models.attention import Places
-from octavo.pretrained.source import Source
+from octavo.pretrained.model import PretrainedModel
 from octavo.serve.cache import KVCache, KVConfig
 
 _LOGITS_AT_ONCE = 1 << 26
@@ -83,10 +83,10 @@ class Evaluation:
 
 
 def evaluate(
-    source: Source,
+    source: PretrainedModel,
     ids: Sequence[int],
     *,
-    against: Source | None = None,
+    against: PretrainedModel | None = None,
     kv: KVConfig | None = None,
     length: int = 256,
     layers: bool = True,
@@ -144,7 +144,7 @@ def _mean(values: np.ndarray) -> Measured:
     return Measured(float(np.mean(values)), error)
 
 
-def _windows(ids: Sequence[int], length: int, source: Source) -> Iterator[list[int]]:
+def _windows(ids: Sequence[int], length: int, source: PretrainedModel) -> Iterator[list[int]]:
     """Each window is what is read, and one more: what its last token predicts."""
     tokenizer = source.tokenizer
     bos = [tokenizer.bos_id] if tokenizer is not None and tokenizer.add_bos and tokenizer.bos_id is not None else []
@@ -169,7 +169,7 @@ def _padded(windows: list[list[int]], rows: int, length: int) -> tuple[np.ndarra
     return tokens, targets, counts
 
 
-def _forward(source: Source, kv: KVConfig | None) -> Callable[[np.ndarray], Array]:
+def _forward(source: PretrainedModel, kv: KVConfig | None) -> Callable[[np.ndarray], Array]:
     """The logits of windows of tokens."""
     params = source.params()
     if kv is None:
@@ -225,7 +225,9 @@ def layer_outputs(config: ModelConfig, params: Any, tokens: Any) -> dict[str, Ar
     return found
 
 
-def _layer_ratios(source: Source, against: Source, window: list[int]) -> tuple[tuple[str, float], ...]:
+def _layer_ratios(
+    source: PretrainedModel, against: PretrainedModel, window: list[int]
+) -> tuple[tuple[str, float], ...]:
     tokens = jnp.asarray([window[:-1]], jnp.int32)
     outputs = [
         jax.jit(s.function(functools.partial(layer_outputs, s.config)))(s.params(), tokens) for s in (source, against)

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from octavo._tree import flatten_paths
 from octavo.models.decoder import layer_groups
-from octavo.pretrained.source import paths_of
-from octavo.qarray import QArray
+from octavo.qarray import QArray, is_qarray
 from octavo.qarray.histogram import WORST, histogram, sqnr_db
 from octavo.train.sparse import masked
 from octavo.train.trainer import Trainer
@@ -18,10 +18,10 @@ def worst_weights(trainer: Trainer) -> list[dict[str, Any]]:
 
     The layers of a stack are weights of their own. Weights that are quantized without a loss are left out.
     """
-    floats = paths_of(masked(trainer.state.params, trainer.state.masks))
+    floats = flatten_paths(masked(trainer.state.params, trainer.state.masks))
     stacks = [f"decoder/{group.name}/" for group in layer_groups(trainer.model) if group.is_stack]
     found: list[tuple[float, str, np.ndarray, QArray]] = []
-    for path, q in paths_of(trainer.quantized_params()).items():
+    for path, q in flatten_paths(trainer.quantized_params(), is_qarray).items():
         if not isinstance(q, QArray):
             continue
         for name, x, codes in _layers(path, np.asarray(floats[path], np.float32), q, stacks):

@@ -6,7 +6,9 @@ Nothing of Octavo is imported here. After `make data ARGS="stories15m smollm2 mi
     oracle/bin/pip install torch transformers numpy safetensors gguf accelerate
     oracle/bin/python tests/pretrained/golden/make.py [stories15m] [smollm2] [minilm]
 
-Made with torch 2.13.0 and transformers 5.22.2, in float32. Files of language models hold, without pickles:
+Made with torch 2.13.0 and transformers 5.22.2, in float32; stories15m.npz from the original model.bin and tokenizer.bin
+of llama2.c, which the directory that `make data` writes is a conversion of. Files of language models hold, without
+pickles:
 
     text            what was read (a string)
     tokens          [length] its ids
@@ -22,9 +24,7 @@ length one.
 """
 
 import argparse
-import itertools
 import json
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BertModel,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
@@ -82,85 +81,6 @@ SENTENCES = [
 ]
 
 
-def rows_of_halves(w: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of a projection whose rotary pairs are neighbours, with the pairs half a head apart."""
-    return w.reshape(heads, -1, 2, w.shape[1]).transpose(1, 2).reshape(w.shape)
-
-
-def llama2c(path: Path) -> LlamaForCausalLM:
-    with path.open("rb") as file:
-        dim, hidden, layers, heads, kv_heads, vocab, length = struct.unpack("<7i", file.read(28))
-        values = np.fromfile(file, "<f4")
-    assert vocab > 0, "the table of embeddings is that of the logits"
-    head, at = dim // heads, 0
-
-    def take(*shape: int) -> torch.Tensor:
-        nonlocal at
-        at += (size := int(np.prod(shape)))
-        return torch.from_numpy(values[at - size : at].reshape(shape).copy())
-
-    table, norms = take(vocab, dim), take(layers, dim)
-    query, key, value = (take(layers, n * head, dim) for n in (heads, kv_heads, kv_heads))
-    out, second_norms = take(layers, dim, dim), take(layers, dim)
-    gate, down, up = take(layers, hidden, dim), take(layers, dim, hidden), take(layers, hidden, dim)
-    weights = {"model.embed_tokens.weight": table, "model.norm.weight": take(dim), "lm_head.weight": table}
-    assert values.size - at == length * head, "after the weights come cosines and sines only"
-    for i in range(layers):
-        here = f"model.layers.{i}."
-        weights |= {
-            here + "input_layernorm.weight": norms[i],
-            here + "post_attention_layernorm.weight": second_norms[i],
-            here + "self_attn.q_proj.weight": rows_of_halves(query[i], heads),
-            here + "self_attn.k_proj.weight": rows_of_halves(key[i], kv_heads),
-            here + "self_attn.v_proj.weight": value[i],
-            here + "self_attn.o_proj.weight": out[i],
-            here + "mlp.gate_proj.weight": gate[i],
-            here + "mlp.down_proj.weight": down[i],
-            here + "mlp.up_proj.weight": up[i],
-        }
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=dim,
-        intermediate_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=length,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        attn_implementation="eager",
-    )
-    model = LlamaForCausalLM(config)
-    model.load_state_dict(weights)
-    return model.eval()
-
-
-def pieces(path: Path) -> tuple[list[bytes], list[float]]:
-    data, at, found, scores = path.read_bytes(), 4, [], []
-    while at < len(data):
-        score, size = struct.unpack_from("<fi", data, at)
-        found.append(data[at + 8 : at + 8 + size])
-        scores.append(score)
-        at += 8 + size
-    return found, scores
-
-
-def encode(text: str, path: Path) -> list[int]:
-    """SentencePiece's merges: of all neighbours that join to a piece, those with the best score first."""
-    found, scores = pieces(path)
-    ids = {piece: i for i, piece in enumerate(found)}
-    tokens: list[int] = []
-    for char in " " + text:
-        raw = char.encode()
-        tokens += [ids[raw]] if raw in ids else [byte + 3 for byte in raw]
-    while True:
-        joined = [ids.get(found[a] + found[b], -1) for a, b in itertools.pairwise(tokens)]
-        best = max(range(len(joined)), key=lambda i: scores[joined[i]] if joined[i] >= 0 else -np.inf, default=-1)
-        if best < 0 or joined[best] < 0:
-            return [1, *tokens]
-        tokens[best : best + 2] = [joined[best]]
-
-
 @torch.no_grad()
 def of_logits(model: torch.nn.Module, tokens: list[int]) -> dict[str, np.ndarray]:
     logits = model(torch.tensor([tokens])).logits[0].double()
@@ -184,8 +104,9 @@ def of_logits(model: torch.nn.Module, tokens: list[int]) -> dict[str, np.ndarray
 
 
 def stories15m(folder: Path) -> dict[str, np.ndarray]:
-    tokens = encode(STORY, folder / "tokenizer.bin")
-    return {"text": np.asarray(STORY), **of_logits(llama2c(folder / "model.bin"), tokens)}
+    tokens = AutoTokenizer.from_pretrained(folder)(STORY)["input_ids"]
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return {"text": np.asarray(STORY), **of_logits(model, tokens)}
 
 
 def smollm2(folder: Path) -> dict[str, np.ndarray]:

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import jax
 import pytest
 
+from octavo.data import ByteTokenizer
 from octavo.models import ModelConfig, init_params
-from octavo.pretrained.tokenizer import of_bytes
 from octavo.serve import Engine, SamplingParams
 from octavo.serve.http import Limits, running
 from octavo.serve.http.worker import Job
@@ -26,7 +26,7 @@ SAMPLED = {"temperature": 1, "top_p": 0.9, "max_tokens": 20, "logprobs": 0}
 
 @pytest.fixture(scope="module")
 def engine():
-    tokenizer = of_bytes()
+    tokenizer = ByteTokenizer()
     sizes = {"emb_dim": 32, "num_layers": 2, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mlp_dim": 64}
     config = ModelConfig(vocab_size=tokenizer.vocab_size, scan_layers=False, **sizes)
     params = init_params(config, jax.random.key(0))

@@ -1,16 +1,19 @@
-"""Writing GGUF files: tensor by tensor, into a new file that takes its name when it is whole."""
+"""Writing GGUF files: atomically, one tensor in memory at a time.
+
+Not by `gguf.GGUFWriter`, which cannot write empty arrays, types Python ints as int32 where llama.cpp reads uint32, and
+opens the destination itself, so that a failure leaves a partial file. Tests compare the bytes of both.
+"""
 
 import dataclasses
 import math
 import os
 import struct
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
+from octavo._io import atomic_file
 from octavo.files.errors import FileError
 from octavo.files.gguf.encode import ENCODERS, encode, encode_codes
 from octavo.files.gguf.header import ALIGNMENT, ARRAY, MAGIC, MAX_NAME, MAX_RANK, SCALARS, STRING
@@ -24,10 +27,13 @@ _VALUES_AT_ONCE = 1 << 20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tensor:
-    """What to write: values or a function that gives them when their turn comes, and the type in the file.
+    """A tensor to write.
 
-    With a function the shape has to be given. A QArray keeps its codes and scales if `kind` can hold them (int8 as
-    Q8_0, int4 as Q4_0, tiles of 32 or multiples, scales that are float16 numbers).
+    Args:
+      values: An array, a QArray, or a function that returns one when it is written. A QArray keeps its codes and scales
+        if `kind` can hold them (int8 as Q8_0, int4 as Q4_0, tiles of 32 or multiples, scales that are float16 numbers).
+      kind: The type in the file.
+      shape: Needed with a function.
     """
 
     values: Any
@@ -60,37 +66,26 @@ def write_gguf(
 ) -> None:
     """Write a GGUF file of version 3.
 
-    Metadata are bools, texts, numbers (ints become uint32, or as wide as they need; floats float32; NumPy scalars their
-    own type), arrays of NumPy, and lists of one kind of these. A plain array is written as it is, if ggml has its
-    dtype. Only one tensor is in memory at a time.
+    Args:
+      path: The file, replaced atomically.
+      metadata: Bools, strings, numbers (ints become uint32, or as wide as they need; floats float32; NumPy scalars keep
+        their type), NumPy arrays, and lists of one type of these.
+      tensors: By name. Arrays keep their dtype, which ggml must have; `Tensor` converts.
+      alignment: Of the tensors in the file.
     """
-    entries = {name: value if isinstance(value, Tensor) else _as_it_is(name, value) for name, value in tensors.items()}
+    entries = {
+        name: value if isinstance(value, Tensor) else _untyped_tensor(name, value) for name, value in tensors.items()
+    }
     head = _head(dict(metadata), entries, alignment)
-    path = Path(path)
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(head)
+    with atomic_file(path) as file:
+        file.write(head)
+        _pad(file, alignment)
+        for name, entry in entries.items():
+            _write_tensor(file, name, entry)
             _pad(file, alignment)
-            for name, entry in entries.items():
-                _write_tensor(file, name, entry)
-                _pad(file, alignment)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(scratch, 0o666 & ~_umask())
-        os.replace(scratch, path)
-    except BaseException:
-        os.unlink(scratch)
-        raise
 
 
-def _umask() -> int:
-    mask = os.umask(0o22)
-    os.umask(mask)
-    return mask
-
-
-def _as_it_is(name: str, array: Any) -> Tensor:
+def _untyped_tensor(name: str, array: Any) -> Tensor:
     dtype = np.dtype(array.dtype)
     for kind in TYPES.values():
         if not kind.quantized and kind.block == dtype:
@@ -108,7 +103,7 @@ def _head(metadata: dict[str, Any], entries: Mapping[str, Tensor], alignment: in
         metadata["general.alignment"] = np.uint32(alignment)
     parts = [MAGIC, struct.pack("<IQQ", 3, len(entries), len(metadata))]
     for key, value in metadata.items():
-        parts += [_text(key, "a key", MAX_NAME), _value(value, f"metadata {key!r}")]
+        parts += [_text(key, "a key", MAX_NAME), _typed_value(value, f"metadata {key!r}")]
     offset = 0
     for name, entry in entries.items():
         shape, kind = entry.shape or (), entry.type
@@ -123,11 +118,11 @@ def _head(metadata: dict[str, Any], entries: Mapping[str, Tensor], alignment: in
     return b"".join(parts)
 
 
-def _pad(file: BinaryIO, alignment: int) -> None:
+def _pad(file: IO[bytes], alignment: int) -> None:
     file.write(b"\0" * (-file.tell() % alignment))
 
 
-def _write_tensor(file: BinaryIO, name: str, entry: Tensor) -> None:
+def _write_tensor(file: IO[bytes], name: str, entry: Tensor) -> None:
     values, kind = entry.load(), entry.type
     if tuple(values.shape) != entry.shape:
         raise FileError(f"tensor {name!r}: has shape {tuple(values.shape)}, but {entry.shape} was announced")
@@ -154,12 +149,12 @@ def _text(text: str, what: str, limit: int | None = None) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _value(value: Any, what: str) -> bytes:
-    number, data = _typed(value, what)
+def _typed_value(value: Any, what: str) -> bytes:
+    number, data = _encode_value(value, what)
     return struct.pack("<I", number) + data
 
 
-def _typed(value: Any, what: str) -> tuple[int, bytes]:
+def _encode_value(value: Any, what: str) -> tuple[int, bytes]:
     """The number of a value's type, and its bytes."""
     if isinstance(value, str):
         return STRING, _text(value, what)
@@ -193,7 +188,7 @@ def _list(values: Any, what: str) -> bytes:
         raise FileError(f"{what}: an empty list has no type; give an empty NumPy array, of dtype str for texts")
     if all(type(v) is int for v in values) and min(values) < 0 <= max(values) < 1 << 31:
         values = [np.int32(v) if min(values) >= -(1 << 31) else np.int64(v) for v in values]
-    items = [_typed(v, what) for v in values]
+    items = [_encode_value(v, what) for v in values]
     if len({number for number, _ in items}) > 1:
         raise FileError(f"{what}: a list holds one kind of value; give an array of NumPy to say which")
     return struct.pack("<IQ", items[0][0], len(items)) + b"".join(data for _, data in items)

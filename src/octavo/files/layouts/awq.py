@@ -12,18 +12,10 @@ import numpy as np
 
 from octavo.files import bits as streams
 from octavo.files.errors import FileError
-from octavo.files.layouts.base import Layout, TensorFile, register_layout
+from octavo.files.layouts.base import Layout, register_layout
 from octavo.files.layouts.config import choice, count, one_scheme, strings
-from octavo.files.layouts.parts import (
-    FLOATS,
-    WORDS,
-    check_integers,
-    expect,
-    groups_of,
-    integer_fields,
-    integers,
-    shape_of,
-)
+from octavo.files.layouts.parts import check_integers, integer_fields
+from octavo.files.layouts.qweight import QweightLayout, part_name
 from octavo.files.layouts.scheme import Scheme
 from octavo.files.safetensors import Info
 from octavo.qarray import QArray
@@ -34,14 +26,11 @@ _PLACE = np.argsort(_ORDER)
 
 @register_layout
 @dataclasses.dataclass(frozen=True)
-class Awq(Layout):
+class Awq(QweightLayout):
     """The layout of AutoAWQ."""
 
     method: ClassVar[str] = "awq"
-    mains: ClassVar[Mapping[str, str]] = {".qweight": ".weight"}
     parts: ClassVar[tuple[str, ...]] = (".qzeros", ".scales")
-
-    group_size: int
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Layout":
@@ -50,28 +39,13 @@ class Awq(Layout):
         # AutoAWQ's own quant_config.json has other names for the same.
         lowered = {"bits": lowered.get("w_bit"), "group_size": lowered.get("q_group_size")} | lowered
         choice(lowered, "bits", {4: 4})
-        return cls(count(lowered, "group_size"), ignore=strings(config, "modules_to_not_convert"))
+        return cls(4, count(lowered, "group_size"), ignore=strings(config, "modules_to_not_convert"))
 
-    def is_quantized(self, file: TensorFile, name: str) -> bool:
-        return name.endswith(".weight") and _part(name, "qweight") in file
+    def _code_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        return 8 * columns, rows
 
-    def _scale(self, file: TensorFile, name: str) -> str:
-        return _part(name, "scales")
-
-    def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]:
-        size, words = shape_of(file, _part(name, "qweight"), WORDS, 2)
-        groups, _ = scales = shape_of(file, _part(name, "scales"), FLOATS, 2)
-        expect(_part(name, "scales"), scales, (groups, 8 * words), "the codes")
-        expect(_part(name, "qzeros"), shape_of(file, _part(name, "qzeros"), WORDS, 2), (groups, words), "the scales")
-        return 8 * words, size
-
-    def _read(self, file: TensorFile, name: str) -> QArray | np.ndarray:
-        _, size = self._shape(file, name)
-        fields, zeros = (_unpack(file.read(_part(name, part))).T for part in ("qweight", "qzeros"))
-        scales = np.ascontiguousarray(file.read(_part(name, "scales")).T)
-        group = size if self.group_size == -1 else self.group_size
-        groups_of(name, None, size, group, scales.shape[1])
-        return integers(np.ascontiguousarray(fields), zeros, scales, bits=4, group=group, g_idx=None)
+    def _codes(self, qweight: np.ndarray, qzeros: np.ndarray, out: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.ascontiguousarray(_unpack(qweight).T), _unpack(qzeros).T
 
     @classmethod
     def write(cls, name: str, q: QArray) -> dict[str, np.ndarray]:
@@ -79,9 +53,9 @@ class Awq(Layout):
         fields, zeros, scale = integer_fields(q)
         zeros = np.full(scale.shape, 8, np.uint8) if zeros is None else zeros
         return {
-            _part(name, "qweight"): _pack(fields.T),
-            _part(name, "qzeros"): _pack(zeros.T),
-            _part(name, "scales"): np.ascontiguousarray(scale.T),
+            part_name(name, "qweight"): _pack(fields.T),
+            part_name(name, "qzeros"): _pack(zeros.T),
+            part_name(name, "scales"): np.ascontiguousarray(scale.T),
         }
 
     @classmethod
@@ -91,9 +65,9 @@ class Awq(Layout):
         if out % 8:
             raise FileError(f"{name!r} {list(shape)}: awq packs outputs in eights; leave this weight in float")
         return {
-            _part(name, "qweight"): Info.make(np.int32, (size, out // 8)),
-            _part(name, "qzeros"): Info.make(np.int32, (groups, out // 8)),
-            _part(name, "scales"): Info.make(scheme.scale_dtype, (groups, out)),
+            part_name(name, "qweight"): Info.make(np.int32, (size, out // 8)),
+            part_name(name, "qzeros"): Info.make(np.int32, (groups, out // 8)),
+            part_name(name, "scales"): Info.make(scheme.scale_dtype, (groups, out)),
         }
 
     @classmethod
@@ -117,7 +91,3 @@ def _unpack(words: np.ndarray) -> np.ndarray:
 def _pack(fields: np.ndarray) -> np.ndarray:
     eights = np.ascontiguousarray(fields).reshape(fields.shape[0], -1, 8)[..., _ORDER]
     return streams.pack(eights.reshape(fields.shape), 4, np.int32)
-
-
-def _part(name: str, part: str) -> str:
-    return f"{name.removesuffix('.weight')}.{part}"

@@ -16,18 +16,10 @@ import numpy as np
 
 from octavo.files import bits as streams
 from octavo.files.errors import FileError
-from octavo.files.layouts.base import Layout, TensorFile, register_layout
+from octavo.files.layouts.base import Layout, register_layout
 from octavo.files.layouts.config import choice, count, one_scheme, strings
-from octavo.files.layouts.parts import (
-    FLOATS,
-    WORDS,
-    check_integers,
-    expect,
-    groups_of,
-    integer_fields,
-    integers,
-    shape_of,
-)
+from octavo.files.layouts.parts import check_integers, integer_fields
+from octavo.files.layouts.qweight import QweightLayout, part_name
 from octavo.files.layouts.scheme import Scheme
 from octavo.files.safetensors import Info
 from octavo.qarray import QArray
@@ -37,15 +29,12 @@ _BITS = (2, 3, 4, 8)
 
 @register_layout
 @dataclasses.dataclass(frozen=True)
-class Gptq(Layout):
+class Gptq(QweightLayout):
     """The layout of AutoGPTQ."""
 
     method: ClassVar[str] = "gptq"
-    mains: ClassVar[Mapping[str, str]] = {".qweight": ".weight"}
     parts: ClassVar[tuple[str, ...]] = (".qzeros", ".scales", ".g_idx")
 
-    bits: int
-    group_size: int
     v2: bool = False
 
     @classmethod
@@ -61,34 +50,12 @@ class Gptq(Layout):
         left = tuple(f"re:{key[2:]}" for key in dynamic)
         return cls(bits, count(config, "group_size"), v2, ignore=strings(config, "modules_to_not_convert") + left)
 
-    def is_quantized(self, file: TensorFile, name: str) -> bool:
-        return name.endswith(".weight") and _part(name, "qweight") in file
+    def _code_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        return columns, rows * 32 // self.bits
 
-    def _scale(self, file: TensorFile, name: str) -> str:
-        return _part(name, "scales")
-
-    def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]:
-        rows, out = shape_of(file, _part(name, "qweight"), WORDS, 2)
-        groups, _ = scales = shape_of(file, _part(name, "scales"), FLOATS, 2)
-        expect(_part(name, "scales"), scales, (groups, out), "the codes")
-        zeros = shape_of(file, _part(name, "qzeros"), WORDS, 2)
-        expect(_part(name, "qzeros"), zeros, (groups, -(-out * self.bits // 32)), "the scales")
-        return out, rows * 32 // self.bits
-
-    def _read(self, file: TensorFile, name: str) -> QArray | np.ndarray:
-        out, size = self._shape(file, name)
-        fields = streams.unpack(file.read(_part(name, "qweight")).T, self.bits, size)
-        scales = file.read(_part(name, "scales")).T
-        zeros = streams.unpack(file.read(_part(name, "qzeros")), self.bits, out).T
-        if not self.v2:
-            zeros = (zeros + np.uint8(1)) & np.uint8(2**self.bits - 1)
-        g_idx = None
-        if _part(name, "g_idx") in file:
-            expect(_part(name, "g_idx"), shape_of(file, _part(name, "g_idx"), WORDS, 1), (size,), "the codes")
-            g_idx = file.read(_part(name, "g_idx"))
-        group = size if self.group_size == -1 else self.group_size
-        g_idx = groups_of(name, g_idx, size, group, scales.shape[1])
-        return integers(fields, zeros, np.ascontiguousarray(scales), bits=self.bits, group=group, g_idx=g_idx)
+    def _codes(self, qweight: np.ndarray, qzeros: np.ndarray, out: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        codes, zeros = streams.unpack(qweight.T, self.bits, size), streams.unpack(qzeros, self.bits, out).T
+        return codes, zeros if self.v2 else (zeros + np.uint8(1)) & np.uint8(2**self.bits - 1)
 
     @classmethod
     def write(cls, name: str, q: QArray) -> dict[str, np.ndarray]:
@@ -98,10 +65,10 @@ class Gptq(Layout):
         # Asymmetric weights are "gptq_v2": readers of the other format differ on what a zero point of 0 is.
         zeros = np.full(scale.shape, 2 ** (bits - 1) - 1, np.uint8) if zeros is None else zeros
         return {
-            _part(name, "qweight"): np.ascontiguousarray(streams.pack(fields, bits, np.int32).T),
-            _part(name, "qzeros"): streams.pack(np.ascontiguousarray(zeros.T), bits, np.int32),
-            _part(name, "scales"): np.ascontiguousarray(scale.T),
-            _part(name, "g_idx"): (np.arange(q.shape[1]) // q.tile_shape[1]).astype(np.int32),
+            part_name(name, "qweight"): np.ascontiguousarray(streams.pack(fields, bits, np.int32).T),
+            part_name(name, "qzeros"): streams.pack(np.ascontiguousarray(zeros.T), bits, np.int32),
+            part_name(name, "scales"): np.ascontiguousarray(scale.T),
+            part_name(name, "g_idx"): (np.arange(q.shape[1]) // q.tile_shape[1]).astype(np.int32),
         }
 
     @classmethod
@@ -112,10 +79,10 @@ class Gptq(Layout):
         if out * bits % 32 or size * bits % 32:
             raise FileError(f"{name!r} {list(shape)}: gptq packs {bits} bits into 32; leave this weight in float")
         return {
-            _part(name, "qweight"): Info.make(np.int32, (size * bits // 32, out)),
-            _part(name, "qzeros"): Info.make(np.int32, (groups, out * bits // 32)),
-            _part(name, "scales"): Info.make(scheme.scale_dtype, (groups, out)),
-            _part(name, "g_idx"): Info.make(np.int32, (size,)),
+            part_name(name, "qweight"): Info.make(np.int32, (size * bits // 32, out)),
+            part_name(name, "qzeros"): Info.make(np.int32, (groups, out * bits // 32)),
+            part_name(name, "scales"): Info.make(scheme.scale_dtype, (groups, out)),
+            part_name(name, "g_idx"): Info.make(np.int32, (size,)),
         }
 
     @classmethod
@@ -132,7 +99,3 @@ class Gptq(Layout):
             "lm_head": "lm_head" not in plain,
             "modules_to_not_convert": plain,
         }
-
-
-def _part(name: str, part: str) -> str:
-    return f"{name.removesuffix('.weight')}.{part}"

@@ -1,4 +1,4 @@
-"""What a conversion is asked for, as rules: a number format for weights, a recipe, a file of rules, or as trained."""
+"""Rules for a conversion, from a short text: a number format for weights, a recipe, or a file of rules."""
 
 import re
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from octavo.numerics import BlockFormat, formats, get_format, nearest_names
 from octavo.rules import QuantizationRule, as_rules, recipe, recipes
 
 TRAINED = "trained"
-"""The rules that a model was trained with."""
+"""Selects the rules that a model was trained with."""
 
 _ALIASES = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "fp4": "float4_e2m1fn"}
 _GROUPS = {2: 32, 3: 32, 4: 32}
-"""How many weights share a scale where the format does not say, by bits; above that a whole channel does."""
+"""Default group size by bits; weights of more bits have one scale per channel."""
 
 _HEAD = r"(.*/)?(token_embedder|logits_dense)(/.*)?"
 _ROUTER = r"(.*/)?router(/.*)?"
@@ -22,14 +22,17 @@ _SPEC = re.compile(r"(?P<format>\w+)(:g(?P<group>\d+))?(:(?P<calibration>[\w.,-]
 
 
 def weight_rules(
-    asked: str, config: ModelConfig, *, head: str = "", trained: Sequence[QuantizationRule] = ()
+    text: str, config: ModelConfig, *, head: str = "", trained: Sequence[QuantizationRule] = ()
 ) -> tuple[QuantizationRule, ...]:
-    """Rules for the products of a model.
+    """Rules for the matmuls of a model.
 
-    `asked` is a number format for weights alone, `int8`, `int4:g64` in groups of 64, `int4:g32:mse` with another
-    calibration; or `recipe:NAME`, activations included; or a .json or .yml file of rules; or `trained`. `head` is the
-    format of the embedding table and of the logits: by default int8 where weights have fewer bits, else theirs; `float`
-    keeps them.
+    Args:
+      text: A number format for weights: `int8`, `int4:g64` in groups of 64, `int4:g32:mse` with another calibration; or
+        `recipe:NAME`, activations included; or a .json or .yml file of rules; or `trained`.
+      config: The model.
+      head: The format of the embedding table and the logits: by default int8 where weights have fewer bits, else that
+        of the weights; `float` keeps them.
+      trained: The rules that the model was trained with.
 
     >>> sizes = dict(vocab_size=8, emb_dim=64, num_query_heads=1, num_kv_heads=1, head_dim=64, mlp_dim=64)
     >>> for rule in weight_rules("int4", ModelConfig(**sizes, num_layers=1)):
@@ -37,23 +40,23 @@ def weight_rules(
     QuantizationRule(module_path='(.*/)?(token_embedder|logits_dense)(/.*)?', weight_qtype='int8', scope='weights')
     QuantizationRule(weight_qtype='int4', tile_size=32, scope='weights')
     """
-    if asked == TRAINED:
+    if text == TRAINED:
         if not trained:
             raise ValueError("the model was trained in float: name a number format, such as int8 or int4")
         return tuple(trained)
-    if asked.startswith("recipe:"):
-        return recipe(asked.removeprefix("recipe:"))
-    if asked.endswith((".json", ".yml", ".yaml")):
-        if not Path(asked).is_file():
-            raise FileNotFoundError(f"there is no file of rules {asked}")
-        return as_rules(Path(asked))
-    match = _SPEC.fullmatch(asked)
-    name = _ALIASES.get(match["format"], match["format"]) if match else asked
+    if text.startswith("recipe:"):
+        return recipe(text.removeprefix("recipe:"))
+    if text.endswith((".json", ".yml", ".yaml")):
+        if not Path(text).is_file():
+            raise FileNotFoundError(f"there is no file of rules {text}")
+        return as_rules(Path(text))
+    match = _SPEC.fullmatch(text)
+    name = _ALIASES.get(match["format"], match["format"]) if match else text
     if match is None or name not in formats():
-        if asked in recipes(aliases=True):
-            return recipe(asked)
+        if text in recipes(aliases=True):
+            return recipe(text)
         known = (*_ALIASES, *formats(), TRAINED)
-        raise ValueError(f"{asked!r} is no number format: {nearest_names(asked, known)}; or a file of rules")
+        raise ValueError(f"{text!r} is not a number format: {nearest_names(text, known)}; or a file of rules")
     body = _rule(name, match["group"], match["calibration"])
     rules = [] if head == "float" else [_head(name, head, config)]
     if head == "float":
@@ -82,5 +85,7 @@ def _head(name: str, head: str, config: ModelConfig) -> QuantizationRule:
     match = _SPEC.fullmatch(head)
     found = _ALIASES.get(match["format"], match["format"]) if match else head
     if match is None or found not in formats():
-        raise ValueError(f"{head!r} is no number format for the head: {nearest_names(head, (*_ALIASES, *formats()))}")
+        raise ValueError(
+            f"{head!r} is not a number format for the head: {nearest_names(head, (*_ALIASES, *formats()))}"
+        )
     return _rule(found, match["group"], match["calibration"], module_path=_HEAD)

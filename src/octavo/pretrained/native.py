@@ -4,6 +4,7 @@ A converted model is `octavo.json`, which describes it, `params/`, an Orbax chec
 the tokenizer's files and a README.md.
 """
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -12,13 +13,16 @@ from typing import Any
 import numpy as np
 
 from octavo._config import Config as Description
+from octavo._io import atomic_write
+from octavo._tree import flatten_paths, unflatten_paths
 from octavo.checkpoint import CheckpointError, CheckpointManager, load, load_abstract
 from octavo.models import ModelConfig
-from octavo.pretrained.registry import Kind, register_kind
-from octavo.pretrained.source import Leaf, Source, nested, paths_of
+from octavo.pretrained.export import Export, converting, register_exporter
+from octavo.pretrained.model import Leaf, PretrainedModel
+from octavo.pretrained.registry import ModelFormat, register_format
 from octavo.pretrained.tokenizer import read_tokenizer
-from octavo.qarray import QArray
-from octavo.rules import rules_from_json, rules_to_json
+from octavo.qarray import QArray, is_qarray
+from octavo.rules import QtRule, QuantizationRule, rules_from_json, rules_to_json
 from octavo.train.config import Config
 from octavo.train.quantization import schedule_of
 from octavo.train.trainer import model_of
@@ -27,11 +31,11 @@ NAME = "octavo.json"
 VERSION = 1
 
 
-def write_model(source: Source, params: dict[str, Any], directory: Path, *, facts: dict[str, Any]) -> None:
+def write_model(source: PretrainedModel, params: dict[str, Any], directory: Path, *, facts: dict[str, Any]) -> None:
     """Write a converted model whose parameters are at hand, by path."""
     directory.mkdir(parents=True, exist_ok=True)
     with CheckpointManager(directory / "params", asynchronous=False) as checkpoints:
-        checkpoints.save(0, nested(params), force=True)
+        checkpoints.save(0, unflatten_paths(params), force=True)
     if source.tokenizer is not None:
         source.tokenizer.save(directory)
     described = {
@@ -42,16 +46,32 @@ def write_model(source: Source, params: dict[str, Any], directory: Path, *, fact
         "origin": dict(source.origin),
         **facts,
     }
-    draft = directory / f".{NAME}.new"
-    draft.write_text(json.dumps(described, indent=2), encoding="utf-8")
-    draft.replace(directory / NAME)
+    atomic_write(directory / NAME, json.dumps(described, indent=2))
+
+
+def _export(source: PretrainedModel, done: Export, out: Path) -> None:
+    served = done.rules if any(map(_quantizes_activations, done.rules)) else ()
+    facts = {
+        "command": done.command,
+        "bits_per_weight": done.summary.bits_per_weight,
+        "bytes": done.summary.after,
+    }
+    write_model(dataclasses.replace(source, rules=served), done.params, out, facts=facts)
+
+
+def _quantizes_activations(rule: QuantizationRule) -> bool:
+    """Whether a matmul that this rule matches needs the rule when it runs."""
+    if rule.skip:
+        return False
+    fwd = rule.fwd if isinstance(rule, QtRule) else None
+    return rule.act_qtype is not None or rule.rotate is not None or (fwd is not None and fwd.lhs is not None)
 
 
 def _is_converted(path: Path) -> bool:
     return (path / NAME).is_file()
 
 
-def _read_converted(directory: Path) -> Source:
+def _read_converted(directory: Path) -> PretrainedModel:
     try:
         described = json.loads((directory / NAME).read_text(encoding="utf-8"))
         if described["version"] > VERSION:
@@ -64,13 +84,13 @@ def _read_converted(directory: Path) -> Source:
         raise ValueError(f"{directory / NAME} describes no model, but {config!r}")
     origin = {**described["origin"], "kind": "Octavo", "path": directory.name, "name": described["name"]}
     leaves = _leaves(directory / "params", "")
-    return Source(config, leaves, read_tokenizer(directory), rules, origin)
+    return PretrainedModel(config, leaves, read_tokenizer(directory), rules, origin)
 
 
 def _leaves(directory: Path, part: str) -> dict[str, Leaf]:
     """The leaves of a checkpoint; those of a stack of layers each by itself, under the name of its layer."""
     found: dict[str, Leaf] = {}
-    for path, value in paths_of(load_abstract(directory, subtree=part).state).items():
+    for path, value in flatten_paths(load_abstract(directory, subtree=part).state, is_qarray).items():
         whole = functools.partial(_load, directory, f"{part}/{path}")
         group, inner = _stack(path)
         if group is None:
@@ -119,7 +139,7 @@ def _is_run(path: Path) -> bool:
     return path.is_dir() and _checkpoints(path) is not None
 
 
-def _read_run(path: Path) -> Source:
+def _read_run(path: Path) -> PretrainedModel:
     place = _checkpoints(path)
     assert place is not None
     found = load_abstract(place, subtree="params")
@@ -142,14 +162,14 @@ def _read_run(path: Path) -> Source:
         "quantization": config.quantization,
         "max_length": config.max_target_length,
     }
-    return Source(model, leaves, read_tokenizer(run), tuple(rules), origin)
+    return PretrainedModel(model, leaves, read_tokenizer(run), tuple(rules), origin)
 
 
 def _masked(place: Path, leaves: dict[str, Leaf]) -> dict[str, Leaf]:
     """Weights with the values that training left out set to zero."""
     masks = load(place, subtree="masks").state
     by_path: dict[str, Any] = {}
-    for path, mask in paths_of(masks).items():
+    for path, mask in flatten_paths(masks).items():
         group, inner = _stack(path)
         if group is None:
             by_path[path] = mask
@@ -168,5 +188,10 @@ def _masked(place: Path, leaves: dict[str, Leaf]) -> dict[str, Leaf]:
     }
 
 
-register_kind(Kind("octavo", "a model that `octavo quantize` wrote", fits=_is_converted, read=_read_converted))
-register_kind(Kind("run", "a run of `octavo train`, or one of its checkpoints", fits=_is_run, read=_read_run))
+register_format(
+    ModelFormat("octavo", "a model that `octavo quantize` wrote", matches=_is_converted, read=_read_converted)
+)
+register_format(
+    ModelFormat("run", "a run of `octavo train`, or one of its checkpoints", matches=_is_run, read=_read_run)
+)
+register_exporter("octavo", converting(_export, scale_dtype="bfloat16"))

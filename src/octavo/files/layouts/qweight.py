@@ -1,0 +1,70 @@
+"""What the layouts of AWQ and GPTQ share: `qweight`, `qzeros` and `scales` in place of `weight`.
+
+Codes lie in int32 words. `scales` are [groups, out], and `value = (code - zero) * scale`.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+
+from octavo.files.layouts.base import Layout, TensorFile
+from octavo.files.layouts.parts import FLOATS, WORDS, expect, groups_of, integers, shape_of
+from octavo.qarray import QArray
+
+
+@dataclasses.dataclass(frozen=True)
+class QweightLayout(Layout):
+    """A layout of integer codes in groups along the inputs."""
+
+    mains: ClassVar[Mapping[str, str]] = {".qweight": ".weight"}
+
+    bits: int
+    group_size: int
+
+    def is_quantized(self, file: TensorFile, name: str) -> bool:
+        return name.endswith(".weight") and part_name(name, "qweight") in file
+
+    def _scale(self, file: TensorFile, name: str) -> str:
+        return part_name(name, "scales")
+
+    def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]:
+        out, size = self._code_shape(*shape_of(file, part_name(name, "qweight"), WORDS, 2))
+        scales, zeros = part_name(name, "scales"), part_name(name, "qzeros")
+        shape = shape_of(file, scales, FLOATS, 2)
+        expect(scales, shape, (shape[0], out), "the codes")
+        expect(zeros, shape_of(file, zeros, WORDS, 2), (shape[0], -(-out * self.bits // 32)), "the scales")
+        return out, size
+
+    def _read(self, file: TensorFile, name: str) -> QArray | np.ndarray:
+        out, size = self._shape(file, name)
+        codes, zeros = self._codes(
+            file.read(part_name(name, "qweight")), file.read(part_name(name, "qzeros")), out, size
+        )
+        scales = np.ascontiguousarray(file.read(part_name(name, "scales")).T)
+        g_idx = None
+        if ".g_idx" in self.parts and (part := part_name(name, "g_idx")) in file:
+            expect(part, shape_of(file, part, WORDS, 1), (size,), "the codes")
+            g_idx = file.read(part)
+        group = size if self.group_size == -1 else self.group_size
+        g_idx = groups_of(name, g_idx, size, group, scales.shape[1])
+        return integers(codes, zeros, scales, bits=self.bits, group=group, g_idx=g_idx)
+
+    @abc.abstractmethod
+    def _code_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """The shape [out, in] of a weight whose `qweight` has a shape."""
+
+    @abc.abstractmethod
+    def _codes(self, qweight: np.ndarray, qzeros: np.ndarray, out: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Unsigned codes [out, in] and zero points [out, groups]."""
+
+
+def part_name(weight: str, part: str) -> str:
+    """The name of a part of a weight.
+
+    >>> part_name("up_proj.weight", "qzeros")
+    'up_proj.qzeros'
+    """
+    return f"{weight.removesuffix('.weight')}.{part}"

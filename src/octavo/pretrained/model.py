@@ -1,0 +1,137 @@
+"""A pretrained model: its configuration, and its parameters by path, loaded on demand."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from octavo._tree import flatten_paths, unflatten_paths
+from octavo.data import Tokenizer
+from octavo.frameworks import served
+from octavo.models import ModelConfig, abstract_params, apply
+from octavo.qarray import QArray, is_qarray
+from octavo.rules import QuantizationRule
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A parameter that is loaded on demand.
+
+    Args:
+      shape: Its shape.
+      dtype: The dtype of its values in float.
+      load: Reads it, as a NumPy array or a QArray.
+      stored: How the file stores it, such as "float16" or "Q4_0".
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    load: Callable[[], np.ndarray | QArray]
+    stored: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter in its float dtype."""
+        return int(np.prod(self.shape, dtype=np.int64)) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainedModel:
+    """A model whose parameters are loaded on demand: see `open_model`.
+
+    Args:
+      config: The architecture.
+      leaves: The parameters by path.
+      tokenizer: Its tokenizer, if it has one.
+      rules: The rules that its matmuls run with where activations are quantized; empty for models in float, and where
+        only weights are quantized.
+      origin: Where it comes from: the format and path of the file, its name, and what else is known.
+    """
+
+    config: ModelConfig
+    leaves: Mapping[str, Leaf]
+    tokenizer: Tokenizer | None = None
+    rules: tuple[QuantizationRule, ...] = ()
+    origin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        wanted = flatten_paths(abstract_params(self.config))
+        missing = sorted(set(wanted) - set(self.leaves))
+        beyond = sorted(set(self.leaves) - set(wanted))
+        if missing or beyond:
+            what = f"lacks {missing[0]!r}" if missing else f"has the unexpected {beyond[0]!r}"
+            more = len(missing) + len(beyond) - 1
+            raise ValueError(
+                f"{self.name} {what}{f' ({more} more differ)' if more else ''}: it does not match its config"
+            )
+        for path, leaf in self.leaves.items():
+            shape = tuple(wanted[path].shape)
+            if tuple(leaf.shape) != shape:
+                raise ValueError(f"{self.name}: {path!r} has shape {leaf.shape}, but by its config {shape}")
+
+    @classmethod
+    def from_params(cls, config: ModelConfig, params: Any, **fields: Any) -> "PretrainedModel":
+        """A model of parameters in memory: a tree, or arrays and QArrays by path. `fields` are further arguments."""
+        arrays = flatten_paths(params, is_qarray)
+        leaves = {
+            path: Leaf(tuple(x.shape), str(x.dtype), functools.partial(_host, x), storage_name(x))
+            for path, x in arrays.items()
+        }
+        return cls(config, leaves, **fields)
+
+    @property
+    def name(self) -> str:
+        """The name in its file, or that of the file."""
+        return str(self.origin.get("name") or self.origin.get("path", "the model"))
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return sum(int(np.prod(leaf.shape, dtype=np.int64)) for leaf in self.leaves.values())
+
+    def params(self, dtype: str | None = None) -> dict[str, Any]:
+        """Load all parameters, as a tree of arrays and QArrays; floats in `dtype`, by default the config's."""
+        dtype = dtype or self.config.weight_dtype
+        return unflatten_paths({path: on_device(leaf.load(), dtype) for path, leaf in self.leaves.items()})
+
+    def function(self, fn: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The model as a function of parameters and tokens, or `fn` in its place, with matmuls by the rules.
+
+        QArrays are operands of matmuls as they are; without rules, activations stay in float.
+        """
+        return served(functools.partial(apply, self.config) if fn is None else fn, self.rules)
+
+    def describe(self) -> str:
+        """One line about the model."""
+        kinds = sorted({leaf.stored or leaf.dtype for leaf in self.leaves.values()})
+        return f"{self.name}: {self.size / 1e6:.1f} million parameters, stored as {', '.join(kinds)}"
+
+
+def _host(x: Any) -> np.ndarray | QArray:
+    return x._map(np.asarray) if is_qarray(x) else np.asarray(x)
+
+
+def on_device(value: np.ndarray | jax.Array | QArray, dtype: str) -> Any:
+    """Transfer a parameter to the device, floats as `dtype`."""
+    if isinstance(value, QArray):
+        return value._map(jnp.asarray).astype(dtype)
+    return jnp.asarray(value, jnp.dtype(dtype))
+
+
+def storage_name(value: Any) -> str:
+    """The format in which a parameter is stored, with its group size.
+
+    >>> import octavo
+    >>> storage_name(octavo.quantize(jnp.ones((64, 2)), "int4", tiled_axes={0: 32}))
+    'int4 g32'
+    """
+    if not isinstance(value, QArray):
+        return str(value.dtype)
+    if value.qtype.tile is not None:
+        return value.qtype.name
+    groups = [tile for tile, size in zip(value.tile_shape, value.shape, strict=True) if 1 < tile < size]
+    return f"{value.qtype.name} g{groups[0]}" if groups else value.qtype.name
