@@ -63,16 +63,16 @@ CHANGES = {
     "words": ("gptq_int4", "layer.qweight", np.zeros((12, 64), np.int8), r"int8 \[12, 64\], not int32 of rank 2"),
     "rank": ("awq", "layer.qweight", np.zeros(8, np.int32), r"is int32 \[8\], not int32 of rank 2; is this another"),
     "scales": ("gptq_int4", "layer.scales", np.zeros((3, 8), np.float32), r"has the shape \[3, 8\] but the codes ask"),
-    "zeros": ("gptq_int4", "layer.qzeros", np.zeros((3, 7), np.int32), r"\[3, 7\] but the scales ask for \[3, 8\]"),
+    "zeros": ("gptq_int4", "layer.qzeros", np.zeros((3, 7), np.int32), r"\[3, 7\] but the scales imply \[3, 8\]"),
     "groups": ("awq", "layer.qweight", np.zeros((32, 4), np.int32), "32 inputs in groups of 32 do not make the 2"),
     "g_idx": ("gptq_int4", "layer.g_idx", np.full(96, 3, np.int32), "its g_idx names groups outside of 0 to 2"),
-    "g_idx size": ("gptq_int4", "layer.g_idx", np.zeros(95, np.int32), r"\[95\] but the codes ask for \[96\]"),
+    "g_idx size": ("gptq_int4", "layer.g_idx", np.zeros(95, np.int32), r"\[95\] but the codes imply \[96\]"),
     "shape": ("pack_int4", "layer.weight_shape", np.asarray([24, 65]), r"says \[24, 65\], which is not what fits"),
     "negative": ("pack_int4", "layer.weight_shape", np.asarray([24, -64]), r"says \[24, -64\], which is not what"),
     "huge": ("pack_int4", "layer.weight_shape", np.asarray([24, 2**62]), "which is not what fits the words"),
-    "shape rank": ("pack_int4", "layer.weight_shape", np.asarray([24]), r"\[1\] but matrices ask for \[2\]"),
+    "shape rank": ("pack_int4", "layer.weight_shape", np.asarray([24]), r"\[1\] but matrices imply \[2\]"),
     "rows": ("pack_int4", "layer.weight_scale", np.zeros((3, 2), np.float32), r"\[3, 2\] do not fit a weight with 24"),
-    "zero points": ("pack_int4_zeros", "layer.weight_zero_point", np.zeros((2, 4), np.int32), r"ask for \[3, 4\]"),
+    "zero points": ("pack_int4_zeros", "layer.weight_zero_point", np.zeros((2, 4), np.int32), r"imply \[3, 4\]"),
     "blocks": ("deepseek", "layer.weight_scale_inv", np.ones((2, 2), np.float32), r"in blocks \[128, 128\]"),
     "block rank": (
         "deepseek",
@@ -81,8 +81,8 @@ CHANGES = {
         r"scales of shape \[1, 1, 2\]",
     ),
     "mxfp4": ("mxfp4", "mlp.experts.down_proj_blocks", np.zeros((2, 6, 3, 8), np.uint8), "not .*out, groups, 16"),
-    "mx scales": ("mxfp4", "mlp.experts.down_proj_scales", np.zeros((2, 6, 2), np.uint8), "but the blocks ask for"),
-    "nvfp4": ("nvfp4", "layer.weight_scale", np.zeros((8, 2), DTYPES["F8_E4M3"]), r"the codes ask for \[8, 4\]"),
+    "mx scales": ("mxfp4", "mlp.experts.down_proj_scales", np.zeros((2, 6, 2), np.uint8), "but the blocks imply"),
+    "nvfp4": ("nvfp4", "layer.weight_scale", np.zeros((8, 2), DTYPES["F8_E4M3"]), r"the codes imply \[8, 4\]"),
     "global": ("nvfp4", "layer.weight_global_scale", np.zeros(1, np.float32), "global_scale is 0.0; scales cannot be"),
     "no global": ("nvfp4", "layer.weight_global_scale", None, "the file has no 'layer.weight_global_scale'"),
     "int8 scale": ("int8", "layer.weight_scale", None, "is int8 but has no layer.weight_scale; is a shard missing"),
@@ -150,7 +150,7 @@ def test_any_tensors_give_a_weight_or_a_file_error(data):
             "compressed-tensors",
             (8, 40),
             Scheme("int4", (1, 32), False, "float16"),
-            "scales are per output and whole group",
+            "scales are per output and full group",
         ),
         (
             "compressed-tensors",
@@ -190,7 +190,7 @@ def test_modules_that_are_ignored():
     assert layout.ignores("model.layers.0.mlp.gate")
     assert layout.ignores("model.visual.merger")
     assert not layout.ignores("model.layers.0.mlp.gate_proj")
-    with pytest.raises(FileError, match=r"has the pattern 're:\(', which is not one"):
+    with pytest.raises(FileError, match=r"has the invalid pattern 're:\('"):
         layout_of(GPTQ | {"modules_to_not_convert": ["re:("]}).ignores("x")
 
 

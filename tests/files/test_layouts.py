@@ -160,7 +160,6 @@ def test_whatever_is_written_reads_back(case, method, tmp_path):
         ("int16", {"channelwise_axes": (0,)}, set()),
     ],
 )
-@pytest.mark.sampled(3)
 def test_what_octavo_quantizes_is_written(fmt, how, methods):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32))
     q = octavo.quantize(x, fmt, **how)

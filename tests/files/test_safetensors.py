@@ -183,7 +183,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
         ({}, "1 tensors were not written, the first 'x'"),
         ({"x": np.zeros(3, np.int8)}, r"'x' was to be int8 \[2\] but is int8 \[3\]"),
         ({"x": np.zeros(2, np.int16)}, r"'x' was to be int8 \[2\] but is int16 \[2\]"),
-        ({"z": np.zeros(2, np.int8)}, "tensor 'z' was not announced"),
+        ({"z": np.zeros(2, np.int8)}, "tensor 'z' was not declared"),
     ],
 )
 def test_what_is_put_is_what_was_announced(tmp_path, put, message):

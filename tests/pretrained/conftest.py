@@ -3,13 +3,11 @@
 import functools
 
 import jax
-import numpy as np
 import pytest
 
-from octavo._tree import flatten_paths
 from octavo.data import ByteTokenizer
 from octavo.models import ModelConfig, init_params
-from octavo.pretrained import Leaf, PretrainedModel
+from octavo.pretrained import PretrainedModel
 
 SMALL = ModelConfig(
     vocab_size=256,
@@ -23,14 +21,11 @@ SMALL = ModelConfig(
 )
 
 
-def source_of(config=SMALL, *, seed=0, dtype=np.float32, **fields):
-    params = flatten_paths(init_params(config, jax.random.key(seed)))
-    arrays = {path: np.asarray(x).astype(dtype) for path, x in params.items()}
-    leaves = {
-        path: Leaf(x.shape, str(x.dtype), functools.partial(lambda x: x, x), str(x.dtype)) for path, x in arrays.items()
-    }
+@functools.cache
+def source_of(config=SMALL):
     origin = {"kind": "random", "path": "small", "name": "small", "max_length": 64}
-    return PretrainedModel(config, leaves, ByteTokenizer(), origin=origin, **fields)
+    params = init_params(config, jax.random.key(0))
+    return PretrainedModel.from_params(config, params, tokenizer=ByteTokenizer(), origin=origin)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from octavo.files import FileError
 from octavo.files.gguf import Gguf, tokenizer_of, write_gguf
-from octavo.files.gguf.splits import SPLITS
+from octavo.files.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 
@@ -87,7 +87,7 @@ def test_text_is_cut_as_the_name_says(pre):
     assert "|".join(words).startswith(CUT[pre])
 
 
-@pytest.mark.parametrize("pre", SPLITS)
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_every_name_cuts_without_losing_text(pre):
     cut = tokenizer_of(byte_level(pre)).tokenizer.pre_tokenizer.pre_tokenize_str(TEXT)
     assert "".join(TEXT[start:end] for _, (start, end) in cut) == TEXT

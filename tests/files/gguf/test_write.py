@@ -2,6 +2,8 @@
 
 import tracemalloc
 
+import gguf
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 import octavo
 from octavo.files import FileError
 from octavo.files.gguf import Gguf, Tensor, write_gguf
+from octavo.files.gguf.header import SCALARS
 from octavo.qarray import QArray
 
 METADATA = {
@@ -45,6 +48,34 @@ def test_metadata_of_all_types(tmp_path):
         assert [x.tolist() for x in file.metadata["nested"]] == [[0, 1], [0, 1, 2]]
         write_gguf(tmp_path / "b.gguf", typed | {"no texts": METADATA["no texts"]}, {})
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def test_the_bytes_are_those_of_the_reference_writer(tmp_path):
+    # It writes no empty arrays, and lists in lists as int32 only.
+    values = {key: value for key, value in METADATA.items() if key not in ("none", "no texts", "nested")}
+    x = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    tensors = {kind: Tensor(x, kind) for kind in ("F32", "F16", "BF16", "Q8_0", "Q4_0")}
+    writer = gguf.GGUFWriter(tmp_path / "theirs.gguf", "llama")
+    types = {np.dtype(t): gguf.GGUFValueType(number) for number, t in SCALARS.items()}
+    for key, value in values.items():
+        if isinstance(value, str):
+            writer.add_key_value(key, value, gguf.GGUFValueType.STRING)
+        elif isinstance(value, np.generic):
+            writer.add_key_value(key, value.item(), types[value.dtype])
+        elif isinstance(value, np.ndarray):
+            writer.add_key_value(key, value.tolist(), gguf.GGUFValueType.ARRAY, types[value.dtype])
+        else:
+            writer.add_key_value(key, value, gguf.GGUFValueType.ARRAY)
+    for kind in tensors:
+        number = gguf.GGMLQuantizationType[kind]
+        data = x if kind == "F32" else x.astype(np.float16) if kind == "F16" else gguf.quants.quantize(x, number)
+        writer.add_tensor(kind, data, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    write_gguf(tmp_path / "ours.gguf", {"general.architecture": "llama", **values}, tensors)
+    assert (tmp_path / "ours.gguf").read_bytes() == (tmp_path / "theirs.gguf").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -145,8 +176,8 @@ def test_large_tensors_go_in_pieces(tmp_path):
 def test_a_qarray_is_kept(kind, qtype, packed, tmp_path):
     x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 128)), jnp.float32)
     for tile in (32, 128):
-        q = octavo.quantize(x, qtype, channelwise_axes=(0,), tiled_axes={1: tile}, scale_dtype=jnp.float16)
-        q = q.astype(jnp.float32)
+        axes = {"channelwise_axes": (0,), "tiled_axes": {1: tile}, "scale_dtype": jnp.float16}
+        q = jax.jit(lambda x, axes=axes: octavo.quantize(x, qtype, **axes).astype(jnp.float32))(x)
         with read_back(tmp_path / "a.gguf", {}, {"q": Tensor(q.pack() if packed else q, kind)}) as file:
             back = file.read_quantized("q")
             assert np.array_equal(np.asarray(back.qvalue).astype(int), np.asarray(q.qvalue).astype(int))

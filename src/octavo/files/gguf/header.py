@@ -67,45 +67,45 @@ def read_header(file: RegularFile) -> Header:
     """Read and check everything before the data of a GGUF file."""
     at = _Cursor(file)
     if at.take(4, "the magic number") != MAGIC:
-        raise at.wrong("is no GGUF file: it does not begin with 'GGUF'")
+        raise at.error("is no GGUF file: it does not begin with 'GGUF'")
     version = at.number("<I", "the version")
     if version not in VERSIONS:
         hint = "it is a big-endian file" if version & 0xFFFF == 0 and version else "convert it anew with llama.cpp"
-        raise at.wrong(f"is GGUF of version {version}; known are {VERSIONS[0]} and {VERSIONS[1]}: {hint}")
+        raise at.error(f"is GGUF of version {version}; known are {VERSIONS[0]} and {VERSIONS[1]}: {hint}")
     tensor_count = at.count("tensors", least=24)
     pair_count = at.count("metadata entries", least=13)
     metadata: dict[str, Any] = {}
     for _ in range(pair_count):
         key = at.string("a key of the metadata", limit=MAX_NAME)
         if key in metadata:
-            raise at.wrong(f"metadata {_short(key)} is given twice")
+            raise at.error(f"metadata {_short(key)} is given twice")
         metadata[key] = at.value(f"metadata {_short(key)}")
-    alignment = _alignment(metadata, at.wrong)
+    alignment = _alignment(metadata, at.error)
     raw = [_tensor(at) for _ in range(tensor_count)]
     start = at.position + -at.position % alignment
     tensors: dict[str, Info] = {}
     for name, info in raw:
         if name in tensors:
-            raise at.wrong(f"tensor {_short(name)} is given twice")
+            raise at.error(f"tensor {_short(name)} is given twice")
         if info.offset % alignment:
-            raise at.wrong(f"tensor {_short(name)} is at offset {info.offset}, no multiple of {alignment}")
+            raise at.error(f"tensor {_short(name)} is at offset {info.offset}, no multiple of {alignment}")
         info = dataclasses.replace(info, offset=start + info.offset)
         if info.offset + info.nbytes > file.size:
-            raise at.wrong(
+            raise at.error(
                 f"is truncated: tensor {_short(name)} needs bytes {info.offset} to {info.offset + info.nbytes} "
                 f"of {file.size}"
             )
         tensors[name] = info
-    _check_overlap(tensors, at.wrong)
+    _check_overlap(tensors, at.error)
     return Header(version, alignment, metadata, tensors)
 
 
-def _alignment(metadata: dict[str, Any], wrong: Callable[[str], FileError]) -> int:
+def _alignment(metadata: dict[str, Any], error: Callable[[str], FileError]) -> int:
     alignment = metadata.get("general.alignment", np.uint32(ALIGNMENT))
     if not isinstance(alignment, np.uint32):
-        raise wrong("general.alignment should be a uint32")
+        raise error("general.alignment should be a uint32")
     if alignment == 0 or alignment & (alignment - 1):
-        raise wrong(f"general.alignment is {alignment}, no power of two")
+        raise error(f"general.alignment is {alignment}, no power of two")
     return int(alignment)
 
 
@@ -114,28 +114,28 @@ def _tensor(at: "_Cursor") -> tuple[str, Info]:
     what = f"tensor {_short(name)}"
     rank = at.number("<I", what)
     if rank > MAX_RANK:
-        raise at.wrong(f"{what} has {rank} axes, and at most {MAX_RANK} are allowed")
+        raise at.error(f"{what} has {rank} axes, and at most {MAX_RANK} are allowed")
     dims = struct.unpack(f"<{rank}Q", at.take(8 * rank, what))
     number = at.number("<I", what)
     if number not in BY_NUMBER:
         gone = f"{REMOVED[number]}, which ggml gave up: quantize the model anew" if number in REMOVED else "unknown"
-        raise at.wrong(f"{what} is of type {number}, {gone}. Known: {', '.join(TYPES)}")
+        raise at.error(f"{what} is of type {number}, {gone}. Known: {', '.join(TYPES)}")
     kind = BY_NUMBER[number]
     count, row = math.prod(dims), dims[0] if dims else 1
     if not count:
-        raise at.wrong(f"{what} has shape {dims[::-1]}, with an axis of no length")
+        raise at.error(f"{what} has shape {dims[::-1]}, with an axis of no length")
     if kind.nbytes(count) > at.size:
-        raise at.wrong(f"{what} has shape {dims[::-1]}, more than the file of {at.size} bytes can hold")
+        raise at.error(f"{what} has shape {dims[::-1]}, more than the file of {at.size} bytes can hold")
     if row % kind.values:
-        raise at.wrong(f"{what} has rows of {row}, no multiple of {kind.values} as {kind.name} needs")
+        raise at.error(f"{what} has rows of {row}, no multiple of {kind.values} as {kind.name} needs")
     return name, Info(kind.name, dims[::-1], at.number("<Q", what), kind.nbytes(count))
 
 
-def _check_overlap(tensors: dict[str, Info], wrong: Callable[[str], FileError]) -> None:
+def _check_overlap(tensors: dict[str, Info], error: Callable[[str], FileError]) -> None:
     end, before = 0, ""
     for name, info in sorted(tensors.items(), key=lambda item: item[1].offset):
         if info.offset < end:
-            raise wrong(f"tensors {_short(before)} and {_short(name)} overlap")
+            raise error(f"tensors {_short(before)} and {_short(name)} overlap")
         end, before = info.offset + info.nbytes, name
 
 
@@ -157,13 +157,13 @@ class _Cursor:
     def left(self) -> int:
         return self.size - self.position
 
-    def wrong(self, text: str) -> FileError:
+    def error(self, text: str) -> FileError:
         return FileError(f"{self._file.path}: {text}")
 
     def take(self, count: int, what: str) -> bytes:
         if self._next + count > len(self._buffer):
             if count > self.left:
-                raise self.wrong(f"is truncated: {what} needs {count} bytes at {self.position}, {self.left} are left")
+                raise self.error(f"is truncated: {what} needs {count} bytes at {self.position}, {self.left} are left")
             rest, ahead = self._buffer[self._next :], min(max(count, _CHUNK), self.left)
             self._start, self._next = self.position, 0
             self._buffer = rest + self._file.read(self._start + len(rest), ahead - len(rest), what)
@@ -177,17 +177,17 @@ class _Cursor:
         """A number of things of at least so many bytes each, which have to fit in what is left."""
         count = self.number("<Q", f"the number of {what}")
         if count * least > self.left:
-            raise self.wrong(f"says it has {count} {what}, more than fit in the {self.left} bytes that follow")
+            raise self.error(f"says it has {count} {what}, more than fit in the {self.left} bytes that follow")
         return count
 
     def string(self, what: str, limit: int | None = None) -> str:
         length = self.number("<Q", what)
         if length > self.left or (limit is not None and length > limit):
-            raise self.wrong(f"{what} is a text of {length} bytes; {min(self.left, limit or self.left)} at most")
+            raise self.error(f"{what} is a text of {length} bytes; {min(self.left, limit or self.left)} at most")
         try:
             return self.take(length, what).decode()
         except UnicodeDecodeError:
-            raise self.wrong(f"{what} is not UTF-8") from None
+            raise self.error(f"{what} is not UTF-8") from None
 
     def value(self, what: str) -> Any:
         kind = self.number("<I", what)
@@ -197,12 +197,12 @@ class _Cursor:
             return self.string(what)
         if kind == ARRAY:
             return self._array(what, 1)
-        raise self.wrong(f"{what} is of type {kind}, which does not exist")
+        raise self.error(f"{what} is of type {kind}, which does not exist")
 
     def _scalars(self, dtype: np.dtype, count: int, what: str) -> np.ndarray:
         data = self.take(count * dtype.itemsize, what)
         if dtype == np.bool_ and data.translate(None, b"\0\1"):
-            raise self.wrong(f"{what} is a bool that is neither 0 nor 1")
+            raise self.error(f"{what} is a bool that is neither 0 nor 1")
         return np.frombuffer(data, dtype)
 
     def _array(self, what: str, depth: int) -> Any:
@@ -214,9 +214,9 @@ class _Cursor:
             return [self.string(what) for _ in range(self.count(f"texts in {what}", least=8))]
         if kind == ARRAY:
             if depth >= MAX_DEPTH:
-                raise self.wrong(f"{what} has arrays in arrays deeper than {MAX_DEPTH}")
+                raise self.error(f"{what} has arrays in arrays deeper than {MAX_DEPTH}")
             return [self._array(what, depth + 1) for _ in range(self.count(f"arrays in {what}", least=12))]
-        raise self.wrong(f"{what} is an array of type {kind}, which does not exist")
+        raise self.error(f"{what} is an array of type {kind}, which does not exist")
 
 
 def _short(name: str) -> str:

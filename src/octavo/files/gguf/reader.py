@@ -1,11 +1,11 @@
 """`Gguf`: metadata and tensors of a GGUF file, as float32 or as codes and scales."""
 
-import difflib
 import os
 from typing import Any
 
 import numpy as np
 
+from octavo._names import did_you_mean
 from octavo.files.errors import FileError
 from octavo.files.gguf.header import Info, read_header
 from octavo.files.gguf.quantized import assemble
@@ -59,9 +59,8 @@ class Gguf:
         try:
             return self._header.tensors[name]
         except KeyError:
-            near = difflib.get_close_matches(name, self.names(), n=3, cutoff=0.4)
-            hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"there are {len(self.names())} others"
-            raise FileError(f"{self.path}: has no tensor {name!r}; {hint}") from None
+            hint = did_you_mean(name, self.names(), most=3, cutoff=0.4) or f"it has {len(self.names())} others"
+            raise FileError(f"{self.path}: has no tensor {name!r}; {hint.rstrip()}") from None
 
     def read(self, name: str) -> np.ndarray:
         """A tensor as float32; integers and F64 as they are."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.files.errors import FileError
+from octavo.files.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from octavo.files.gguf.reader import Gguf
-from octavo.files.gguf.splits import SPLITS, Split
 from octavo.numerics import nearest_names
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple["Tokenizer", bool]:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     split = _split_of(vocabulary.pre)
-    tokenizer = Tokenizer(models.BPE(vocabulary.ids, vocabulary.merges(), ignore_merges=split.whole))
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, vocabulary.merges(), ignore_merges=split.ignore_merges))
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -162,10 +162,10 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple["Tokenizer", bool]:
     return tokenizer, split.add_bos
 
 
-def _split_of(pre: str) -> Split:
-    if pre not in SPLITS:
-        raise FileError(f"tokenizer.ggml.pre {pre!r} is not known: {nearest_names(pre, list(SPLITS))}")
-    return SPLITS[pre]
+def _split_of(pre: str) -> PreTokenizer:
+    if pre not in PRE_TOKENIZERS:
+        raise FileError(f"tokenizer.ggml.pre {pre!r} is not known: {nearest_names(pre, list(PRE_TOKENIZERS))}")
+    return PRE_TOKENIZERS[pre]
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> tuple["Tokenizer", bool]:

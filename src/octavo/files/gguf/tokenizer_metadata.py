@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.files.gguf.splits import SPLITS
+from octavo.files.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -61,8 +61,8 @@ def _pre(described: dict[str, Any]) -> str:
         elif step.get("type") == "Digits" and step.get("individual_digits"):
             patterns.append(r"\p{N}")
         elif step.get("type") == "ByteLevel" and step.get("use_regex", True):
-            patterns.append(SPLITS["gpt-2"].patterns[0])
-    for name, split in SPLITS.items():
+            patterns.append(PRE_TOKENIZERS["gpt-2"].patterns[0])
+    for name, split in PRE_TOKENIZERS.items():
         if split.patterns == tuple(patterns):
             return name
     raise ValueError(

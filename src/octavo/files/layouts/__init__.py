@@ -1,8 +1,7 @@
-"""How others lay quantized weights out in safetensors files, and the `quantization_config` that tells which it is.
+"""Quantized layouts of other tools in safetensors files, selected by the `quantization_config` of `config.json`.
 
-A layout gives the weights of a file under the names that the float model has, each as a `QArray` of shape [out, in],
-with the codes and scales of the file, or as an array where it is not quantized. `layout_of` chooses one by the
-`quantization_config` of `config.json`.
+A layout reads the weights of a file by their names in the float model, each as a `QArray` of shape [out, in] with the
+codes and scales of the file, or as an array where it is not quantized.
 """
 
 from octavo.files.layouts.awq import Awq

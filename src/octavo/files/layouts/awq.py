@@ -12,9 +12,9 @@ import numpy as np
 
 from octavo.files import bits as streams
 from octavo.files.errors import FileError
+from octavo.files.layouts.assembly import check_integers, unsigned_codes
 from octavo.files.layouts.base import Layout, register_layout
 from octavo.files.layouts.config import choice, count, one_scheme, strings
-from octavo.files.layouts.parts import check_integers, integer_fields
 from octavo.files.layouts.qweight import QweightLayout, part_name
 from octavo.files.layouts.scheme import Scheme
 from octavo.files.safetensors import Info
@@ -30,7 +30,7 @@ class Awq(QweightLayout):
     """The layout of AutoAWQ."""
 
     method: ClassVar[str] = "awq"
-    parts: ClassVar[tuple[str, ...]] = (".qzeros", ".scales")
+    part_suffixes: ClassVar[tuple[str, ...]] = (".qzeros", ".scales")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Layout":
@@ -50,7 +50,7 @@ class Awq(QweightLayout):
     @classmethod
     def write(cls, name: str, q: QArray) -> dict[str, np.ndarray]:
         cls.write_info(name, q.shape, Scheme.of(q))
-        fields, zeros, scale = integer_fields(q)
+        fields, zeros, scale = unsigned_codes(q)
         zeros = np.full(scale.shape, 8, np.uint8) if zeros is None else zeros
         return {
             part_name(name, "qweight"): _pack(fields.T),

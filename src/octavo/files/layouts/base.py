@@ -1,4 +1,4 @@
-"""What a layout is, and the registry of them by `quant_method`."""
+"""The interface of layouts, and their registry by `quant_method`."""
 
 import abc
 import dataclasses
@@ -17,7 +17,7 @@ from octavo.qarray import QArray
 
 @runtime_checkable
 class TensorFile(Protocol):
-    """Named arrays, as `SafeTensors` has them."""
+    """Named arrays, such as `SafeTensors`."""
 
     def names(self) -> list[str]: ...
 
@@ -30,9 +30,9 @@ class TensorFile(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class WeightInfo:
-    """What a weight of the float model is: its shape, the dtype of its values, the bytes of all its parts in the file.
+    """A weight of the float model: the dtype of its values, its shape, and the bytes of all its tensors in the file.
 
-    `quantized` says that the file has codes for it. They are read as a `QArray`, but for the layouts' own exceptions.
+    `quantized` says whether the file has codes for it, read as a `QArray` except where the layout documents otherwise.
     """
 
     dtype: np.dtype
@@ -43,16 +43,20 @@ class WeightInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Layout(abc.ABC):
-    """One way to lay quantized weights out.
+    """A layout of quantized weights in named tensors.
 
-    `mains` are the endings that a weight's codes may have in place of the ending of the weight; `parts` are the endings
-    of what belongs to it; `others` belong to no weight, such as scales of activations, and are passed over.
+    Attributes:
+      method: The `quant_method` in the configuration.
+      code_suffixes: Suffixes of the tensors with a weight's codes, and the suffix of the weight that each replaces.
+      part_suffixes: Suffixes of other tensors of a weight, such as its scales.
+      ignored_suffixes: Suffixes of tensors that belong to no weight, such as scales of activations.
+      ignore: Modules that the configuration leaves in float.
     """
 
     method: ClassVar[str]
-    mains: ClassVar[Mapping[str, str]]
-    parts: ClassVar[tuple[str, ...]]
-    others: ClassVar[tuple[str, ...]] = ()
+    code_suffixes: ClassVar[Mapping[str, str]]
+    part_suffixes: ClassVar[tuple[str, ...]]
+    ignored_suffixes: ClassVar[tuple[str, ...]] = ()
 
     ignore: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
 
@@ -76,7 +80,7 @@ class Layout(abc.ABC):
     def _read(self, file: TensorFile, name: str) -> QArray | np.ndarray: ...
 
     def names(self, tensors: Iterable[str]) -> list[str]:
-        """The names that the float model has for what is in these tensors, in their order.
+        """The names of the weights in the float model, in the order of their tensors.
 
         >>> from octavo.files.layouts import layout_of
         >>> layout = layout_of({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"})
@@ -94,27 +98,27 @@ class Layout(abc.ABC):
         return list(found)
 
     def _weight_of(self, name: str) -> str | None:
-        for main, ending in self.mains.items():
+        for main, ending in self.code_suffixes.items():
             if name.endswith(main):
                 return name.removesuffix(main) + ending
         return None
 
     def _belongs(self, name: str, there: set[str]) -> bool:
-        if name.endswith(self.others):
+        if name.endswith(self.ignored_suffixes):
             return True
-        bases = [name.removesuffix(part) for part in self.parts if name.endswith(part)]
-        endings = {*self.mains, *self.mains.values()}
+        bases = [name.removesuffix(part) for part in self.part_suffixes if name.endswith(part)]
+        endings = {*self.code_suffixes, *self.code_suffixes.values()}
         return any(base + ending in there for base in bases for ending in endings)
 
     def info(self, file: TensorFile, name: str) -> WeightInfo:
-        """The shape and the dtype of a weight, without reading it."""
+        """The shape and dtype of a weight, without reading it."""
         if not self.is_quantized(file, name):
             plain = file.info(name)
             return WeightInfo(plain.dtype, plain.shape, plain.nbytes, False)
         shape = self._shape(file, name)
-        ending = next(e for e in self.mains.values() if name.endswith(e))
+        ending = next(e for e in self.code_suffixes.values() if name.endswith(e))
         base = name.removesuffix(ending) if ending else name
-        parts = {base + part for part in (*self.mains, *self.mains.values(), *self.parts)}
+        parts = {base + part for part in (*self.code_suffixes, *self.code_suffixes.values(), *self.part_suffixes)}
         total = sum(file.info(part).nbytes for part in parts if part in file)
         return WeightInfo(values_dtype(file.info(self._scale(file, name)).dtype), shape, total, True)
 
@@ -123,19 +127,19 @@ class Layout(abc.ABC):
         return self._read(file, name) if self.is_quantized(file, name) else file.read(name)
 
     def ignores(self, module: str) -> bool:
-        """Whether the configuration leaves a module in float: by its name, the name it lies in, or `re:` a pattern."""
+        """Whether the configuration leaves a module in float: by its name, a parent's name, or a `re:` pattern."""
         return any(matches(pattern, module) for pattern in self.ignore)
 
-    # Writing. A layout that is only read has none of it.
+    # Writing is optional.
 
     @classmethod
     def write(cls, name: str, q: QArray) -> dict[str, np.ndarray]:
-        """The tensors that a weight of shape [out, in] becomes."""
+        """The tensors of a weight of shape [out, in]."""
         raise FileError(f"{name!r}: the layout {cls.method!r} is only read; write {_writable()}")
 
     @classmethod
     def write_info(cls, name: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Info]:
-        """What `write` will give for a weight, before there is one."""
+        """The dtypes and shapes of the tensors that `write` returns."""
         raise FileError(f"{name!r}: the layout {cls.method!r} is only read; write {_writable()}")
 
     @classmethod
@@ -145,17 +149,17 @@ class Layout(abc.ABC):
 
 
 def values_dtype(scale: np.dtype) -> np.dtype:
-    """The dtype of the values that scales of a dtype give: theirs, or float32 if that is less than two bytes."""
+    """The dtype of values with scales of a dtype: the same, or float32 if that has fewer than two bytes."""
     return scale if scale.itemsize >= 2 else np.dtype(np.float32)
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether a pattern of a configuration means a module or a part of the model that it lies in."""
+    """Whether a pattern of a configuration matches a module or one of its parents."""
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], module) is not None
         except re.error as error:
-            raise FileError(f"quantization_config has the pattern {pattern!r}, which is not one: {error}") from None
+            raise FileError(f"quantization_config has the invalid pattern {pattern!r}: {error}") from None
     return module == pattern or module.startswith(f"{pattern}.") or module.endswith(f".{pattern}")
 
 
@@ -163,7 +167,7 @@ _layouts: dict[str, type[Layout]] = {}
 
 
 def register_layout(kind: type[Layout]) -> type[Layout]:
-    """Make a layout known by its `method`."""
+    """Register a layout by its `method`."""
     _layouts[kind.method] = kind
     return kind
 

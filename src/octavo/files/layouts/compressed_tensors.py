@@ -18,12 +18,21 @@ import numpy as np
 
 from octavo.files import bits as streams
 from octavo.files.errors import FileError
+from octavo.files.layouts.assembly import (
+    FLOATS,
+    WORDS,
+    block_weight,
+    check_groups,
+    check_shape,
+    checked_shape,
+    fp4_weight,
+    integer_weight,
+)
 from octavo.files.layouts.base import Layout, TensorFile, register_layout
-from octavo.files.layouts.compressed_config import Group, config_of, groups_from
-from octavo.files.layouts.compressed_write import tensors_info, tensors_of
+from octavo.files.layouts.compressed_tensors_config import Group, make_config, parse_groups
+from octavo.files.layouts.compressed_tensors_write import tensor_infos, to_tensors
 from octavo.files.layouts.config import strings
-from octavo.files.layouts.fp8 import EIGHTS
-from octavo.files.layouts.parts import FLOATS, WORDS, blocks, expect, fours, groups_of, integers, shape_of
+from octavo.files.layouts.fp8 import FLOAT8
 from octavo.files.layouts.scheme import Scheme
 from octavo.files.safetensors import Info
 from octavo.qarray import QArray
@@ -40,15 +49,15 @@ class CompressedTensors(Layout):
     """The layouts of compressed-tensors, chosen for each weight by what the file has for it."""
 
     method: ClassVar[str] = "compressed-tensors"
-    mains: ClassVar[Mapping[str, str]] = {".weight_packed": ".weight"}
-    parts: ClassVar[tuple[str, ...]] = (
+    code_suffixes: ClassVar[Mapping[str, str]] = {".weight_packed": ".weight"}
+    part_suffixes: ClassVar[tuple[str, ...]] = (
         ".weight_scale",
         ".weight_shape",
         ".weight_zero_point",
         ".weight_g_idx",
         ".weight_global_scale",
     )
-    others: ClassVar[tuple[str, ...]] = tuple(
+    ignored_suffixes: ClassVar[tuple[str, ...]] = tuple(
         f".{what}_{part}"
         for what in ("input", "output", "k", "v", "q")
         for part in ("scale", "zero_point", "global_scale", "g_idx")
@@ -58,14 +67,14 @@ class CompressedTensors(Layout):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Layout":
-        return cls(groups_from(config), ignore=strings(config, "ignore"))
+        return cls(parse_groups(config), ignore=strings(config, "ignore"))
 
     def is_quantized(self, file: TensorFile, name: str) -> bool:
         if not name.endswith(".weight"):
             return False
         if f"{name}_packed" in file:
             return True
-        if name not in file or file.info(name).dtype not in (*EIGHTS, _INT8):
+        if name not in file or file.info(name).dtype not in (*FLOAT8, _INT8):
             return False
         if f"{name}_scale" in file:
             return True
@@ -74,11 +83,11 @@ class CompressedTensors(Layout):
         raise FileError(f"{name!r} is {file.info(name).dtype.name} but has no {name}_scale; is a shard missing?")
 
     def _scale(self, file: TensorFile, name: str) -> str:
-        shape_of(file, f"{name}_scale", (*FLOATS, _E4M3, _E8M0, _BYTE), None)
+        checked_shape(file, f"{name}_scale", (*FLOATS, _E4M3, _E8M0, _BYTE), None)
         return f"{name}_scale"
 
     def group(self, name: str) -> Group:
-        """What the configuration says of a weight: by its name if any does, else by being a linear layer."""
+        """The group of a weight: one that names it, else one for all linear layers."""
         module = name.removesuffix(".weight")
         named = [group for group in self.groups if group.names(module)]
         found = named or [group for group in self.groups if group.by_class]
@@ -88,18 +97,18 @@ class CompressedTensors(Layout):
 
     def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]:
         if f"{name}_packed" not in file:
-            return shape_of(file, name, (*EIGHTS, _INT8), None)
-        packed = shape_of(file, f"{name}_packed", (*WORDS, _BYTE), 2)
+            return checked_shape(file, name, (*FLOAT8, _INT8), None)
+        packed = checked_shape(file, f"{name}_packed", (*WORDS, _BYTE), 2)
         if file.info(f"{name}_packed").dtype == _BYTE:
             return packed[0], 2 * packed[1]
         return self._logical(file, name, packed)
 
     def _logical(self, file: TensorFile, name: str, packed: tuple[int, ...]) -> tuple[int, int]:
-        """The shape of a weight packed into words: as the file says, if that agrees with the words."""
+        """The shape of a weight packed into words: that of the file, if it agrees with the words."""
         bits = self.group(name).integer_bits(name)
         out, size = packed[0], packed[1] * 32 // bits
         if f"{name}_shape" in file:
-            expect(f"{name}_shape", shape_of(file, f"{name}_shape", _SHAPES, 1), (2,), "matrices")
+            check_shape(f"{name}_shape", checked_shape(file, f"{name}_shape", _SHAPES, 1), (2,), "matrices")
             given = file.read(f"{name}_shape").tolist()
             if given[0] != out or given[1] < 0 or -(-given[1] * bits // 32) != packed[1]:
                 raise FileError(f"{name}_shape says {given}, which is not what fits the words {list(packed)}")
@@ -110,40 +119,40 @@ class CompressedTensors(Layout):
         if f"{name}_packed" not in file:
             return self._read_unpacked(file, name)
         if file.info(f"{name}_packed").dtype == _BYTE:
-            return self._read_fours(file, name)
+            return self._read_fp4(file, name)
         return self._read_words(file, name)
 
     def _read_words(self, file: TensorFile, name: str) -> QArray | np.ndarray:
         out, size = self._shape(file, name)
         bits = self.group(name).integer_bits(name)
         fields = streams.unpack(file.read(f"{name}_packed"), bits, size)
-        shape_of(file, f"{name}_scale", FLOATS, None)
+        checked_shape(file, f"{name}_scale", FLOATS, None)
         scale = file.read(f"{name}_scale")
         scale = np.broadcast_to(scale.reshape(1, 1) if scale.size == 1 else scale, _rows(scale, out))
         groups = scale.shape[1]
         group = -(-size // max(1, groups)) if groups <= 1 else self.group(name).group_size(name)
         g_idx = None
         if f"{name}_g_idx" in file:
-            expect(f"{name}_g_idx", shape_of(file, f"{name}_g_idx", WORDS, 1), (size,), "the codes")
+            check_shape(f"{name}_g_idx", checked_shape(file, f"{name}_g_idx", WORDS, 1), (size,), "the codes")
             g_idx = file.read(f"{name}_g_idx")
             g_idx = None if -1 in g_idx else g_idx  # written so where there is no order
-        g_idx = groups_of(name, g_idx, size, group, groups)
+        g_idx = check_groups(name, g_idx, size, group, groups)
         zeros = self._zeros(file, name, bits, out, groups)
-        return integers(fields, zeros, np.ascontiguousarray(scale), bits=bits, group=group, g_idx=g_idx)
+        return integer_weight(fields, zeros, np.ascontiguousarray(scale), bits=bits, group=group, g_idx=g_idx)
 
     def _zeros(self, file: TensorFile, name: str, bits: int, out: int, groups: int) -> np.ndarray | None:
         part = f"{name}_zero_point"
         if part not in file:
             return None
-        shape = shape_of(file, part, (*WORDS, _INT8), None)
+        shape = checked_shape(file, part, (*WORDS, _INT8), None)
         if file.info(part).dtype in WORDS:
-            expect(part, shape, (-(-out * bits // 32), groups), "the scales")
+            check_shape(part, shape, (-(-out * bits // 32), groups), "the scales")
             return streams.unpack(file.read(part).T, bits, out).T
         plain = file.read(part).astype(np.int16) + (1 << (bits - 1))
         if plain.size == 1:
             plain = plain.reshape(1, 1)
         elif plain.shape != (out, groups):
-            expect(part, shape, (out, groups), "the scales")
+            check_shape(part, shape, (out, groups), "the scales")
         return np.broadcast_to(plain.astype(np.uint8), (out, groups))
 
     def _read_unpacked(self, file: TensorFile, name: str) -> QArray:
@@ -153,8 +162,11 @@ class CompressedTensors(Layout):
         weight, scale = file.read(name), file.read(self._scale(file, name))
         zeros = None
         if weight.dtype == _INT8 and f"{name}_zero_point" in file:
-            expect(
-                f"{name}_zero_point", shape_of(file, f"{name}_zero_point", (_INT8,), None), scale.shape, "the scales"
+            check_shape(
+                f"{name}_zero_point",
+                checked_shape(file, f"{name}_zero_point", (_INT8,), None),
+                scale.shape,
+                "the scales",
             )
             zeros = file.read(f"{name}_zero_point")
             zeros = zeros if zeros.any() else None
@@ -162,42 +174,42 @@ class CompressedTensors(Layout):
         kind = None
         if scale.dtype == _E8M0 and scale.ndim == weight.ndim and scale.shape[-1] * 32 == weight.shape[-1]:
             kind = "mxfp8" if weight.dtype == _E4M3 else "mxfp8_e5m2"
-        return blocks(name, weight, scale, self.group(name).block, qtype=kind, zero_point=zeros)
+        return block_weight(name, weight, scale, self.group(name).block, qtype=kind, zero_point=zeros)
 
-    def _read_fours(self, file: TensorFile, name: str) -> QArray:
+    def _read_fp4(self, file: TensorFile, name: str) -> QArray:
         out, size = self._shape(file, name)
-        scales = shape_of(file, f"{name}_scale", (_E4M3, _BYTE, _E8M0), 2)
+        scales = checked_shape(file, f"{name}_scale", (_E4M3, _BYTE, _E8M0), 2)
         packed, scale = file.read(f"{name}_packed"), file.read(f"{name}_scale")
         if scale.dtype != _E4M3:
-            expect(f"{name}_scale", scales, (out, size // 32), "the codes")
-            return fours(packed, scale.view(_E8M0), "mxfp4")
-        expect(f"{name}_scale", scales, (out, size // 16), "the codes")
-        expect(f"{name}_global_scale", shape_of(file, f"{name}_global_scale", FLOATS, 1), (1,), "the scales")
+            check_shape(f"{name}_scale", scales, (out, size // 32), "the codes")
+            return fp4_weight(packed, scale.view(_E8M0), "mxfp4")
+        check_shape(f"{name}_scale", scales, (out, size // 16), "the codes")
+        check_shape(f"{name}_global_scale", checked_shape(file, f"{name}_global_scale", FLOATS, 1), (1,), "the scales")
         whole = file.read(f"{name}_global_scale").astype(np.float32)
         if not (np.isfinite(whole[0]) and whole[0] > 0):
             raise FileError(f"{name}_global_scale is {whole[0]}; scales cannot be divided by it")
-        return fours(packed, scale, "nvfp4", outer=(np.float32(1) / whole).reshape(1, 1))
+        return fp4_weight(packed, scale, "nvfp4", outer=(np.float32(1) / whole).reshape(1, 1))
 
     # Writing.
 
     @classmethod
     def write(cls, name: str, q: QArray) -> dict[str, np.ndarray]:
-        return tensors_of(name, q)
+        return to_tensors(name, q)
 
     @classmethod
     def write_info(cls, name: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Info]:
-        return tensors_info(name, shape, scheme)
+        return tensor_infos(name, shape, scheme)
 
     @classmethod
     def config_for(cls, schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
-        return config_of(schemes)
+        return make_config(schemes)
 
 
 _SHAPES = (np.dtype(np.int64), np.dtype(np.int32))
 
 
 def _rows(scale: np.ndarray, out: int) -> tuple[int, int]:
-    """The shape [out, groups] that scales of a packed weight have, or are made to have."""
+    """The shape [out, groups] of the scales of a packed weight, after broadcasting."""
     if scale.size == 1:
         return out, 1
     if scale.ndim != 2 or scale.shape[0] != out:

@@ -1,4 +1,4 @@
-"""What a `quantization_config` says, checked; and what one has to say."""
+"""Validated access to a `quantization_config`."""
 
 from collections.abc import Mapping
 from typing import Any

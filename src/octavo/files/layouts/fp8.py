@@ -13,12 +13,12 @@ import ml_dtypes
 import numpy as np
 
 from octavo.files.errors import FileError
+from octavo.files.layouts.assembly import FLOATS, block_weight, checked_shape
 from octavo.files.layouts.base import Layout, TensorFile, register_layout
 from octavo.files.layouts.config import strings
-from octavo.files.layouts.parts import FLOATS, blocks, shape_of
 from octavo.qarray import QArray
 
-EIGHTS = tuple(map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)))
+FLOAT8 = tuple(map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)))
 _SCALES = (*FLOATS, np.dtype(ml_dtypes.float8_e8m0fnu))
 
 
@@ -28,45 +28,45 @@ class Fp8(Layout):
     """The layout of DeepSeek's block-scaled fp8."""
 
     method: ClassVar[str] = "fp8"
-    mains: ClassVar[Mapping[str, str]] = {".weight": ".weight"}
-    parts: ClassVar[tuple[str, ...]] = (".weight_scale_inv", ".weight_scale")
-    others: ClassVar[tuple[str, ...]] = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+    code_suffixes: ClassVar[Mapping[str, str]] = {".weight": ".weight"}
+    part_suffixes: ClassVar[tuple[str, ...]] = (".weight_scale_inv", ".weight_scale")
+    ignored_suffixes: ClassVar[tuple[str, ...]] = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")
 
     block: tuple[int, int] | None = (128, 128)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Layout":
         ignore = strings(config, "modules_to_not_convert") + strings(config, "ignored_layers")
-        return cls(block_of(config, "weight_block_size"), ignore=ignore)
+        return cls(parse_block(config, "weight_block_size"), ignore=ignore)
 
     def is_quantized(self, file: TensorFile, name: str) -> bool:
-        if name not in file or file.info(name).dtype not in EIGHTS:
+        if name not in file or file.info(name).dtype not in FLOAT8:
             return False
-        if self._found(file, name) is not None:
+        if self._find_scale(file, name) is not None:
             return True
         if self.ignores(name.removesuffix(".weight")):
             return False
         raise FileError(f"{name!r} is {file.info(name).dtype.name} but has no scales; is a shard missing?")
 
-    def _found(self, file: TensorFile, name: str) -> str | None:
+    def _find_scale(self, file: TensorFile, name: str) -> str | None:
         return next((name + end for end in ("_scale_inv", "_scale") if name + end in file), None)
 
     def _scale(self, file: TensorFile, name: str) -> str:
-        scale = self._found(file, name) or f"{name}_scale_inv"
-        shape_of(file, scale, _SCALES, None)
+        scale = self._find_scale(file, name) or f"{name}_scale_inv"
+        checked_shape(file, scale, _SCALES, None)
         return scale
 
     def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]:
-        return shape_of(file, name, EIGHTS, None)
+        return checked_shape(file, name, FLOAT8, None)
 
     def _read(self, file: TensorFile, name: str) -> QArray:
         scale = self._scale(file, name)
         if len(file.info(name).shape) < 2:
             raise FileError(f"{name!r} is {list(file.info(name).shape)}; a weight in fp8 has at least two axes")
-        return blocks(name, file.read(name), file.read(scale), self.block)
+        return block_weight(name, file.read(name), file.read(scale), self.block)
 
 
-def block_of(config: Mapping[str, Any], key: str) -> tuple[int, int] | None:
+def parse_block(config: Mapping[str, Any], key: str) -> tuple[int, int] | None:
     """Rows and columns of a block."""
     value = config.get(key)
     if value is None:

@@ -16,9 +16,9 @@ import numpy as np
 
 from octavo.files import bits as streams
 from octavo.files.errors import FileError
+from octavo.files.layouts.assembly import check_integers, unsigned_codes
 from octavo.files.layouts.base import Layout, register_layout
 from octavo.files.layouts.config import choice, count, one_scheme, strings
-from octavo.files.layouts.parts import check_integers, integer_fields
 from octavo.files.layouts.qweight import QweightLayout, part_name
 from octavo.files.layouts.scheme import Scheme
 from octavo.files.safetensors import Info
@@ -33,7 +33,7 @@ class Gptq(QweightLayout):
     """The layout of AutoGPTQ."""
 
     method: ClassVar[str] = "gptq"
-    parts: ClassVar[tuple[str, ...]] = (".qzeros", ".scales", ".g_idx")
+    part_suffixes: ClassVar[tuple[str, ...]] = (".qzeros", ".scales", ".g_idx")
 
     v2: bool = False
 
@@ -61,7 +61,7 @@ class Gptq(QweightLayout):
     def write(cls, name: str, q: QArray) -> dict[str, np.ndarray]:
         cls.write_info(name, q.shape, Scheme.of(q))
         bits = q.qtype.bits
-        fields, zeros, scale = integer_fields(q)
+        fields, zeros, scale = unsigned_codes(q)
         # Asymmetric weights are "gptq_v2": readers of the other format differ on what a zero point of 0 is.
         zeros = np.full(scale.shape, 2 ** (bits - 1) - 1, np.uint8) if zeros is None else zeros
         return {

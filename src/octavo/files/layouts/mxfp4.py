@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 
 from octavo.files.errors import FileError
+from octavo.files.layouts.assembly import check_shape, checked_shape, fp4_weight
 from octavo.files.layouts.base import Layout, TensorFile, register_layout
 from octavo.files.layouts.config import strings
-from octavo.files.layouts.parts import expect, fours, shape_of
 from octavo.qarray import QArray
 
 _BYTES = (np.dtype(np.uint8),)
@@ -26,8 +26,8 @@ class Mxfp4(Layout):
     """The layout of gpt-oss."""
 
     method: ClassVar[str] = "mxfp4"
-    mains: ClassVar[Mapping[str, str]] = {"_blocks": ""}
-    parts: ClassVar[tuple[str, ...]] = ("_scales",)
+    code_suffixes: ClassVar[Mapping[str, str]] = {"_blocks": ""}
+    part_suffixes: ClassVar[tuple[str, ...]] = ("_scales",)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Layout":
@@ -40,14 +40,14 @@ class Mxfp4(Layout):
         return f"{name}_scales"
 
     def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]:
-        shape = shape_of(file, f"{name}_blocks", _BYTES, None)
+        shape = checked_shape(file, f"{name}_blocks", _BYTES, None)
         if len(shape) < 3 or shape[-1] != 16:
             raise FileError(f"{name}_blocks is {list(shape)}, not [..., out, groups, 16]; is this another layout?")
-        scales = shape_of(file, f"{name}_scales", _BYTES, len(shape) - 1)
-        expect(f"{name}_scales", scales, shape[:-1], "the blocks")
+        scales = checked_shape(file, f"{name}_scales", _BYTES, len(shape) - 1)
+        check_shape(f"{name}_scales", scales, shape[:-1], "the blocks")
         return (*shape[:-2], 32 * shape[-2])
 
     def _read(self, file: TensorFile, name: str) -> QArray:
         shape = self._shape(file, name)
         packed = file.read(f"{name}_blocks").reshape(*shape[:-1], shape[-1] // 2)
-        return fours(packed, file.read(f"{name}_scales").view(ml_dtypes.float8_e8m0fnu), "mxfp4")
+        return fp4_weight(packed, file.read(f"{name}_scales").view(ml_dtypes.float8_e8m0fnu), "mxfp4")

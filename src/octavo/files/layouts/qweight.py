@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from octavo.files.layouts.assembly import FLOATS, WORDS, check_groups, check_shape, checked_shape, integer_weight
 from octavo.files.layouts.base import Layout, TensorFile
-from octavo.files.layouts.parts import FLOATS, WORDS, expect, groups_of, integers, shape_of
 from octavo.qarray import QArray
 
 
@@ -19,7 +19,7 @@ from octavo.qarray import QArray
 class QweightLayout(Layout):
     """A layout of integer codes in groups along the inputs."""
 
-    mains: ClassVar[Mapping[str, str]] = {".qweight": ".weight"}
+    code_suffixes: ClassVar[Mapping[str, str]] = {".qweight": ".weight"}
 
     bits: int
     group_size: int
@@ -31,11 +31,11 @@ class QweightLayout(Layout):
         return part_name(name, "scales")
 
     def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]:
-        out, size = self._code_shape(*shape_of(file, part_name(name, "qweight"), WORDS, 2))
+        out, size = self._code_shape(*checked_shape(file, part_name(name, "qweight"), WORDS, 2))
         scales, zeros = part_name(name, "scales"), part_name(name, "qzeros")
-        shape = shape_of(file, scales, FLOATS, 2)
-        expect(scales, shape, (shape[0], out), "the codes")
-        expect(zeros, shape_of(file, zeros, WORDS, 2), (shape[0], -(-out * self.bits // 32)), "the scales")
+        shape = checked_shape(file, scales, FLOATS, 2)
+        check_shape(scales, shape, (shape[0], out), "the codes")
+        check_shape(zeros, checked_shape(file, zeros, WORDS, 2), (shape[0], -(-out * self.bits // 32)), "the scales")
         return out, size
 
     def _read(self, file: TensorFile, name: str) -> QArray | np.ndarray:
@@ -45,12 +45,12 @@ class QweightLayout(Layout):
         )
         scales = np.ascontiguousarray(file.read(part_name(name, "scales")).T)
         g_idx = None
-        if ".g_idx" in self.parts and (part := part_name(name, "g_idx")) in file:
-            expect(part, shape_of(file, part, WORDS, 1), (size,), "the codes")
+        if ".g_idx" in self.part_suffixes and (part := part_name(name, "g_idx")) in file:
+            check_shape(part, checked_shape(file, part, WORDS, 1), (size,), "the codes")
             g_idx = file.read(part)
         group = size if self.group_size == -1 else self.group_size
-        g_idx = groups_of(name, g_idx, size, group, scales.shape[1])
-        return integers(codes, zeros, scales, bits=self.bits, group=group, g_idx=g_idx)
+        g_idx = check_groups(name, g_idx, size, group, scales.shape[1])
+        return integer_weight(codes, zeros, scales, bits=self.bits, group=group, g_idx=g_idx)
 
     @abc.abstractmethod
     def _code_shape(self, rows: int, columns: int) -> tuple[int, int]:

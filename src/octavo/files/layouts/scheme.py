@@ -1,4 +1,4 @@
-"""How a weight is quantized, as far as a file's configuration has to tell."""
+"""How a weight is quantized, for the configuration of a file."""
 
 import dataclasses
 
@@ -8,9 +8,9 @@ from octavo.qarray import QArray
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """The format of a weight [out, in], how many rows and columns share a scale, and the dtype of the scales.
+    """The format of a weight [out, in], the rows and columns that share a scale, and the dtype of the scales.
 
-    A tile as long as the axis is written as -1, so that weights of different shapes may have the same scheme.
+    A tile as long as the axis is -1, so that weights of different shapes may have the same scheme.
 
     >>> import jax.numpy as jnp, octavo
     >>> Scheme.of(octavo.quantize(jnp.ones((8, 64)), "int4", channelwise_axes=(0,), tiled_axes={1: 32}))
@@ -34,7 +34,7 @@ class Scheme:
         return get_format(self.format)
 
     def counts(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """How many scales a weight of a shape has along its rows and columns."""
+        """The number of scales of a weight of a shape, along its rows and columns."""
         rows, columns = shape[-2:]
         a, b = self.tile
         return 1 if a < 0 else -(-rows // a), 1 if b < 0 else -(-columns // b)

@@ -1,7 +1,7 @@
-"""The dtypes of safetensors, as NumPy and ml_dtypes have them, and how values of less than a byte are packed.
+"""The dtypes of safetensors as those of NumPy and ml_dtypes.
 
-Values of four and six bits lie in a little-endian bit stream, the first in the lowest bits of the first byte, as
-`torch.float4_e2m1fn_x2` has them; in memory they take a byte each.
+Values of four and six bits are a little-endian bit stream in the file, the first in the lowest bits of the first byte,
+as in `torch.float4_e2m1fn_x2`; in memory they take a byte each.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ LARGEST = 2**63 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Info:
-    """What an array is: its dtype, its shape, and how many bytes of the file it takes.
+    """The dtype and shape of an array, and its bytes in the file.
 
     >>> Info.of(np.zeros((2, 3), np.float16))
     Info(dtype=dtype('float16'), shape=(2, 3), nbytes=12)
@@ -71,12 +71,12 @@ class Info:
 
 
 def bits_of(name: str) -> int:
-    """How many bits of the file a value takes."""
+    """Bits per value in the file."""
     return _NARROW.get(name, 8 * DTYPES[name].itemsize)
 
 
 def nbytes(name: str, shape: tuple[int, ...]) -> int:
-    """How many bytes of the file an array takes."""
+    """Bytes of an array in the file."""
     bits = bits_of(name) * math.prod(shape)
     if bits % 8:
         raise FileError(f"{math.prod(shape)} values of {name} do not fill whole bytes; give them another shape")
@@ -84,7 +84,7 @@ def nbytes(name: str, shape: tuple[int, ...]) -> int:
 
 
 def name_of(dtype: np.dtype) -> str:
-    """What safetensors calls a dtype."""
+    """The name of a dtype in safetensors."""
     if dtype not in _NAMES:
         hint = "pack the codes, see octavo.files.layouts" if dtype.name in ("int2", "int4", "uint2", "uint4") else ""
         raise FileError(f"safetensors has no dtype for {dtype.name}; {hint or nearest_names(dtype.name, list(DTYPES))}")
@@ -92,7 +92,7 @@ def name_of(dtype: np.dtype) -> str:
 
 
 def decode(data: np.ndarray, name: str, shape: tuple[int, ...], where: str) -> np.ndarray:
-    """The array that bytes stand for, sharing their memory where it can."""
+    """The array of bytes of a file, without a copy where possible."""
     dtype = DTYPES[name]
     if name == "BOOL" and data.size and data.max() > 1:
         raise FileError(f"{where} is BOOL but has bytes other than 0 and 1; the file is damaged, fetch it again")
@@ -102,7 +102,7 @@ def decode(data: np.ndarray, name: str, shape: tuple[int, ...], where: str) -> n
 
 
 def encode(array: np.ndarray) -> np.ndarray:
-    """The bytes of an array, sharing its memory where they can."""
+    """The bytes of an array in the file, without a copy where possible."""
     name = name_of(array.dtype)
     flat = np.ascontiguousarray(array).reshape(-1)
     if name in _NARROW:

@@ -1,7 +1,7 @@
-"""The header of a safetensors file: eight bytes of length, then JSON that says where each tensor lies.
+"""The header of a safetensors file: eight bytes of length, then JSON with the dtype, shape and offsets of each tensor.
 
-Everything that the rest relies on is checked here: after `parse`, each tensor lies within the data, none overlaps
-another, nothing is left over, and its bytes are as many as its dtype and shape need.
+Everything that the rest relies on is validated here: after `parse`, each tensor is within the data, none overlaps
+another, no bytes are unused, and each has as many bytes as its dtype and shape need.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _DAMAGED = "the file is damaged or not safetensors; fetch or write it again"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor of a file: what it is, and where its bytes begin, counted from the end of the header."""
+    """A tensor of a file, and the offset of its bytes from the end of the header."""
 
     kind: str
     info: Info
@@ -28,7 +28,7 @@ class Entry:
 
 
 def parse(text: bytes, room: int, where: str) -> tuple[dict[str, str], dict[str, Entry]]:
-    """The metadata and the tensors that a header tells of, for a file with `room` bytes of data."""
+    """The metadata and tensors that a header declares, for a file with `room` bytes of data."""
     if text[:1] != b"{":
         raise FileError(f"{where}: the header does not begin with '{{'; {_DAMAGED}")
     table = load_object(text, f"{where}: the header")
@@ -44,29 +44,29 @@ def parse(text: bytes, room: int, where: str) -> tuple[dict[str, str], dict[str,
         end, last = entry.start + entry.info.nbytes, f"{name!r}"
     if end != room:
         what = f"only {room} bytes follow: it is truncated" if end > room else f"{room} bytes follow"
-        raise FileError(f"{where}: the header tells of {end} bytes of tensors but {what}; fetch the file again")
+        raise FileError(f"{where}: the header declares {end} bytes of tensors but {what}; fetch the file again")
     return metadata, entries
 
 
 def load_object(text: bytes, where: str) -> dict[str, Any]:
-    """A JSON object from a file that nobody vouches for."""
+    """Parse a JSON object from an untrusted file."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(items)
         if len(table) != len(items):
             names = [name for name, _ in items]
             twice = next(name for name in names if names.count(name) > 1)
-            raise _RefusedError(f"has the key {twice[:200]!r} twice")
+            raise _InvalidJsonError(f"has the key {twice[:200]!r} twice")
         return table
 
     def constant(name: str) -> Any:
-        raise _RefusedError(f"has {name}, which is not JSON")
+        raise _InvalidJsonError(f"has {name}, which is not JSON")
 
     try:
         table = json.loads(text.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
         json.dumps(table, ensure_ascii=False).encode("utf-8")
-    except _RefusedError as refused:
-        raise FileError(f"{where} {refused}; {_DAMAGED}") from None
+    except _InvalidJsonError as invalid:
+        raise FileError(f"{where} {invalid}; {_DAMAGED}") from None
     except RecursionError:
         raise FileError(f"{where} is nested too deeply; {_DAMAGED}") from None
     except ValueError as error:  # Also what is not UTF-8, or a number of thousands of digits.
@@ -76,7 +76,7 @@ def load_object(text: bytes, where: str) -> dict[str, Any]:
     return table
 
 
-class _RefusedError(Exception):
+class _InvalidJsonError(Exception):
     pass
 
 

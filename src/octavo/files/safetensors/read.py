@@ -1,16 +1,16 @@
-"""Reading safetensors: one file, or a folder of shards with an index.
+"""Reading safetensors: one file, or a directory of shards with an index.
 
-Tensors are read by `pread` and not through a memory map: a file that becomes shorter while it is open then gives an
-error, where touching a map beyond the end kills the process.
+Tensors are read by `pread`, not through a memory map: a file that is truncated while it is open then raises an error,
+where accessing a map beyond the end kills the process.
 """
 
-import difflib
 import os
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
+from octavo._names import did_you_mean
 from octavo.files.errors import FileError
 from octavo.files.regular import RegularFile
 from octavo.files.safetensors.dtypes import Info, decode
@@ -22,10 +22,10 @@ _PICKLES = (".bin", ".pth", ".pt", ".pkl", ".ckpt")
 
 
 class SafeTensors:
-    """The tensors of a safetensors file, of a folder, or of an index with its shards.
+    """The tensors of a safetensors file, of a directory, or of an index with its shards.
 
-    Opening reads and checks the headers alone; `read` fetches one tensor. Whatever is wrong with a file is a
-    `FileError`. Safe to read from by several threads.
+    Opening reads and validates the headers; `read` loads one tensor. Anything wrong with a file raises `FileError`.
+    Several threads may read at once.
 
     >>> import tempfile
     >>> from octavo.files.safetensors import write
@@ -47,7 +47,7 @@ class SafeTensors:
             raise
 
     def _open(self) -> None:
-        files, index = find(self.path)
+        files, index = find_files(self.path)
         for file in files:
             self._shards.append(_Shard(file))
         by_name = {shard.path.name: shard for shard in self._shards}
@@ -89,9 +89,8 @@ class SafeTensors:
 
     def _shard(self, name: str) -> "_Shard":
         if name not in self._where:
-            near = difflib.get_close_matches(name, self._where, n=3)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {len(self._where)} others"
-            raise FileError(f"{self.path} has no tensor {name!r}; {hint}")
+            hint = did_you_mean(name, self._where, most=3, cutoff=0.6) or f"it has {len(self._where)} others"
+            raise FileError(f"{self.path} has no tensor {name!r}; {hint.rstrip()}")
         return self._where[name]
 
     def close(self) -> None:
@@ -132,7 +131,7 @@ class _Shard:
         self._file.close()
 
 
-def find(path: Path) -> tuple[list[Path], dict[str, str] | None]:
+def find_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The files to open for a path, and which of them each tensor is in where an index says so."""
     if path.is_dir():
         return _in_folder(path)
@@ -149,7 +148,7 @@ def _in_folder(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     if folder / INDEX in indexes or (len(indexes) == 1 and folder / SINGLE not in files):
         return _by_index(folder / INDEX if folder / INDEX in indexes else indexes[0])
     if folder / SINGLE in files or len(files) == 1:
-        return [inside(folder, SINGLE if folder / SINGLE in files else files[0].name)], None
+        return [path_inside(folder, SINGLE if folder / SINGLE in files else files[0].name)], None
     if files:
         raise FileError(f"{folder} has {len(files)} safetensors files and no {INDEX}; give one of the files")
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
@@ -166,13 +165,13 @@ def _by_index(path: Path) -> tuple[list[Path], dict[str, str]]:
     index = table.get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
         raise FileError(f"{path} has no weight_map from names of tensors to files; is this an index of safetensors?")
-    return [inside(path.parent, name) for name in dict.fromkeys(index.values())], index
+    return [path_inside(path.parent, name) for name in dict.fromkeys(index.values())], index
 
 
-def inside(folder: Path, name: str) -> Path:
-    """A file of a folder, refused if its name or a symbolic link leads out of it.
+def path_inside(folder: Path, name: str) -> Path:
+    """The path of a file in a directory; raises if its name or a symbolic link leads out of it.
 
-    The cache of the Hugging Face hub is the one exception: there `snapshots/REVISION/NAME` links to `blobs/HASH`.
+    The one exception is the cache of the Hugging Face hub, where `snapshots/REVISION/NAME` links to `blobs/HASH`.
     """
     if not name or name != os.path.basename(name) or name in (".", "..") or "\0" in name or "\\" in name:
         raise FileError(f"{folder}: the index names the file {name[:200]!r}; a shard is a file beside the index")

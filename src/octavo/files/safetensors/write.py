@@ -1,7 +1,7 @@
-"""Writing safetensors: tensor by tensor, in any order, whole or not there, in shards where they are asked for.
+"""Writing safetensors: atomically, tensor by tensor in any order, optionally in shards.
 
-The bytes are those of the reference implementation: tensors sorted by dtype, widest first, then by name, and the
-header filled up to a multiple of eight, so that every tensor is aligned.
+The bytes are those of the reference implementation: tensors are sorted by dtype, widest first, then by name, and the
+header is padded to a multiple of eight, so that every tensor is aligned.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from octavo._io import atomic_write, sync_directory
 from octavo.files.errors import FileError
 from octavo.files.safetensors.dtypes import ORDER, Info, encode, name_of
 from octavo.files.safetensors.header import LIMIT
@@ -25,7 +26,7 @@ _CHUNK = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Lazy:
-    """An array to be written that is made when its turn comes, and not kept."""
+    """An array that is loaded when it is written, and not kept."""
 
     info: Info
     load: Callable[[], Any]
@@ -38,10 +39,13 @@ def write(
     *,
     max_shard_bytes: int | None = None,
 ) -> None:
-    """Write tensors, arrays or `Lazy` ones, to a `.safetensors` file or, for any other path, into a folder.
+    """Write tensors to a `.safetensors` file or, for any other path, into a directory.
 
-    A folder gets `model.safetensors`, or shards of at most `max_shard_bytes` (but for single tensors that are larger)
-    and their index. At any time one `Lazy` tensor is in memory. Metadata is from strings to strings.
+    Args:
+      path: The file or directory. A directory gets `model.safetensors`, or shards and their index.
+      tensors: Arrays, or `Lazy` ones, of which one is in memory at a time.
+      metadata: Strings by name.
+      max_shard_bytes: The size of shards, which only larger single tensors exceed.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -57,9 +61,9 @@ def write(
 
 
 class Writer:
-    """Safetensors being written: what the tensors are is said first, their values follow in any order.
+    """Writes safetensors whose dtypes and shapes are declared first, and whose values follow in any order.
 
-    Nothing has its name before everything is written; if the block is left by an exception, nothing remains.
+    Files get their names when everything is written; if the block ends by an exception, nothing remains.
 
     >>> import tempfile
     >>> from octavo.files.safetensors import SafeTensors
@@ -109,7 +113,7 @@ class Writer:
     def put(self, name: str, array: Any) -> None:
         """Write the values of a tensor."""
         if name not in self._left:
-            why = "is written already" if name in self._infos else "was not announced"
+            why = "is written already" if name in self._infos else "was not declared"
             raise FileError(f"{self.path}: tensor {name!r} {why}")
         info, array = self._infos[name], np.asarray(array)
         if (array.dtype, array.shape) != (info.dtype, info.shape):
@@ -122,7 +126,7 @@ class Writer:
         self._left.remove(name)
 
     def close(self) -> None:
-        """Give the files their names; raises if a tensor is missing."""
+        """Rename the files to their final names; raises if a tensor is missing."""
         try:
             if self._left:
                 missing = sorted(self._left)
@@ -131,7 +135,7 @@ class Writer:
                 file.finish()
             if self._with_index:
                 self._write_index()
-            sync(self.folder)
+            sync_directory(self.folder)
         except BaseException as error:
             self._discard()
             raise _because(self.path, error) from error
@@ -144,9 +148,7 @@ class Writer:
         total = sum(info.nbytes for info in self._infos.values())
         index = {name: self._file_of[name].name for name in sorted(self._infos)}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, ensure_ascii=False)
-        partial = self.folder / f".{INDEX}.{secrets.token_hex(4)}.partial"
-        partial.write_text(text + "\n", encoding="utf-8")
-        os.replace(partial, self.folder / INDEX)
+        atomic_write(self.folder / INDEX, text + "\n")
 
     def _discard(self) -> None:
         for file in self._files:
@@ -163,7 +165,7 @@ class Writer:
 
 
 class _File:
-    """One file being written, under another name."""
+    """One file that is written under a temporary name."""
 
     def __init__(self, folder: Path, name: str, infos: dict[str, Info]):
         self.folder, self.name, self.infos = folder, name, infos
@@ -215,15 +217,6 @@ class _File:
             os.close(self._fd)
             self._fd = -1
             self._partial.unlink(missing_ok=True)
-
-
-def sync(folder: Path) -> None:
-    """Make the names of a folder's files last."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _shards(infos: Mapping[str, Info], limit: int | None) -> list[dict[str, Info]]:

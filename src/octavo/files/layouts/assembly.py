@@ -1,6 +1,5 @@
-"""The parts of a quantized weight, taken from a file and put together; and taken apart to be written."""
+"""QArrays from the tensors of a file, with checks, and back."""
 
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from octavo._names import did_you_mean
 from octavo.files import bits as streams
 from octavo.files.errors import FileError
 from octavo.files.layouts.base import TensorFile, values_dtype
@@ -20,12 +20,11 @@ WORDS = (np.dtype(np.int32),)
 _UNSIGNED = {2: ml_dtypes.uint2, 4: ml_dtypes.uint4, 8: np.uint8}
 
 
-def shape_of(file: TensorFile, name: str, dtypes: Sequence[np.dtype], rank: int | None) -> tuple[int, ...]:
-    """The shape of a tensor that is there and of the dtype and rank that it ought to be."""
+def checked_shape(file: TensorFile, name: str, dtypes: Sequence[np.dtype], rank: int | None) -> tuple[int, ...]:
+    """The shape of a tensor; raises unless it exists with one of the dtypes and the rank."""
     if name not in file:
-        near = difflib.get_close_matches(name, file.names(), n=2)
-        hint = f"did it mean {' or '.join(map(repr, near))}?" if near else "is a shard missing?"
-        raise FileError(f"the file has no {name!r}, which its layout needs; {hint}")
+        hint = did_you_mean(name, file.names(), most=2, cutoff=0.6) or "is a shard missing?"
+        raise FileError(f"the file has no {name!r}, which its layout needs; {hint.rstrip()}")
     info = file.info(name)
     if info.dtype not in dtypes or (rank is not None and len(info.shape) != rank):
         kinds = " or ".join(dtype.name for dtype in dtypes)
@@ -34,14 +33,14 @@ def shape_of(file: TensorFile, name: str, dtypes: Sequence[np.dtype], rank: int 
     return info.shape
 
 
-def expect(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], why: str) -> None:
-    """Raise unless a part has the shape that the others ask for."""
+def check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], why: str) -> None:
+    """Raise unless a tensor has the shape that other tensors imply."""
     if shape != wanted:
-        raise FileError(f"{name!r} has the shape {list(shape)} but {why} ask for {list(wanted)}; is the file damaged?")
+        raise FileError(f"{name!r} has the shape {list(shape)} but {why} imply {list(wanted)}; is the file damaged?")
 
 
-def groups_of(name: str, g_idx: np.ndarray | None, size: int, group: int, count: int) -> np.ndarray | None:
-    """The group of each input where they are out of order, None where they follow each other."""
+def check_groups(name: str, g_idx: np.ndarray | None, size: int, group: int, count: int) -> np.ndarray | None:
+    """The group of each input where groups are out of order, else None."""
     if -(-size // max(1, group)) != count:
         raise FileError(f"{name!r}: {size} inputs in groups of {group} do not make the {count} groups of its scales")
     if g_idx is None or np.array_equal(g_idx, np.arange(size) // group):
@@ -51,28 +50,28 @@ def groups_of(name: str, g_idx: np.ndarray | None, size: int, group: int, count:
     return g_idx
 
 
-def integers(
-    fields: np.ndarray, zeros: np.ndarray | None, scale: np.ndarray, *, bits: int, group: int, g_idx: np.ndarray | None
+def integer_weight(
+    codes: np.ndarray, zeros: np.ndarray | None, scale: np.ndarray, *, bits: int, group: int, g_idx: np.ndarray | None
 ) -> QArray | np.ndarray:
-    """A weight [out, in] of unsigned fields with `value = (field - zero) * scale`, zeros and scales [out, groups].
+    """A weight [out, in] of unsigned codes with `value = (code - zero) * scale`, zeros and scales [out, groups].
 
-    Without zeros, or with all of them in the middle, the codes are signed and have no zero point. With groups out of
-    order (`g_idx`) there is no tile for a scale to belong to, and the values are given.
+    Without zeros, or with all of them in the middle of the range, the result has signed codes and no zero point. A
+    QArray cannot represent groups out of order (`g_idx`): the result is a float array.
     """
     middle = 1 << (bits - 1)
     zeros = None if zeros is None or np.all(zeros == middle) else zeros
     if g_idx is not None:
         offset = np.int32(middle) if zeros is None else zeros[:, g_idx].astype(np.int32)
-        values = (fields.astype(np.int32) - offset).astype(np.float32) * scale[:, g_idx].astype(np.float32)
+        values = (codes.astype(np.int32) - offset).astype(np.float32) * scale[:, g_idx].astype(np.float32)
         return values.astype(scale.dtype)
-    size = fields.shape[1]
+    size = codes.shape[1]
     missing = scale.shape[1] * group - size if scale.shape[1] > 1 else 0
     if missing:
-        # Any code will do: these values are cut off.
-        fields = np.pad(fields, [(0, 0), (0, missing)])
+        # Any code: these values are padding.
+        codes = np.pad(codes, [(0, 0), (0, missing)])
     signed = zeros is None
-    codes = fields ^ np.uint8(middle) if signed else fields
-    # Unsigned formats have 2, 4 or 8 bits; codes of fewer are codes of those as well.
+    codes = codes ^ np.uint8(middle) if signed else codes
+    # Unsigned formats have 2, 4 or 8 bits: codes of 3 bits are stored in 4.
     width = bits if signed else next(n for n in (2, 4, 8) if n >= bits)
     return _quantized(
         streams.pack(codes, width) if width < 8 else codes.view(np.int8 if signed else np.uint8),
@@ -84,7 +83,7 @@ def integers(
     )
 
 
-def blocks(
+def block_weight(
     name: str,
     weight: np.ndarray,
     scale: np.ndarray,
@@ -93,7 +92,7 @@ def blocks(
     qtype: str | None = None,
     zero_point: np.ndarray | None = None,
 ) -> QArray:
-    """A weight [..., out, in] of byte-wide codes whose scales are one for all, one per row, or one per block."""
+    """A weight [..., out, in] of byte-wide codes with one scale per tensor, row or block."""
     if scale.size == 1:
         scale = scale.reshape((1,) * weight.ndim)
     elif scale.ndim == 1 and scale.shape[0] == weight.shape[-2]:
@@ -116,8 +115,8 @@ def blocks(
     return _quantized(weight, scale, qtype or weight.dtype.name, zero_point=zeros, padding=tuple(pads))
 
 
-def fours(packed: np.ndarray, scale: np.ndarray, qtype: str, outer: np.ndarray | None = None) -> QArray:
-    """A weight of four-bit floats, two to a byte, the first in the low half, as `QArray` packs them too."""
+def fp4_weight(packed: np.ndarray, scale: np.ndarray, qtype: str, outer: np.ndarray | None = None) -> QArray:
+    """A weight of 4-bit floats, two to a byte, the first in the low half, as `QArray` packs them."""
     return _quantized(packed, scale, qtype, outer_scale=outer, packed=(-1, 2 * packed.shape[-1]))
 
 
@@ -128,7 +127,7 @@ def _quantized(codes: np.ndarray, scale: np.ndarray, qtype: str, outer_scale: An
 
 
 def check_integers(name: str, shape: tuple[int, ...], scheme: Scheme, widths: Sequence[int]) -> None:
-    """Raise unless a weight is a matrix of integers with scales per output and whole group of inputs."""
+    """Raise unless a weight is an integer matrix with scales per output and full group of inputs."""
     fmt = scheme.qtype
     if not isinstance(fmt, IntFormat) or fmt.unit != 1.0 or not fmt.preserve_zero or fmt.bits not in widths:
         kinds = ", ".join(f"{n}" for n in widths)
@@ -139,17 +138,17 @@ def check_integers(name: str, shape: tuple[int, ...], scheme: Scheme, widths: Se
         raise FileError(f"{name!r} is {fmt.name} without a zero point; this layout needs one")
     rows, columns = scheme.tile
     if rows not in (1, -1) or (columns > 0 and shape[1] % columns):
-        raise FileError(f"{name!r} {list(shape)}: scales are per output and whole group, not tiles of {scheme.tile}")
+        raise FileError(f"{name!r} {list(shape)}: scales are per output and full group, not tiles of {scheme.tile}")
 
 
-def integer_fields(q: QArray) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-    """The unsigned fields [out, in], zeros if any and scales [out, groups] of a weight; the reverse of `integers`."""
+def unsigned_codes(q: QArray) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    """Codes [out, in], zero points if any and scales [out, groups] of a weight: the inverse of `integer_weight`."""
     fmt = q.qtype
     offset = 1 << (fmt.bits - 1) if fmt.signed else 0
     grid = (q.shape[0], q.scale.shape[1])
-    fields = (np.asarray(q.unpack().qvalue).astype(np.int16) + offset).astype(np.uint8)
+    codes = (np.asarray(q.unpack().qvalue).astype(np.int16) + offset).astype(np.uint8)
     scale = np.broadcast_to(np.asarray(q.scale), grid)
     if q.zero_point is None:
-        return fields, None, scale
+        return codes, None, scale
     zeros = (np.asarray(q.zero_point).astype(np.int16) + offset).astype(np.uint8)
-    return fields, np.broadcast_to(zeros, grid), scale
+    return codes, np.broadcast_to(zeros, grid), scale

@@ -26,24 +26,24 @@ def _cased(digits: str, contractions: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class PreTokenizer:
     """Expressions in order; whether a piece that is in the vocabulary is taken whole; whether bos is the custom."""
 
     patterns: tuple[str, ...]
-    whole: bool = False
+    ignore_merges: bool = False
     add_bos: bool = False
 
 
-_DIGITS_APART = Split((r"\p{N}", _GPT2))
-_LLAMA3 = Split((_words(r"\p{N}{1,3}"),), whole=True, add_bos=True)
-_QWEN2 = Split((_words(r"\p{N}"),))
+_DIGITS_APART = PreTokenizer((r"\p{N}", _GPT2))
+_LLAMA3 = PreTokenizer((_words(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
+_QWEN2 = PreTokenizer((_words(r"\p{N}"),))
 
-SPLITS: dict[str, Split] = {
-    "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": Split((_GPT2,)),
-    "mpt": Split((_GPT2,)),
-    "olmo": Split((_GPT2,)),
-    "phi-2": Split((_GPT2,)),
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "gpt-2": PreTokenizer((_GPT2,)),
+    "mpt": PreTokenizer((_GPT2,)),
+    "olmo": PreTokenizer((_GPT2,)),
+    "phi-2": PreTokenizer((_GPT2,)),
     "smollm": _DIGITS_APART,
     "starcoder": _DIGITS_APART,
     "refact": _DIGITS_APART,
@@ -54,14 +54,14 @@ SPLITS: dict[str, Split] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "falcon3": _LLAMA3,
-    "dbrx": dataclasses.replace(_LLAMA3, whole=False, add_bos=False),
-    "smaug-bpe": dataclasses.replace(_LLAMA3, whole=False, add_bos=False),
+    "dbrx": dataclasses.replace(_LLAMA3, ignore_merges=False, add_bos=False),
+    "smaug-bpe": dataclasses.replace(_LLAMA3, ignore_merges=False, add_bos=False),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "stablelm2": _QWEN2,
-    "qwen35": Split((_words(r"\p{N}", r"\p{L}\p{M}"),)),
-    "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-    "deepseek-coder": Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
-    "tekken": Split((_cased(r"\p{N}", ""),), whole=True, add_bos=True),
-    "gpt-4o": Split((_cased(r"\p{N}{1,3}", _CONTRACTIONS + "?"),)),
+    "qwen35": PreTokenizer((_words(r"\p{N}", r"\p{L}\p{M}"),)),
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    "tekken": PreTokenizer((_cased(r"\p{N}", ""),), ignore_merges=True, add_bos=True),
+    "gpt-4o": PreTokenizer((_cased(r"\p{N}{1,3}", _CONTRACTIONS + "?"),)),
 }

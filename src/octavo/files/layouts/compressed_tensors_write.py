@@ -1,12 +1,12 @@
-"""Weights taken apart into the tensors of compressed-tensors."""
+"""Writing the tensors of compressed-tensors."""
 
 import ml_dtypes
 import numpy as np
 
 from octavo.files import bits as streams
 from octavo.files.errors import FileError
-from octavo.files.layouts.compressed_config import format_of
-from octavo.files.layouts.parts import check_integers, integer_fields
+from octavo.files.layouts.assembly import check_integers, unsigned_codes
+from octavo.files.layouts.compressed_tensors_config import format_name
 from octavo.files.layouts.scheme import Scheme
 from octavo.files.safetensors import Info
 from octavo.numerics import IntFormat
@@ -17,8 +17,8 @@ _FLOATS = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.fl
 _FOURS = {"nvfp4": ml_dtypes.float8_e4m3fn, "mxfp4": np.uint8}
 
 
-def tensors_info(name: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Info]:
-    """What `tensors_of` will give."""
+def tensor_infos(name: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Info]:
+    """The dtypes and shapes of the tensors that `to_tensors` returns."""
     if len(shape) != 2:
         raise FileError(f"{name!r} is {list(shape)}; compressed-tensors holds matrices [out, in]")
     (out, size), (rows, columns) = shape, scheme.counts(shape)
@@ -48,14 +48,14 @@ def tensors_info(name: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str,
     return infos | (zeros if scheme.zero_point else {})
 
 
-def tensors_of(name: str, q: QArray) -> dict[str, np.ndarray]:
-    """The tensors of a weight [out, in]: codes and scales as they are."""
+def to_tensors(name: str, q: QArray) -> dict[str, np.ndarray]:
+    """The tensors of a weight [out, in], with its codes and scales."""
     scheme = Scheme.of(q)
-    infos = tensors_info(name, q.shape, scheme)
+    infos = tensor_infos(name, q.shape, scheme)
     scale = np.asarray(q.scale)
-    fmt = format_of(scheme)
+    fmt = format_name(scheme)
     if fmt == "pack-quantized":
-        fields, zeros, scale = integer_fields(q)
+        fields, zeros, scale = unsigned_codes(q)
         bits = q.qtype.bits
         found = {
             f"{name}_packed": streams.pack(fields, bits, np.int32),

@@ -7,7 +7,7 @@ from typing import Any
 from octavo.files.errors import FileError
 from octavo.files.layouts.base import matches
 from octavo.files.layouts.config import choice, count, module_of, strings
-from octavo.files.layouts.fp8 import block_of
+from octavo.files.layouts.fp8 import parse_block
 from octavo.files.layouts.scheme import Scheme
 from octavo.numerics import nearest_names
 
@@ -58,7 +58,7 @@ class Group:
         return self.size
 
 
-def groups_from(config: Mapping[str, Any]) -> tuple[Group, ...]:
+def parse_groups(config: Mapping[str, Any]) -> tuple[Group, ...]:
     """The groups of a configuration whose weights are quantized."""
     _known(config.get("format"))
     sparsity = config.get("sparsity_config")
@@ -79,7 +79,7 @@ def groups_from(config: Mapping[str, Any]) -> tuple[Group, ...]:
         targets = strings(group, "targets")
         if not targets:
             raise FileError(f"quantization_config has the group {name!r} without targets; is it whole?")
-        block = block_of(weights, "block_structure")
+        block = parse_block(weights, "block_structure")
         block = (1, size) if block is None and size is not None and size > 0 else block
         groups.append(Group(targets, bits, choice(weights, "type", kinds, default="int"), size, block))
     return tuple(groups)
@@ -90,23 +90,23 @@ def _known(fmt: Any) -> None:
         raise FileError(f"compressed-tensors format {fmt!r} is not read; {nearest_names(str(fmt), list(FORMATS))}")
 
 
-def format_of(scheme: Scheme) -> str:
+def format_name(scheme: Scheme) -> str:
     """The name of the layout that a scheme is written in."""
     if scheme.format in ("nvfp4", "mxfp4"):
         return f"{scheme.format}-pack-quantized"
     return "float-quantized" if scheme.format.startswith("float8") else "pack-quantized"
 
 
-def config_of(schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
+def make_config(schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
     """The configuration for weights of these schemes: one group for each, by name where there are several."""
     modules: dict[tuple[str, str], list[str]] = {}
     arguments: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {}
     for name, scheme in schemes.items():
         if scheme is not None:
             args = _weights(scheme)
-            key = (format_of(scheme), repr(args))
+            key = (format_name(scheme), repr(args))
             modules.setdefault(key, []).append(module_of(name))
-            arguments[key] = (format_of(scheme), args)
+            arguments[key] = (format_name(scheme), args)
     if not modules:
         raise FileError(f"none of {len(schemes)} weights is quantized; write a float model without a layout")
     several = len(modules) > 1
@@ -133,7 +133,7 @@ def config_of(schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
 
 def _weights(scheme: Scheme) -> dict[str, Any]:
     rows, columns = scheme.tile
-    fmt = format_of(scheme)
+    fmt = format_name(scheme)
     size = block = None
     if rows > 1:
         strategy, block = "block", [rows, columns]
