@@ -167,7 +167,7 @@ def test_a_file_that_becomes_shorter_is_an_error_and_not_a_signal(tmp_path):
     write(path, {"x": np.zeros(10_000, np.float32)})
     with SafeTensors(path) as file:
         os.truncate(path, 20_000)
-        with pytest.raises(FileError, match="became shorter while it was read, at tensor 'x'"):
+        with pytest.raises(FileError, match="was truncated while it was read, at tensor 'x'"):
             file.read("x")
 
 

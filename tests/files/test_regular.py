@@ -18,7 +18,7 @@ def test_bytes_by_position(tmp_path):
             with pytest.raises(FileError, match="is truncated: them needs bytes"):
                 file.read(offset, count, "them")
         os.truncate(tmp_path / "f", 5)
-        with pytest.raises(FileError, match="became shorter while it was read, at them"):
+        with pytest.raises(FileError, match="was truncated while it was read, at them"):
             file.read(3, 4, "them")
     with pytest.raises(FileError, match="is closed"):
         file.read(0, 1, "them")
@@ -27,10 +27,10 @@ def test_bytes_by_position(tmp_path):
 def test_what_is_no_file_is_refused(tmp_path):
     with pytest.raises(FileError, match="nowhere: there is no such file"):
         RegularFile(tmp_path / "nowhere")
-    with pytest.raises(FileError, match="is a folder"):
+    with pytest.raises(FileError, match="is a directory"):
         RegularFile(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(FileError, match="is no regular file"):
+    with pytest.raises(FileError, match="is not a regular file"):
         RegularFile(tmp_path / "pipe")
     with pytest.raises(FileError, match="cannot be opened"):
         RegularFile("a\0b")

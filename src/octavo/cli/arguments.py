@@ -123,7 +123,7 @@ def _add_verify(commands: Any) -> None:
     )
 
 
-_MODEL = """MODEL is what `octavo quantize` wrote, a run of `octavo train` or one of its checkpoints, a Hugging Face
+_MODEL = """MODEL is an output of `octavo quantize`, a run of `octavo train` or one of its checkpoints, a Hugging Face
 directory (config.json and safetensors), or a GGUF file."""
 
 
@@ -131,11 +131,11 @@ def _add_quantize(commands: Any) -> None:
     quantize = commands.add_parser(
         "quantize",
         help="convert a model to low precision, parameter by parameter",
-        description="Read a model one parameter at a time, quantize each as the recipe says, and write the result with "
-        "a card. Nothing is run, and little more memory is used than the result takes. " + _MODEL,
+        description="Read a model one parameter at a time, quantize each by the recipe, and write the result with a "
+        "model card. The model is not run, and peak memory is little more than the size of the result. " + _MODEL,
         epilog="Examples: octavo quantize model.gguf int4 small; octavo quantize runs/mine trained served; "
-        "octavo quantize hf-folder int8 out.gguf --format gguf. Exit status 2: the model, the recipe or the place is "
-        "wrong.",
+        "octavo quantize hf-folder int8 out.gguf --format gguf. Exit status 2: the model, the recipe or the output "
+        "path is invalid.",
     )
     quantize.add_argument("model", metavar="MODEL", help="the model to convert")
     quantize.add_argument(
@@ -145,29 +145,29 @@ def _add_quantize(commands: Any) -> None:
         "...); or recipe:NAME, activations included; or a .json or .yml file of rules; or trained: the rules that the "
         "model was trained with",
     )
-    quantize.add_argument("out", metavar="OUT", help="where to write to: a directory, or a file for gguf")
+    quantize.add_argument("out", metavar="OUT", help="the output: a directory, or a file for gguf")
     quantize.add_argument(
         "--head",
         metavar="FORMAT",
         default="",
-        help="the format of the embedding table and the logits; float leaves them (default: int8 where the weights "
-        "have fewer bits, else theirs)",
+        help="the format of the embedding table and the logits; float keeps them (default: int8 where the weights have "
+        "fewer bits, else that of the weights)",
     )
     quantize.add_argument(
         "--format",
         metavar="FORM",
         default="octavo",
-        help="octavo (the default), or what other programs read: safetensors, compressed-tensors, gptq, awq, gguf",
+        help="octavo (default), or for other programs: safetensors, compressed-tensors, gptq, awq, gguf",
     )
     quantize.add_argument(
         "--scales",
         metavar="DTYPE",
         choices=("", "float32", "bfloat16", "float16"),
         default="",
-        help="the dtype of scales (default: bfloat16, in files for others float16, and float32 as trained)",
+        help="the dtype of scales (default: bfloat16, for other programs float16, and with trained rules float32)",
     )
     quantize.add_argument("--force", action="store_true", help="replace what is at OUT")
-    quantize.add_argument("--quiet", action="store_true", help="no line for each parameter")
+    quantize.add_argument("--quiet", action="store_true", help="do not print a line for each parameter")
 
 
 def _add_eval(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""Files of weights that others write and read: named arrays in, named arrays out, and nothing about models."""
+"""Weight files of other programs as named arrays, independent of models."""
 
 from octavo.files.errors import FileError
 from octavo.files.safetensors import Info, Lazy, SafeTensors

@@ -1,13 +1,14 @@
-"""Codes of less than a byte in the files of others: a little-endian bit stream along the last axis, in NumPy.
+"""Codes of fewer than eight bits as a little-endian bit stream along the last axis, in NumPy.
 
-`octavo.numerics` packs on the device, for computing; this is for files, which are read and written on the host.
+`octavo.numerics.packing` packs the same way on the device, into bytes and under jit; this one is for files: on the
+host, for words of any width, and without a compilation for each shape.
 """
 
 import numpy as np
 
 
 def unpack(stream: np.ndarray, bits: int, size: int) -> np.ndarray:
-    """The first `size` fields of a stream of integers, unsigned, a byte each.
+    """Unpack the first `size` codes of a stream of integers, unsigned, to a byte each.
 
     >>> unpack(np.asarray([[0x76543210]], np.int32), 4, 8).tolist()
     [[0, 1, 2, 3, 4, 5, 6, 7]]
@@ -27,7 +28,7 @@ def unpack(stream: np.ndarray, bits: int, size: int) -> np.ndarray:
 
 
 def pack(fields: np.ndarray, bits: int, dtype: object = np.uint8) -> np.ndarray:
-    """Unsigned fields below `2**bits` as a stream of integers of `dtype`, filled up with zeros.
+    """Pack unsigned codes below `2**bits` into a stream of integers of `dtype`, padded with zeros.
 
     >>> [hex(x) for x in pack(np.arange(8, dtype=np.uint8), 4, np.int32)]
     ['0x76543210']

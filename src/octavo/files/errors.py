@@ -1,5 +1,5 @@
-"""What may be wrong with a file of weights."""
+"""Errors of weight files."""
 
 
 class FileError(ValueError):
-    """A file of weights cannot be used; the text says which file, what is wrong with it, and what to try."""
+    """A weight file is invalid or unsupported; the message says which file, what is wrong, and what to try."""

@@ -1,4 +1,4 @@
-"""Reading a file by position: what is not there is an error, never a signal as with a memory map."""
+"""Reading files by position, with an exception where a memory map would raise a signal."""
 
 import os
 import stat
@@ -10,8 +10,8 @@ from octavo.files.errors import FileError
 class RegularFile:
     """A file of known size, read by offset and length with `pread`.
 
-    A memory map of a file that somebody truncates kills the process at the next access; a short read here is a
-    `FileError`. Devices, pipes and folders are refused before anything is read.
+    Accessing a memory map of a file that was truncated kills the process; a short read here raises `FileError`.
+    Devices, pipes and directories raise before anything is read.
     """
 
     _fd = -1
@@ -28,7 +28,9 @@ class RegularFile:
             raise FileError(f"{self.path}: cannot be opened ({error})") from None
         if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise FileError(f"{self.path}: is {'a folder' if stat.S_ISDIR(status.st_mode) else 'no regular file'}")
+            raise FileError(
+                f"{self.path}: is {'a directory' if stat.S_ISDIR(status.st_mode) else 'not a regular file'}"
+            )
         self.size = status.st_size
 
     def read(self, offset: int, count: int, what: str) -> bytearray:
@@ -44,7 +46,7 @@ class RegularFile:
         while done < count:
             got = os.preadv(self._fd, [view[done:]], offset + done)
             if got == 0:
-                raise FileError(f"{self.path}: became shorter while it was read, at {what}")
+                raise FileError(f"{self.path}: was truncated while it was read, at {what}")
             done += got
         return data
 

@@ -1,4 +1,4 @@
-"""Encoders as Hugging Face has them (all-MiniLM-L6-v2 and the like): opened, quantized, and asked for embeddings."""
+"""BERT encoders in Hugging Face directories, such as all-MiniLM-L6-v2: reading, quantizing, embedding texts."""
 
 import dataclasses
 import functools
@@ -38,16 +38,20 @@ _LAYER = re.compile(r"encoder\.layer\.(\d+)\..*")
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """A model that makes a vector of a text: see `open_encoder`.
+    """A text encoder: see `open_encoder`.
 
-    `params` may be in low precision, and `rules` are what its products then run with. Texts are cut at `max_length`
-    tokens. Embeddings have the length one.
+    Args:
+      config: The architecture.
+      params: Its parameters, floats or QArrays.
+      tokenizer: A `tokenizers.Tokenizer` without truncation or padding of its own.
+      pooling: How token states make the embedding of a text, which has norm one.
+      max_length: Longer texts are truncated to so many tokens.
+      rules: The rules that its matmuls run with.
     """
 
     config: BertConfig
     params: Params = dataclasses.field(repr=False)
     tokenizer: Any = dataclasses.field(default=None, repr=False)
-    """A `tokenizers.Tokenizer`, which neither cuts nor pads by itself."""
     pooling: str = "mean"
     max_length: int = 256
     rules: tuple[QuantizationRule, ...] = ()
@@ -64,10 +68,10 @@ class Encoder:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params, is_leaf=_is_quantized))
 
     def embed(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:
-        """The vectors of texts, `[texts, emb_dim]` in float32.
+        """Embeddings of texts, `[texts, emb_dim]` in float32.
 
-        A text's vector does not depend on the others. How far they make it be padded may change last bits, and so,
-        where activations are in low precision, some of their codes.
+        The embedding of a text does not depend on the other texts, except that padding may change last bits and with
+        quantized activations some of their codes.
         """
         if isinstance(texts, str):
             raise TypeError("embed takes a list of texts; for a single one write embed([text])")
@@ -77,7 +81,7 @@ class Encoder:
             raise ValueError("this encoder has no tokenizer: give ids to embed_tokens instead")
         ids = [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
         result = np.zeros((len(ids), self.config.emb_dim), np.float32)
-        # Texts of like length together, so that little is padding.
+        # Batches of similar lengths need little padding.
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         for start in range(0, len(order), batch_size):
             some = order[start : start + batch_size]
@@ -86,22 +90,23 @@ class Encoder:
         return result
 
     def embed_tokens(self, tokens: Any, mask: Any) -> Array:
-        """The vectors of texts as ids `[texts, length]`; `mask` is false for padding."""
+        """Embeddings of texts given as ids `[texts, length]`; `mask` is false for padding."""
         return _embed(self.config, self.rules, self.pooling, self.params, jnp.asarray(tokens), jnp.asarray(mask))
 
     def quantize(
         self,
-        how: str | QuantizationRule | Sequence[QuantizationRule],
+        recipe: str | QuantizationRule | Sequence[QuantizationRule],
         *,
         activations: FormatLike | None = None,
         words: FormatLike | None = "int8",
     ) -> "Encoder":
         """This encoder in low precision.
 
-        `how` is a number format for the weights of all layers: "int8", "int4", "int4:g64" (in groups of 64), "fp8",
-        "nf4", ...; or `recipe:NAME`, a file of rules or rules themselves. `activations` is the format that inputs of
-        these products are rounded to as they come; without one they stay in float. `words` is the format of the
-        table of words, a scale for each, or None to keep it.
+        Args:
+          recipe: A number format for the weights of all layers ("int8", "int4", "int4:g64" in groups of 64, "fp8",
+            "nf4", ...), `recipe:NAME`, a file of rules, or rules.
+          activations: The format of the inputs of matmuls, quantized dynamically; by default they stay in float.
+          words: The format of the word embeddings, with one scale per word, or None to keep them.
 
         >>> from octavo.models.bert import bert_params
         >>> config = BertConfig(vocab_size=50, emb_dim=64, num_layers=2, num_heads=2, mlp_dim=128)
@@ -112,7 +117,7 @@ class Encoder:
         """
         if any(map(_is_quantized, jax.tree.leaves(self.params, is_leaf=_is_quantized))):
             raise ValueError("this encoder is quantized already: quantize the float one it was made from")
-        rules = _rules(how, activations)
+        rules = _rules(recipe, activations)
         ids = jax.ShapeDtypeStruct((1, 8), jnp.int32)
         model = functools.partial(bert_apply, self.config)
         params = convert(model, self.params, ids, jax.ShapeDtypeStruct((1, 8), bool), rules=rules)
@@ -123,7 +128,7 @@ class Encoder:
         return dataclasses.replace(self, params=params, rules=rules)
 
     def _padded(self, rows: list[list[int]], batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids in one array, of few different shapes: each is compiled for."""
+        """Ids padded to one array. Sizes are powers of two, since each shape is compiled."""
         length = min(_power_of_two(max(map(len, rows)), 16), self.config.max_length)
         count = min(_power_of_two(len(rows), 1), batch_size)
         tokens, mask = np.zeros((count, length), np.int32), np.zeros((count, length), bool)
@@ -133,10 +138,12 @@ class Encoder:
 
 
 def open_encoder(path: str | Path, *, max_length: int | None = None, num_heads: int | None = None) -> Encoder:
-    """The encoder of a directory: model.safetensors, tokenizer.json and config.json.
+    """Open the encoder of a directory with model.safetensors, tokenizer.json and config.json.
 
-    Texts are cut at `max_length` tokens: by default what sentence_bert_config.json says, or the model's own length.
-    Without a config.json all sizes but `num_heads` are read off the tensors, and that one has to be given.
+    Args:
+      path: The directory.
+      max_length: Where texts are truncated, in tokens; by default that of sentence_bert_config.json, or the model's.
+      num_heads: Needed without a config.json; other sizes are those of the tensors.
 
     >>> open_encoder("nowhere")
     Traceback (most recent call last):
@@ -174,10 +181,10 @@ def _power_of_two(n: int, least: int) -> int:
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
-def _rules(how: Any, activations: FormatLike | None) -> tuple[QuantizationRule, ...]:
-    if isinstance(how, str):
-        how = weight_rules(how, _DECODER, head="float")
-    rules = as_rules(how)
+def _rules(recipe: Any, activations: FormatLike | None) -> tuple[QuantizationRule, ...]:
+    if isinstance(recipe, str):
+        recipe = weight_rules(recipe, _DECODER, head="float")
+    rules = as_rules(recipe)
     if activations is None:
         return rules
     return tuple(r if r.leaves_alone else r.replace(act_qtype=activations) for r in rules)
@@ -189,39 +196,37 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no table of settings but a {type(found).__name__}")
+        raise ValueError(f"{path} is not a JSON object but a {type(found).__name__}")
     return found
 
 
 def _prefix(file: SafeTensors, path: Path) -> str:
-    """What stands before the names of the encoder, where it is part of a larger model."""
+    """The prefix of the encoder's tensors in a larger model."""
     for name in file.names():
         if name.endswith(_WORDS):
             return name.removesuffix(_WORDS)
-    raise ValueError(f"{path} has no tensor {_WORDS!r}: it holds no BERT")
+    raise ValueError(f"{path} has no tensor {_WORDS!r}: it is not a BERT model")
 
 
 def _config(
     file: SafeTensors, prefix: str, described: Mapping[str, Any], num_heads: int | None, path: Path
 ) -> BertConfig:
-    """The model that the tensors and config.json describe, which have to agree."""
+    """The architecture, from the tensors and config.json, which must agree."""
     kind = described.get("model_type", "bert")
     if kind != "bert":
-        raise ValueError(f"{path / 'config.json'}: model_type {kind!r} is no encoder that Octavo knows: bert")
+        raise ValueError(f"{path / 'config.json'}: model_type {kind!r} is not a supported encoder: bert")
     places = described.get("position_embedding_type", "absolute")
     if places != "absolute":
-        raise ValueError(
-            f"{path / 'config.json'}: positions of the kind {places!r} are not supported: absolute ones are"
-        )
+        raise ValueError(f"{path / 'config.json'}: position_embedding_type {places!r} is not supported: absolute is")
     activation = described.get("hidden_act", "gelu")
     if activation not in _ACTIVATIONS:
         known = nearest_names(str(activation), tuple(_ACTIVATIONS))
         raise ValueError(f"{path / 'config.json'}: unknown hidden_act {activation!r}: {known}")
     heads = num_heads or described.get("num_attention_heads")
     if not heads:
-        raise ValueError(f"{path} does not tell the number of heads: it has no config.json, so pass num_heads=")
+        raise ValueError(f"{path} has no config.json with the number of heads: pass num_heads=")
     layers = [int(found[1]) for name in file.names() if (found := _LAYER.fullmatch(name.removeprefix(prefix)))]
 
     def shape(name: str) -> tuple[int, ...]:
@@ -244,13 +249,13 @@ def _config(
     for key, field in {**said, "intermediate_size": "mlp_dim"}.items():
         if described.get(key, getattr(config, field)) != getattr(config, field):
             raise ValueError(
-                f"{path / 'config.json'} says {key}={described[key]}, but the tensors make it {getattr(config, field)}"
+                f"{path / 'config.json'} says {key}={described[key]}, but by its tensors it is {getattr(config, field)}"
             )
     return config
 
 
 def _names(config: BertConfig) -> Iterator[tuple[str, str]]:
-    """The paths of modules, and what files call them."""
+    """The paths of modules, and their names in files."""
     yield "embeddings/norm", "embeddings.LayerNorm"
     for i in range(config.num_layers):
         here, there = f"encoder/layers_{i}", f"encoder.layer.{i}"
@@ -283,17 +288,17 @@ def _put(tree: Params, path: str, arrays: dict[str, np.ndarray]) -> None:
 
 def _tokenizer(path: Path, limit: int, config: BertConfig) -> Any:
     if not path.is_file():
-        raise FileNotFoundError(f"there is no {path}, which makes ids of texts")
+        raise FileNotFoundError(f"there is no {path}, which tokenizes texts")
     tokenizer = import_optional("tokenizers", "an encoder's text", "'octavo[models]'").Tokenizer.from_file(str(path))
     if tokenizer.get_vocab_size() > config.vocab_size:
-        raise ValueError(f"{path} knows {tokenizer.get_vocab_size()} words, but the model {config.vocab_size}")
+        raise ValueError(f"{path} has {tokenizer.get_vocab_size()} tokens, but the model {config.vocab_size}")
     tokenizer.no_padding()
     tokenizer.enable_truncation(limit)
     return tokenizer
 
 
 def _pooling(path: Path) -> str:
-    """As sentence-transformers says; the mean where nothing does."""
+    """The pooling that sentence-transformers configures, the mean by default."""
     for place in ("1_Pooling/config.json", "pooling.json"):
         asked = {key for key, value in _json(path / place).items() if key.startswith("pooling_mode_") and value is True}
         if asked:

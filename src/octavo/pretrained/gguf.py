@@ -105,16 +105,15 @@ def model_config(file: Gguf) -> ModelConfig:
     kind = file.metadata.get("general.architecture")
     if kind not in ARCHITECTURES:
         raise ValueError(
-            f"{file.path}: architecture {kind!r} is none that Octavo knows: "
-            f"{nearest_names(str(kind), tuple(ARCHITECTURES))}"
+            f"{file.path}: architecture {kind!r} is not supported: {nearest_names(str(kind), tuple(ARCHITECTURES))}"
         )
     names = set(file.names())
     if "rope_freqs.weight" in names:
-        raise ValueError(f"{file.path} scales its rotary positions by a table, which is not supported")
+        raise ValueError(f"{file.path} scales RoPE by a table (rope_freqs), which is not supported")
     heads, size = _field(file, "attention.head_count"), _field(file, "embedding_length")
     dim = _field(file, "attention.key_length", size // heads)
     if _field(file, "rope.dimension_count", dim) != dim:
-        raise ValueError(f"{file.path} turns only a part of each head by its position, which is not supported")
+        raise ValueError(f"{file.path} applies RoPE to a part of each head only, which is not supported")
     return ModelConfig(
         vocab_size=file.info("token_embd.weight").shape[0],
         emb_dim=size,
@@ -135,12 +134,12 @@ def model_config(file: Gguf) -> ModelConfig:
 def _field(file: Gguf, key: str, *default: Any) -> Any:
     name = f"{file.metadata['general.architecture']}.{key}"
     if name not in file.metadata and not default:
-        raise ValueError(f"{file.path} has no {name}: it describes no decoder")
+        raise ValueError(f"{file.path} has no {name}, which a decoder needs")
     return file.metadata.get(name, *default)
 
 
 def _decimal(value: float) -> float:
-    """A float32 as the shortest number that rounds to it: what was meant, such as 1e-5.
+    """A float32 as the shortest decimal that rounds to it, such as 1e-5.
 
     >>> _decimal(9.999999747378752e-06)
     1e-05
@@ -243,7 +242,9 @@ def _logged(load: Callable[[], Any], line: str, log: Callable[[str], None]) -> A
 
 def _tensor_type(recipe: str) -> str:
     if recipe not in TYPES:
-        raise ValueError(f"{recipe!r} is no type that is written to GGUF files: {nearest_names(recipe, tuple(TYPES))}")
+        raise ValueError(
+            f"{recipe!r} is not a type that is written to GGUF files: {nearest_names(recipe, tuple(TYPES))}"
+        )
     return TYPES[recipe]
 
 

@@ -89,13 +89,13 @@ def model_config(described: dict[str, Any], directory: Path, names: set[str]) ->
 
     def need(key: str) -> Any:
         if key not in described:
-            raise ValueError(f"{directory / 'config.json'} has no {key!r}: it describes no decoder")
+            raise ValueError(f"{directory / 'config.json'} has no {key!r}, which a decoder needs")
         return described[key]
 
     kind = described.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(
-            f"{directory / 'config.json'}: model_type {kind!r} is none that Octavo knows: "
+            f"{directory / 'config.json'}: model_type {kind!r} is not supported: "
             f"{nearest_names(str(kind), tuple(ARCHITECTURES))}"
         )
     activation = described.get("hidden_act", "silu")
@@ -104,7 +104,7 @@ def model_config(described: dict[str, Any], directory: Path, names: set[str]) ->
     length = described.get("max_position_embeddings", 0)
     window = described.get("sliding_window") if described.get("use_sliding_window", kind == "mistral") else None
     if window and window < length:
-        raise ValueError(f"its attention looks back {window} tokens only (sliding_window), which is not supported")
+        raise ValueError(f"sliding-window attention (sliding_window={window}) is not supported")
     if any(name.endswith(("o_proj.bias", "down_proj.bias")) for name in names):
         raise ValueError(f"{directory} has biases on output projections, which is not supported")
     heads = need("num_attention_heads")
@@ -142,7 +142,7 @@ def _scaling(rope: dict[str, Any]) -> tuple[float, float, float, float] | None:
             float(rope["high_freq_factor"]),
             float(rope["original_max_position_embeddings"]),
         )
-    raise ValueError(f"rotary positions scaled as {kind!r} are not supported: llama3 and default are")
+    raise ValueError(f"RoPE scaling {kind!r} is not supported: llama3 and default are")
 
 
 def _leaf(file: SafeTensors, layout: Layout | None, name: str, transposed: bool) -> Leaf:

@@ -1,7 +1,7 @@
-"""Octavo's own directories: a model that was converted, and the run of a training with its checkpoints.
+"""Octavo's own directories: converted models, and training runs with their checkpoints.
 
-A converted model is `octavo.json`, which describes it, `params/`, an Orbax checkpoint with a checksum of every file,
-the tokenizer's files and a README.md.
+A converted model has `octavo.json` (configuration, rules, origin), `params/` (an Orbax checkpoint with a checksum of
+every file), the files of the tokenizer and a model card.
 """
 
 import dataclasses
@@ -32,7 +32,14 @@ VERSION = 1
 
 
 def write_model(source: PretrainedModel, params: dict[str, Any], directory: Path, *, facts: dict[str, Any]) -> None:
-    """Write a converted model whose parameters are at hand, by path."""
+    """Write a converted model.
+
+    Args:
+      source: Its configuration, tokenizer, rules and origin.
+      params: Its parameters by path.
+      directory: Created if needed.
+      facts: Further entries of octavo.json.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with CheckpointManager(directory / "params", asynchronous=False) as checkpoints:
         checkpoints.save(0, unflatten_paths(params), force=True)
@@ -51,11 +58,8 @@ def write_model(source: PretrainedModel, params: dict[str, Any], directory: Path
 
 def _export(source: PretrainedModel, done: Export, out: Path) -> None:
     served = done.rules if any(map(_quantizes_activations, done.rules)) else ()
-    facts = {
-        "command": done.command,
-        "bits_per_weight": done.summary.bits_per_weight,
-        "bytes": done.summary.after,
-    }
+    summary = done.summary
+    facts = {"command": done.command, "bits_per_weight": summary.bits_per_weight, "bytes": summary.after}
     write_model(dataclasses.replace(source, rules=served), done.params, out, facts=facts)
 
 
@@ -81,14 +85,14 @@ def _read_converted(directory: Path) -> PretrainedModel:
     except (KeyError, TypeError) as error:
         raise ValueError(f"{directory / NAME} is damaged: it has no {error}") from error
     if not isinstance(config, ModelConfig):
-        raise ValueError(f"{directory / NAME} describes no model, but {config!r}")
+        raise ValueError(f"{directory / NAME} describes {config!r}, which is not a model")
     origin = {**described["origin"], "kind": "Octavo", "path": directory.name, "name": described["name"]}
     leaves = _leaves(directory / "params", "")
     return PretrainedModel(config, leaves, read_tokenizer(directory), rules, origin)
 
 
 def _leaves(directory: Path, part: str) -> dict[str, Leaf]:
-    """The leaves of a checkpoint; those of a stack of layers each by itself, under the name of its layer."""
+    """The leaves of a checkpoint; stacked layers are unstacked, as `decoder/layers_0/...`."""
     found: dict[str, Leaf] = {}
     for path, value in flatten_paths(load_abstract(directory, subtree=part).state, is_qarray).items():
         whole = functools.partial(_load, directory, f"{part}/{path}")
@@ -98,9 +102,8 @@ def _leaves(directory: Path, part: str) -> dict[str, Leaf]:
             continue
         for i in range(value.shape[0]):
             load_one = functools.partial(_one, whole, i)
-            found[f"decoder/{group}_{i}/{inner}"] = Leaf(
-                tuple(value.shape[1:]), str(value.dtype), load_one, _stored(value)
-            )
+            name = f"decoder/{group}_{i}/{inner}"
+            found[name] = Leaf(tuple(value.shape[1:]), str(value.dtype), load_one, _stored(value))
     return found
 
 
@@ -114,7 +117,7 @@ def _stored(value: Any) -> str:
     return value.qtype.name if isinstance(value, QArray) else str(value.dtype)
 
 
-# The layers of a stack are asked for one after the other, and lie in one array.
+# Stacked layers are loaded one after the other, from one array.
 @functools.lru_cache(maxsize=1)
 def _load(directory: Path, part: str) -> Any:
     return load(directory, subtree=part).state
@@ -125,7 +128,7 @@ def _one(whole: Any, i: int) -> Any:
 
 
 def _checkpoints(path: Path) -> Path | None:
-    """Where the checkpoints of a path are: a run, its folder of checkpoints, or one of them."""
+    """The checkpoints of a path: a run, its directory of checkpoints, or one of them."""
     for place in (path / "checkpoints", path):
         try:
             load_abstract(place, subtree="params")
@@ -144,7 +147,7 @@ def _read_run(path: Path) -> PretrainedModel:
     assert place is not None
     found = load_abstract(place, subtree="params")
     if "config" not in found.extra:
-        raise ValueError(f"{place} was saved without the configuration of its run: it is no run of `octavo train`")
+        raise ValueError(f"{place} was saved without the configuration of its run: it is not a run of `octavo train`")
     config = Config(**found.extra["config"])
     vocab_size = found.state["token_embedder"]["embedding"].shape[0]
     model = model_of(config, vocab_size).replace(scan_layers=False, remat="none")
@@ -166,7 +169,7 @@ def _read_run(path: Path) -> PretrainedModel:
 
 
 def _masked(place: Path, leaves: dict[str, Leaf]) -> dict[str, Leaf]:
-    """Weights with the values that training left out set to zero."""
+    """Weights times the sparsity masks of training."""
     masks = load(place, subtree="masks").state
     by_path: dict[str, Any] = {}
     for path, mask in flatten_paths(masks).items():

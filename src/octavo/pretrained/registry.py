@@ -54,7 +54,7 @@ def open_model(path: str | Path) -> PretrainedModel:
     pickled = [*path.glob("*.bin"), *path.glob("*.pt*")] if path.is_dir() else [path]
     if any(file.suffix in (".bin", ".pt", ".pth") for file in pickled):
         raise ValueError(
-            f"{path} holds {pickled[0].name}, which only running code from the file could open: save the model as "
+            f"{path} holds {pickled[0].name}, a pickle, which may run code when it is loaded: save the model as "
             "safetensors (model.save_pretrained(..., safe_serialization=True))"
         )
-    raise ValueError(f"{path} is no model that Octavo can open; it opens {known}")
+    raise ValueError(f"{path} is not a model that Octavo can open, which are: {known}")

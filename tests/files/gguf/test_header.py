@@ -86,12 +86,12 @@ def test_headers_longer_than_what_is_read_at_once(opened):
 
 BAD = {
     "nothing": (b"", r"is truncated: the magic number needs 4 bytes at 0, 0 are left"),
-    "magic": (build(magic=b"GGML"), r"is no GGUF file: it does not begin with 'GGUF'"),
-    "version 1": (build(version=1), r"is GGUF of version 1; known are 2 and 3: convert it anew with llama\.cpp"),
+    "magic": (build(magic=b"GGML"), r"is not a GGUF file: it does not begin with 'GGUF'"),
+    "version 1": (build(version=1), r"is GGUF of version 1; known are 2 and 3: convert it again with llama\.cpp"),
     "big-endian": (build(version=3 << 24), r"is GGUF of version 50331648; known are 2 and 3: it is a big-endian file"),
     "short": (build()[:12], r"is truncated: the number of tensors needs 8 bytes at 8"),
-    "tensors": (build(counts=(1 << 60, 0)), r"says it has 1152921504606846976 tensors, more than fit in the"),
-    "pairs": (build(counts=(0, 1 << 33)), r"says it has 8589934592 metadata entries, more than fit"),
+    "tensors": (build(counts=(1 << 60, 0)), r"declares 1152921504606846976 tensors, more than fit in the"),
+    "pairs": (build(counts=(0, 1 << 33)), r"declares 8589934592 metadata entries, more than fit"),
     "key": (build(pairs=[struct.pack("<Q", 1 << 62) + bytes(99)]), r"a key of the metadata is a text of 4611686018427"),
     "utf-8": (build(pairs=[pair("k", 8, text(b"\xff\xfe"))]), r"metadata 'k' is not UTF-8"),
     "twice": (build(pairs=[pair("k", 0, b"\1")] * 2), r"metadata 'k' is given twice"),
@@ -103,7 +103,7 @@ BAD = {
     "bool": (build(pairs=[pair("k", 7, b"\2")]), r"metadata 'k' is a bool that is neither 0 nor 1"),
     "values": (
         build(pairs=[pair("k", 9, struct.pack("<IQ", 10, 1 << 61))]),
-        r"says it has 2305843009213693952 values in metadata 'k', more than fit",
+        r"declares 2305843009213693952 values in metadata 'k', more than fit",
     ),
     "texts": (build(pairs=[pair("k", 9, struct.pack("<IQ", 8, 1 << 50))]), r"texts in metadata 'k', more than fit"),
     "deep": (
@@ -113,7 +113,7 @@ BAD = {
     "alignment type": (build(pairs=[pair("general.alignment", 8, text("8"))]), r"general.alignment should be a uint32"),
     "alignment": (
         build(pairs=[pair("general.alignment", 4, struct.pack("<I", 48))]),
-        r"general\.alignment is 48, no power of two",
+        r"general\.alignment is 48, not a power of two",
     ),
     "alignment 0": (build(pairs=[pair("general.alignment", 4, bytes(4))]), r"general\.alignment is 0, no power"),
     "rank": (build(tensors=[info("w", (), rank=5) + bytes(64)]), r"tensor 'w' has 5 axes, and at most 4 are allowed"),
@@ -123,18 +123,18 @@ BAD = {
     ),
     "removed type": (
         build(tensors=[info("w", (32,), kind=31)], data=FLOATS),
-        r"tensor 'w' is of type 31, Q4_0_4_4, which ggml gave up: quantize the model anew",
+        r"tensor 'w' is of type 31, Q4_0_4_4, which ggml removed: quantize the model again",
     ),
     "overflow": (
         build(tensors=[info("w", (1 << 32, 1 << 32, 4))], data=FLOATS),
         r"tensor 'w' has shape \(4, 4294967296, 4294967296\), more than the file of \d+ bytes can hold",
     ),
-    "zero": (build(tensors=[info("w", (1 << 60, 0))]), r"tensor 'w' has shape \(0, \d+\), with an axis of no length"),
+    "zero": (build(tensors=[info("w", (1 << 60, 0))]), r"tensor 'w' has shape \(0, \d+\), with an axis of length 0"),
     "rows": (
         build(tensors=[info("w", (16, 2), kind=8)], data=bytes(34)),
-        r"tensor 'w' has rows of 16, no multiple of 32 as Q8_0 needs",
+        r"tensor 'w' has rows of 16, not a multiple of 32 as Q8_0 needs",
     ),
-    "unaligned": (build(tensors=[info("w", (4,), offset=4)], data=FLOATS), r"'w' is at offset 4, no multiple of 32"),
+    "unaligned": (build(tensors=[info("w", (4,), offset=4)], data=FLOATS), r"'w' is at offset 4, not a multiple of 32"),
     "outside": (
         build(tensors=[info("w", (8,), offset=32)], data=FLOATS),
         r"is truncated: tensor 'w' needs",
@@ -169,7 +169,7 @@ def test_a_file_that_became_shorter_is_an_error(opened, tmp_path):
     file = opened(build(tensors=[info("w", (8,))], data=FLOATS))
     with (tmp_path / "m.gguf").open("r+b") as other:
         other.truncate(80)
-    with pytest.raises(FileError, match="became shorter while it was read, at w"):
+    with pytest.raises(FileError, match="was truncated while it was read, at w"):
         file.read("w")
 
 

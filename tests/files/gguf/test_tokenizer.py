@@ -150,7 +150,7 @@ def test_it_is_read_from_a_file(tmp_path):
         (byte_level(model="rwkv"), r"tokenizer\.ggml\.model 'rwkv' is not known; known: gpt2, llama"),
         (byte_level(pre="smollm3"), r"tokenizer\.ggml\.pre 'smollm3' is not known: did you mean 'smollm'"),
         (byte_level(tokens=None), r"metadata tokenizer\.ggml\.tokens is missing"),
-        (byte_level(tokens=[]), r"tokenizer\.ggml\.tokens is no list of texts"),
+        (byte_level(tokens=[]), r"tokenizer\.ggml\.tokens is not a list of strings"),
         (byte_level(tokens=["a", "a"], token_type=None), r"tokenizer\.ggml\.tokens has 'a' twice"),
         (
             byte_level() | {"tokenizer.ggml.merges": ["h e", "q"]},
@@ -164,7 +164,7 @@ def test_it_is_read_from_a_file(tmp_path):
         (sentence_piece(scores=np.full(270, np.nan, np.float32)), r"tokenizer\.ggml\.scores has a NaN"),
         (
             sentence_piece(tokens=["x" * 1000], token_type=None, scores=np.float32([0])),
-            r"token 0 has 1000 characters; 512 at most are believed",
+            r"token 0 has 1000 characters; at most 512 are supported",
         ),
         (sentence_piece(scores=np.arange(270)), r"scores should be 270 numbers, one to a token"),
     ],

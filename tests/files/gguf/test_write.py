@@ -187,9 +187,11 @@ def test_a_qarray_is_kept(kind, qtype, packed, tmp_path):
 def test_a_qarray_that_would_change_is_refused(tmp_path):
     x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 128)), jnp.float32)
     path = tmp_path / "a.gguf"
-    with pytest.raises(FileError, match="tensor 'q': a QArray of nf4 cannot be kept as Q4_0; symmetric int8 can"):
+    with pytest.raises(FileError, match="tensor 'q': a QArray of nf4 cannot be stored as Q4_0; symmetric int8 can"):
         write_gguf(path, {}, {"q": Tensor(octavo.quantize(x, "nf4", tiled_axes={1: 32}), "Q4_0")})
-    with pytest.raises(FileError, match="tensor 'q': its scales are no float16 numbers, as Q8_0 has; round them first"):
+    with pytest.raises(
+        FileError, match="tensor 'q': its scales are not float16 values, as Q8_0 stores them; round them first"
+    ):
         write_gguf(path, {}, {"q": Tensor(octavo.quantize(x, "int8", tiled_axes={1: 32}), "Q8_0")})
     with pytest.raises(FileError, match="tiles of 16 along the last axis do not hold whole blocks of 32"):
         write_gguf(path, {}, {"q": Tensor(octavo.quantize(x, "int8", tiled_axes={1: 16}), "Q8_0")})

@@ -11,7 +11,7 @@ from octavo.qarray import QArray
 
 
 def encode(name: str, array: np.ndarray, kind: TensorType) -> np.ndarray:
-    """The bytes of float values as a type; `name` is for errors."""
+    """The bytes of floats as a ggml type; `name` is for errors."""
     return ENCODERS[kind.name](name, np.ascontiguousarray(array))
 
 
@@ -48,7 +48,7 @@ def _half(name: str, scale: np.ndarray) -> np.ndarray:
 def _inverse(scale: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         inverse = np.float32(1) / scale
-    return np.where(np.isfinite(inverse), inverse, np.float32(0))  # of 0, and of what float16 takes for 0
+    return np.where(np.isfinite(inverse), inverse, np.float32(0))  # of 0 and of subnormals
 
 
 def _q8_0(name: str, array: np.ndarray) -> np.ndarray:
@@ -91,11 +91,11 @@ ENCODERS: dict[str, Callable[[str, np.ndarray], np.ndarray]] = {
 
 
 def encode_codes(name: str, q: QArray, kind: TensorType) -> np.ndarray:
-    """The bytes of a QArray as Q8_0 or Q4_0 with its own codes and scales; refused where they would change."""
+    """The bytes of a QArray as Q8_0 or Q4_0; raises unless its codes and scales can be stored unchanged."""
     wanted = {"Q8_0": "int8", "Q4_0": "int4"}.get(kind.name)
     if q.qtype.name != wanted or q.zero_point is not None or q.outer_scale is not None or q.padding:
         raise FileError(
-            f"tensor {name!r}: a QArray of {q.qtype.name} cannot be kept as {kind.name}; "
+            f"tensor {name!r}: a QArray of {q.qtype.name} cannot be stored as {kind.name}; "
             "symmetric int8 can as Q8_0 and symmetric int4 as Q4_0. Otherwise write q.dequantize()"
         )
     q = q.unpack()
@@ -107,7 +107,9 @@ def encode_codes(name: str, q: QArray, kind: TensorType) -> np.ndarray:
     exact = np.asarray(q.scale).astype(np.float32)
     scale = _half(name, exact)
     if not np.array_equal(scale.astype(np.float32), exact):
-        raise FileError(f"tensor {name!r}: its scales are no float16 numbers, as {kind.name} has; round them first")
+        raise FileError(
+            f"tensor {name!r}: its scales are not float16 values, as {kind.name} stores them; round them first"
+        )
     for axis in range(q.ndim):
         times = tile[axis] // kind.values if axis == q.ndim - 1 else tile[axis]
         scale = np.repeat(scale, times, axis=axis)

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata and the places of tensors, every number checked before it is used."""
+"""The header of a GGUF file: metadata and tensor infos, every number validated before it is used."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ STRING, ARRAY = 8, 9
 
 @dataclasses.dataclass(frozen=True)
 class Info:
-    """A tensor in a file: its type, its shape (rows first, as NumPy counts), and where its bytes are."""
+    """A tensor in a file: its type, its shape (rows first, as in NumPy), and the position of its bytes."""
 
     kind: str
     shape: tuple[int, ...]
@@ -64,13 +64,13 @@ class Header:
 
 
 def read_header(file: RegularFile) -> Header:
-    """Read and check everything before the data of a GGUF file."""
+    """Read and validate everything before the data of a GGUF file."""
     at = _Cursor(file)
     if at.take(4, "the magic number") != MAGIC:
-        raise at.error("is no GGUF file: it does not begin with 'GGUF'")
+        raise at.error("is not a GGUF file: it does not begin with 'GGUF'")
     version = at.number("<I", "the version")
     if version not in VERSIONS:
-        hint = "it is a big-endian file" if version & 0xFFFF == 0 and version else "convert it anew with llama.cpp"
+        hint = "it is a big-endian file" if version & 0xFFFF == 0 and version else "convert it again with llama.cpp"
         raise at.error(f"is GGUF of version {version}; known are {VERSIONS[0]} and {VERSIONS[1]}: {hint}")
     tensor_count = at.count("tensors", least=24)
     pair_count = at.count("metadata entries", least=13)
@@ -88,7 +88,7 @@ def read_header(file: RegularFile) -> Header:
         if name in tensors:
             raise at.error(f"tensor {_short(name)} is given twice")
         if info.offset % alignment:
-            raise at.error(f"tensor {_short(name)} is at offset {info.offset}, no multiple of {alignment}")
+            raise at.error(f"tensor {_short(name)} is at offset {info.offset}, not a multiple of {alignment}")
         info = dataclasses.replace(info, offset=start + info.offset)
         if info.offset + info.nbytes > file.size:
             raise at.error(
@@ -105,7 +105,7 @@ def _alignment(metadata: dict[str, Any], error: Callable[[str], FileError]) -> i
     if not isinstance(alignment, np.uint32):
         raise error("general.alignment should be a uint32")
     if alignment == 0 or alignment & (alignment - 1):
-        raise error(f"general.alignment is {alignment}, no power of two")
+        raise error(f"general.alignment is {alignment}, not a power of two")
     return int(alignment)
 
 
@@ -118,16 +118,16 @@ def _tensor(at: "_Cursor") -> tuple[str, Info]:
     dims = struct.unpack(f"<{rank}Q", at.take(8 * rank, what))
     number = at.number("<I", what)
     if number not in BY_NUMBER:
-        gone = f"{REMOVED[number]}, which ggml gave up: quantize the model anew" if number in REMOVED else "unknown"
+        gone = f"{REMOVED[number]}, which ggml removed: quantize the model again" if number in REMOVED else "unknown"
         raise at.error(f"{what} is of type {number}, {gone}. Known: {', '.join(TYPES)}")
     kind = BY_NUMBER[number]
     count, row = math.prod(dims), dims[0] if dims else 1
     if not count:
-        raise at.error(f"{what} has shape {dims[::-1]}, with an axis of no length")
+        raise at.error(f"{what} has shape {dims[::-1]}, with an axis of length 0")
     if kind.nbytes(count) > at.size:
         raise at.error(f"{what} has shape {dims[::-1]}, more than the file of {at.size} bytes can hold")
     if row % kind.values:
-        raise at.error(f"{what} has rows of {row}, no multiple of {kind.values} as {kind.name} needs")
+        raise at.error(f"{what} has rows of {row}, not a multiple of {kind.values} as {kind.name} needs")
     return name, Info(kind.name, dims[::-1], at.number("<Q", what), kind.nbytes(count))
 
 
@@ -140,7 +140,7 @@ def _check_overlap(tensors: dict[str, Info], error: Callable[[str], FileError]) 
 
 
 class _Cursor:
-    """Reads a file from its beginning on, a megabyte ahead at most."""
+    """Reads a file sequentially, buffering a megabyte."""
 
     def __init__(self, file: RegularFile):
         self._file = file
@@ -174,10 +174,10 @@ class _Cursor:
         return struct.unpack(code, self.take(struct.calcsize(code), what))[0]
 
     def count(self, what: str, *, least: int) -> int:
-        """A number of things of at least so many bytes each, which have to fit in what is left."""
+        """A count of items of at least `least` bytes each, which must fit into the rest of the file."""
         count = self.number("<Q", f"the number of {what}")
         if count * least > self.left:
-            raise self.error(f"says it has {count} {what}, more than fit in the {self.left} bytes that follow")
+            raise self.error(f"declares {count} {what}, more than fit in the {self.left} bytes that follow")
         return count
 
     def string(self, what: str, limit: int | None = None) -> str:

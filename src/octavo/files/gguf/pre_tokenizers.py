@@ -1,7 +1,7 @@
-"""How text is cut before BPE, by the name that `tokenizer.ggml.pre` gives: regular expressions, one after the other.
+"""Pre-tokenizers by their `tokenizer.ggml.pre` names: regular expressions that split text before BPE, in order.
 
-Each cuts what the ones before it left whole. The names and what they stand for are llama.cpp's; each expression is that
-of the model's own tokenizer.json.
+Each expression splits the pieces that the ones before it left. The names are llama.cpp's; the expressions are those of
+the models' tokenizer.json files.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ def _cased(digits: str, contractions: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class PreTokenizer:
-    """Expressions in order; whether a piece that is in the vocabulary is taken whole; whether bos is the custom."""
+    """Expressions in order, `ignore_merges` of BPE, and whether BOS is added by default."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False

@@ -19,8 +19,8 @@ _VALUES_AT_ONCE = 1 << 18
 class Gguf:
     """A GGUF file of version 2 or 3, open for reading.
 
-    The header is checked when the file is opened: sizes, types, alignment, places that overlap or lie outside. Tensors
-    are read when asked for, some at a time, so that little more than the result is in memory.
+    The header is validated when the file is opened: sizes, types, alignment, overlaps and bounds. Tensors are read on
+    demand in pieces, with little memory in addition to the result.
 
     >>> import tempfile
     >>> from octavo.files.gguf import Tensor, write_gguf
@@ -47,7 +47,7 @@ class Gguf:
         }
 
     def typed_metadata(self) -> dict[str, Any]:
-        """The metadata with scalars of NumPy's types, so that `write_gguf` writes them as they were."""
+        """The metadata with scalars of NumPy's types, so that `write_gguf` writes the same types."""
         return dict(self._header.metadata)
 
     def names(self) -> list[str]:
@@ -55,7 +55,7 @@ class Gguf:
         return list(self._header.tensors)
 
     def info(self, name: str) -> Info:
-        """Type, shape (rows first, as NumPy counts) and place of a tensor."""
+        """Type, shape (rows first, as in NumPy) and position of a tensor."""
         try:
             return self._header.tensors[name]
         except KeyError:
@@ -63,7 +63,7 @@ class Gguf:
             raise FileError(f"{self.path}: has no tensor {name!r}; {hint.rstrip()}") from None
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor as float32; integers and F64 as they are."""
+        """A tensor as float32; integers and F64 keep their dtype."""
         info = self.info(name)
         kind = info.type
         if not kind.readable:
@@ -81,11 +81,11 @@ class Gguf:
         return out.reshape(info.shape)
 
     def read_quantized(self, name: str) -> QArray | None:
-        """A tensor as the codes and scales of the file, or None where no QArray holds exactly what `read` gives.
+        """A tensor as the codes and scales of the file, or None if no QArray has exactly the values of `read`.
 
         Codes keep their format: Q8_0 is int8, Q4_0 int4, Q5_0 int5, Q6_K int6, Q3_K int3, ternary types int2, MXFP4
         mxfp4, IQ4 a table. Scales are float32 (MXFP4: e8m0), with tiles along the last axis. The types with a minimum
-        (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K) have a QArray only if all minima are whole zero points, which is rare.
+        (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K) have a QArray only if all minima are integer zero points, which is rare.
         """
         info = self.info(name)
         split = info.type.split

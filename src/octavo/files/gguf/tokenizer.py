@@ -1,4 +1,4 @@
-"""The tokenizer in the metadata of a GGUF file, as one of the `tokenizers` library."""
+"""The tokenizer in the metadata of a GGUF file, built with the `tokenizers` library."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
 _SPACE = "\u2581"
 _LONGEST = 512
 
-# Files seldom name all the tokens that end a turn; llama.cpp knows these by their text.
+# Files seldom list all tokens that end a turn; llama.cpp knows these by their text.
 _ENDS = (
     "<|eot_id|>",
     "<|eom_id|>",
@@ -78,7 +78,7 @@ def tokenizer_of(file: Gguf | Mapping[str, Any]) -> GgufTokenizer:
 
 
 class _Vocabulary:
-    """What the metadata say, checked."""
+    """Validated metadata."""
 
     def __init__(self, metadata: Mapping[str, Any]):
         self._metadata = metadata
@@ -103,7 +103,7 @@ class _Vocabulary:
     def _tokens(self) -> list[str]:
         tokens = self._get("tokens", list)
         if not tokens or not all(isinstance(text, str) for text in tokens):
-            raise FileError("tokenizer.ggml.tokens is no list of texts")
+            raise FileError("tokenizer.ggml.tokens is not a list of strings")
         return [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)]
 
     def _numbers(self, name: str, count: int, kinds: str) -> np.ndarray | None:
@@ -136,7 +136,7 @@ class _Vocabulary:
     def merges(self) -> list[tuple[str, str]]:
         pairs = []
         for line in self._get("merges", list):
-            # A part may begin with a space, but none is empty.
+            # The left part may begin with a space, but is not empty.
             at = line.find(" ", 1) if isinstance(line, str) else -1
             left, right = (line[:at], line[at + 1 :]) if at > 0 else ("", "")
             if left not in self.ids or right not in self.ids or left + right not in self.ids:
@@ -191,13 +191,13 @@ def _sentence_piece(vocabulary: _Vocabulary) -> tuple["Tokenizer", bool]:
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, in the order of its score: BPE by rank then does as SentencePiece does."""
+    """All pairs of tokens that make a token, by its score: with these ranks BPE equals SentencePiece's algorithm."""
     assert vocabulary.scores is not None
     ids, found = vocabulary.ids, []
     for i, text in enumerate(vocabulary.tokens):
         if vocabulary.kind(i) in (_NORMAL, _USER):
-            if len(text) > _LONGEST:  # all ways to cut it are tried
-                raise FileError(f"token {i} has {len(text)} characters; {_LONGEST} at most are believed")
+            if len(text) > _LONGEST:  # all splits are tried
+                raise FileError(f"token {i} has {len(text)} characters; at most {_LONGEST} are supported")
             for at in range(1, len(text)):
                 left, right = ids.get(text[:at]), ids.get(text[at:])
                 if left is not None and right is not None:
