@@ -288,5 +288,5 @@ def test_what_is_not_a_file(tmp_path):
     with pytest.raises(FileError, match="there is no such file"):
         SafeTensors(tmp_path / "gone.safetensors")
     os.mkfifo(tmp_path / "pipe.safetensors")
-    with pytest.raises(FileError, match="no regular file"):
+    with pytest.raises(FileError, match="is not a regular file"):
         SafeTensors(tmp_path / "pipe.safetensors")

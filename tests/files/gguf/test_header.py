@@ -115,7 +115,7 @@ BAD = {
         build(pairs=[pair("general.alignment", 4, struct.pack("<I", 48))]),
         r"general\.alignment is 48, not a power of two",
     ),
-    "alignment 0": (build(pairs=[pair("general.alignment", 4, bytes(4))]), r"general\.alignment is 0, no power"),
+    "alignment 0": (build(pairs=[pair("general.alignment", 4, bytes(4))]), r"general\.alignment is 0, not a power"),
     "rank": (build(tensors=[info("w", (), rank=5) + bytes(64)]), r"tensor 'w' has 5 axes, and at most 4 are allowed"),
     "unknown type": (
         build(tensors=[info("w", (8,), kind=77)], data=FLOATS),
