@@ -21,9 +21,9 @@ from timing import Results, arguments
 from octavo._tree import flatten_paths
 from octavo.files.safetensors import Info, Lazy, write
 from octavo.models import ModelConfig, abstract_params
+from octavo.pretrained.huggingface import describe_model, huggingface_names
 from octavo.pretrained.model import PretrainedModel
-from octavo.pretrained.huggingface import huggingface_names, is_matrix
-from octavo.pretrained.to_huggingface import described_as
+from octavo.pretrained.names import is_transposed
 
 SIZES = {"emb_dim": 2048, "num_query_heads": 32, "num_kv_heads": 8, "head_dim": 64, "mlp_dim": 8192}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -35,7 +35,7 @@ def write_random(config: ModelConfig, folder: Path) -> int:
     rng = np.random.default_rng(0)
     tensors = {}
     for path, name in huggingface_names(config).items():
-        shape = shapes[path][::-1] if is_matrix(path) else shapes[path]
+        shape = shapes[path][::-1] if is_transposed(path) else shapes[path]
 
         def make(shape: tuple[int, ...] = tuple(shape)) -> np.ndarray:
             return (rng.standard_normal(shape, np.float32) * 0.02).astype(BFLOAT16)
@@ -44,7 +44,7 @@ def write_random(config: ModelConfig, folder: Path) -> int:
     write(folder, tensors, {"format": "pt"}, max_shard_bytes=10**9)
     source = object.__new__(PretrainedModel)
     source.__dict__.update(config=config, leaves={}, tokenizer=None, rules=(), origin={})
-    (folder / "config.json").write_text(json.dumps(described_as(source, "bfloat16")))
+    (folder / "config.json").write_text(json.dumps(describe_model(source, "bfloat16")))
     return max(lazy.info.nbytes for lazy in tensors.values())
 
 

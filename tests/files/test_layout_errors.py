@@ -62,7 +62,12 @@ CHANGES = {
     "no zeros": ("awq", "layer.qzeros", None, "the file has no 'layer.qzeros'"),
     "words": ("gptq_int4", "layer.qweight", np.zeros((12, 64), np.int8), r"int8 \[12, 64\], not int32 of rank 2"),
     "rank": ("awq", "layer.qweight", np.zeros(8, np.int32), r"is int32 \[8\], not int32 of rank 2; is this another"),
-    "scales": ("gptq_int4", "layer.scales", np.zeros((3, 8), np.float32), r"has the shape \[3, 8\] but the codes imply"),
+    "scales": (
+        "gptq_int4",
+        "layer.scales",
+        np.zeros((3, 8), np.float32),
+        r"has the shape \[3, 8\] but the codes imply",
+    ),
     "zeros": ("gptq_int4", "layer.qzeros", np.zeros((3, 7), np.int32), r"\[3, 7\] but the scales imply \[3, 8\]"),
     "groups": ("awq", "layer.qweight", np.zeros((32, 4), np.int32), "32 inputs in groups of 32 do not make the 2"),
     "g_idx": ("gptq_int4", "layer.g_idx", np.full(96, 3, np.int32), "its g_idx names groups outside of 0 to 2"),
