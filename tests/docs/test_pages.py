@@ -11,9 +11,8 @@ import octavo
 from octavo import Quantizer, formats
 from octavo.numerics import BlockFormat
 from octavo.rules import get_recipe
-from octavo.train.config import Config
-from octavo.train.quantization import rules_of
-from octavo.train.sources import load
+from octavo.train.config import Config, load
+from octavo.train.quantization import training_rules
 
 DOCS = Path(__file__).parents[2] / "docs"
 SHELL = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -70,7 +69,7 @@ def commands(kind):
 def recipe_row(config):
     """A value of `quantization`, its summary, and whether the rules differ between the front ends."""
     name = config.quantization
-    one, other = (rules_of(config.replace(use_qwix_quantization=qwix)) for qwix in (True, False))
+    one, other = (training_rules(config.replace(use_qwix_quantization=qwix)) for qwix in (True, False))
     return f"| `{name}` | {get_recipe(name).summary} |{'' if one == other else ' yes'} |"
 
 
@@ -95,7 +94,7 @@ def test_the_table_of_recipes_is_complete_and_true():
 @pytest.mark.parametrize("words", list(commands(TRAIN)))
 def test_commands_to_train_are_accepted(words):
     config, sources = load(words, environ={})
-    rules_of(config)
+    training_rules(config)
     assert not [note for note in sources.notes if "has no effect" in note]
 
 
@@ -106,4 +105,4 @@ def test_commands_to_compare_are_accepted(words):
     names = given.pop("quantization").split(",")
     rest = [f"{key}={value}" for key, value in given.items() if key not in OF_COMPARE]
     for name in names:
-        assert rules_of(load([*rest, f"quantization={name}"], environ={}).config)
+        assert training_rules(load([*rest, f"quantization={name}"], environ={}).config)

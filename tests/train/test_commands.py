@@ -14,7 +14,7 @@ import pytest
 
 from octavo.checkpoint import load
 from octavo.cli import main
-from octavo.cli.train import run
+from octavo.train.__main__ import main as run
 from octavo.train.metrics import read_metrics
 from tests.train.common import words
 
@@ -23,7 +23,10 @@ LINE = re.compile(
     r"completed step: (\d+), seconds: [\d.]+, TFLOP/s/device: [\d.]+, Tokens/s/device: [\d.]+, total_weights: \d+, "
     r"loss: ([\d.]+)"
 )
-TINY = ("base_num_decoder_layers=2", "max_target_length=64", "per_device_batch_size=4", "learning_rate=3e-3")
+TINY = (
+    *("base_num_decoder_layers=2", "base_emb_dim=64", "base_mlp_dim=128", "max_target_length=64"),
+    *("per_device_batch_size=4", "learning_rate=3e-3"),
+)
 SHORT = ("steps=4", "eval_interval=2", "eval_steps=1", "checkpoint_period=2", "quantization_metrics_interval=2")
 FP8 = (
     "quantization=fp8_full",
@@ -81,9 +84,8 @@ def check(process, directory):
 
 
 GUIDES = {
-    "qwix": ("use_qwix_quantization=true", "quantization='int8'"),
+    "qwix": ("use_qwix_quantization=True", "quantization='int8'"),
     "aqt": ("use_qwix_quantization=false", "quantization='int8'"),
-    "capital": ("use_qwix_quantization=True", "quantization='int8'"),
     "fp8": FP8,
 }
 
@@ -102,7 +104,7 @@ def test_the_commands_of_the_guides(name, tmp_path):
 
 @pytest.mark.slow
 def test_the_float8_recipe_of_deepseek_from_its_file(tmp_path):
-    arguments = ("run_name=mine", "dataset_type=synthetic", "base_emb_dim=64", "base_mlp_dim=128", "num_experts=4")
+    arguments = ("run_name=mine", "dataset_type=synthetic", "num_experts=4")
     process = call(*MODULE, "configs/deepseek_fp8.yml", *arguments, *TINY, *SHORT, directory=tmp_path)
     rows = check(process, tmp_path / "runs" / "mine")
     assert all(row["learning/moe_lb_loss"] > 0 for row in rows)
@@ -181,10 +183,10 @@ def test_a_package_of_some_datasets_is_named_as_well(tmp_path, monkeypatch, caps
 
 
 def test_an_error_of_the_program_is_not_hidden(tmp_path, monkeypatch):
-    def fail(config):
+    def fail(config, mesh):
         import no_such_module  # noqa: F401
 
-    monkeypatch.setattr("octavo.train.loop.train", fail)
+    monkeypatch.setattr("octavo.train.run.train", fail)
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         run(words(base_output_directory=tmp_path))
 

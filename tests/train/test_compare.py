@@ -112,7 +112,7 @@ def test_a_run_that_diverges_ends_alone(monkeypatch):
     monkeypatch.setattr(compare, "Telemetry", Measured)
     monkeypatch.setattr(compare, "worst_weights", lambda trainer: [{"path": "w"}])
     lines: list[str] = []
-    found = Comparison(small(steps=4), ["int4", "int8"], eval_points=2, say=lines.append)
+    found = Comparison(small(steps=4), ["int4", "int8"], eval_points=2, log=lines.append)
     _, int4, int8 = found.run()
     assert [len(r.loss) for r in (int4, int8)] == [2, 4]
     assert math.isnan(int4.final_loss)

@@ -11,13 +11,10 @@ import yaml
 import octavo._config
 from octavo.models.layers import ACTIVATIONS
 from octavo.models.remat import POLICIES
-from octavo.train import files
-from octavo.train.config import GROUPS, Config, ConfigError, keys
-from octavo.train.conflicts import _CONFLICTS
-from octavo.train.help import WIDTH, help_text, print_config
-from octavo.train.keys import parse
-from octavo.train.pages import base_yaml, with_tables
-from octavo.train.sources import Sources, load
+from octavo.train.config import GROUPS, Config, ConfigError, Sources, files, keys, load
+from octavo.train.config.conflicts import CONFLICTS as ALL_CONFLICTS
+from octavo.train.config.text import WIDTH, base_yaml, format_config, help_text, to_yaml, with_tables
+from octavo.train.config.values import parse
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
@@ -162,7 +159,7 @@ def test_texts_of_another_type_are_refused(key, text, words):
         ),
         (
             {"quantization_exclude": ""},
-            "quantization_exclude=: none leaves nothing out; an empty expression would match no path",
+            "quantization_exclude=: none excludes nothing; an empty expression would match no path",
         ),
     ],
 )
@@ -190,29 +187,29 @@ CONFLICTS = [
     ),
     (
         {"shard_mode": "explicit", "ici_context_parallelism": 2},
-        "shard_mode=explicit leaves the tokens of a row together, but ici_context_parallelism=2 and dcn_context_",
+        "shard_mode=explicit does not shard sequences, but ici_context_parallelism=2 and dcn_context_",
     ),
     (
         {"shard_mode": "explicit", "gradient_scatter_dtype": "int8"},
-        "shard_mode=explicit adds up gradients in float, but gradient_scatter_dtype=int8",
+        "shard_mode=explicit reduces gradients in float, but gradient_scatter_dtype=int8",
     ),
     (
         {"gradient_scatter_error_feedback": True},
-        "gradient_scatter_error_feedback=true is about what rounding loses, but gradient_scatter_dtype=",
+        "gradient_scatter_error_feedback=true needs a quantized reduce-scatter, but gradient_scatter_dtype=",
     ),
     (
         {"gradient_scatter_dtype": "int8", "gradient_scatter_error_feedback": True, "gradient_reduce_dtype": "int8"},
-        "gradient_scatter_error_feedback=true does not go with gradient_reduce_dtype=int8: that has feedback of its",
+        "gradient_scatter_error_feedback=true does not combine with gradient_reduce_dtype=int8, which has its own",
     ),
     (
         {"shard_mode": "explicit", "gradient_reduce_dtype": "int8"},
-        "shard_mode=explicit adds up gradients in float, but gradient_reduce_dtype=int8",
+        "shard_mode=explicit reduces gradients in float, but gradient_reduce_dtype=int8",
     ),
     (
         {"expert_dispatch_dtype": "int8", "quantization": "int8"},
-        "expert_dispatch_dtype=int8 is about tokens on their way to experts, but num_experts=1",
+        "expert_dispatch_dtype=int8 needs experts, but num_experts=1",
     ),
-    ({"mesh_axes": ("fsdp", "data", "fsdp")}, "mesh_axes=fsdp,data,fsdp: an axis is there twice"),
+    ({"mesh_axes": ("fsdp", "data", "fsdp")}, "mesh_axes=fsdp,data,fsdp: an axis is listed twice"),
     (
         {"num_processes": 2, "process_id": 2},
         "process_id=2 is not below num_processes=2: processes are numbered from 0",
@@ -221,14 +218,14 @@ CONFLICTS = [
         {"base_num_query_heads": 8, "base_num_kv_heads": 3},
         "base_num_query_heads=8 is no multiple of base_num_kv_heads=3",
     ),
-    ({"head_dim": 33}, "head_dim=33: rotary positions turn pairs"),
+    ({"head_dim": 33}, "head_dim=33: rotary embeddings rotate pairs"),
     ({"mlp_activations": ("silu",)}, "mlp_activations=silu: the MLP is gated"),
     (
         {"unscanned_first_layers": 4, "unscanned_last_layers": 3},
         "unscanned_first_layers=4 and unscanned_last_layers=3 are more than base_num_decoder_layers=3",
     ),
     ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_experts=4"),
-    ({"shared_experts": 1}, "shared_experts=1 needs routed experts beside it, but num_experts=1"),
+    ({"shared_experts": 1}, "shared_experts=1 needs routed experts, but num_experts=1"),
     ({"first_num_dense_layers": 1}, "first_num_dense_layers=1: all layers are dense with num_experts=1"),
     (
         MOE | {"first_num_dense_layers": 3},
@@ -246,14 +243,14 @@ CONFLICTS = [
     ({"vocab_size": 100}, "vocab_size=100 is too small for dataset_type=python in bytes (tokenizer_type=byte)"),
     (
         {"per_device_batch_size": 8, "gradient_accumulation_steps": 3},
-        "per_device_batch_size=8 cannot be cut into equal parts by gradient_accumulation_steps=3",
+        "per_device_batch_size=8 does not divide into gradient_accumulation_steps=3 microbatches",
     ),
     (
         {"use_batch_split_schedule": True, "per_device_batch_size": 3},
-        "per_device_batch_size=3 in gradient_accumulation_steps=1 parts cannot be cut once more, with "
-        "use_batch_split_schedule=true, by batch_split_factor=2",
+        "per_device_batch_size=3 with gradient_accumulation_steps=1 does not divide by batch_split_factor=2, which "
+        "use_batch_split_schedule=true needs",
     ),
-    ({"target_eval_loss": 2.5}, "target_eval_loss=2.5 is never looked at with eval_interval=0"),
+    ({"target_eval_loss": 2.5}, "target_eval_loss=2.5 needs evaluations, but eval_interval=0"),
     ({"keep_period": 150}, "keep_period=150 is no multiple of checkpoint_period=100"),
     (
         {"lr_schedule_type": "wsd", "warmup_steps_fraction": 0.6, "wsd_decay_steps_fraction": 0.5},
@@ -261,7 +258,7 @@ CONFLICTS = [
     ),
     (
         {"checkpoint_is_quantized": True},
-        'checkpoint_is_quantized=true is about the checkpoint to load, but load_parameters_path=""',
+        'checkpoint_is_quantized=true needs a checkpoint to load, but load_parameters_path=""',
     ),
     (
         {"save_quantized_params_path": "out"},
@@ -303,7 +300,7 @@ CONFLICTS = [
     ),
     (
         {"quantization": "int8", "quantization_first_layers": 2, "quantization_last_layers": 1},
-        "quantization_first_layers=2 and quantization_last_layers=1 leave nothing of base_num_decoder_layers=3",
+        "quantization_first_layers=2 and quantization_last_layers=1 leave none of base_num_decoder_layers=3 quantized",
     ),
     ({"weight_sparsity_n": 2}, "weight_sparsity_n=2 and weight_sparsity_m=null: set both"),
     (
@@ -322,7 +319,7 @@ def test_keys_that_contradict_each_other_are_both_named(values, text):
 def test_every_conflict_is_tested():
     defaults = Config().to_dict()
     cases = [SimpleNamespace(**(defaults | values)) for values, _ in CONFLICTS]
-    assert [conflict.text for conflict in _CONFLICTS if not any(conflict.wrong(case) for case in cases)] == []
+    assert [conflict.text for conflict in ALL_CONFLICTS if not any(conflict.holds(case) for case in cases)] == []
 
 
 def test_a_bad_value_is_not_blamed_twice():
@@ -347,22 +344,22 @@ def test_yaml_gives_the_same_config_again(tmp_path):
         weight_sparsity_m=4,
     )
     file = tmp_path / "config.yml"
-    file.write_text(config.to_yaml())
+    file.write_text(to_yaml(config))
     assert load([str(file)], environ={}).config == config
-    plain = yaml.safe_load(config.to_yaml())
+    plain = yaml.safe_load(to_yaml(config))
     assert {key: tuple(v) if isinstance(v, list) else v for key, v in plain.items()} == config.to_dict()
 
 
 def test_a_saved_config_is_stronger_than_the_file_of_its_model(tmp_path):
     config = load(["model_name=10m", "base_num_decoder_layers=3", "num_experts=2", "run_name=a"], environ={}).config
     file = tmp_path / "config.yml"
-    file.write_text(config.to_yaml())
+    file.write_text(to_yaml(config))
     assert load([str(file)], environ={}).config == config
 
 
 def test_the_base_file_has_all_keys_and_the_defaults():
     path = files.CONFIGS / "base.yml"
-    assert path.read_text() == base_yaml(), "write it anew: python -m octavo.train.pages"
+    assert path.read_text() == base_yaml(), "write it anew: python -m octavo.train.config"
     assert list(yaml.safe_load(path.read_text())) == list(FIELDS)
     assert load(["configs/base.yml", "run_name=a"], environ={}).config == Config(run_name="a")
     assert max(map(len, path.read_text().splitlines())) <= 120
@@ -370,7 +367,7 @@ def test_the_base_file_has_all_keys_and_the_defaults():
 
 def test_the_page_lists_the_keys_as_they_are():
     text = (ROOT / "docs/config.md").read_text()
-    assert text == with_tables(text), "write it anew: python -m octavo.train.pages"
+    assert text == with_tables(text), "write it anew: python -m octavo.train.config"
     for name in FIELDS:
         assert f"\n| `{name}` |" in text
     assert "config.md" in (ROOT / "mkdocs.yml").read_text()
@@ -391,11 +388,11 @@ def test_help_names_every_key_in_a_hundred_columns():
 
 def test_a_printed_config_marks_what_was_changed_and_where():
     config = Config(steps=5, log_period=2)
-    text = print_config(config, Sources({"steps": "mine.yml:3", "packing": "mine.yml:4"}, ["look here"]))
+    text = format_config(config, Sources({"steps": "mine.yml:3", "packing": "mine.yml:4"}, ["look here"]))
     assert "\n  * steps                  5     mine.yml:3\n" in text
     assert "\n  * log_period             2\n" in text
     assert "\n    packing                true\n" in text
     assert text.endswith("\n\nnote: look here")
     for name in FIELDS:
         assert f" {name} " in text
-    assert print_config(config).count("*") == 2
+    assert format_config(config).count("*") == 2

@@ -7,10 +7,8 @@ import jax
 import pytest
 
 from octavo.models import abstract_params
-from octavo.train import files, maxtext
-from octavo.train.config import Config, ConfigError, keys
-from octavo.train.sources import load
-from octavo.train.trainer import model_of
+from octavo.train.config import Config, ConfigError, files, keys, load, maxtext
+from octavo.train.program import model_config
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +45,7 @@ def test_from_weak_to_strong(tmp_path):
         "base_mlp_dim": "command line",
     }
     assert sources["base_emb_dim"] == "configs/models/1m.yml:2"
-    assert sources.notes == ("base_emb_dim=128 of configs/models/1m.yml:2 overrules 32 of parent.yml:4",)
+    assert sources.notes == ("base_emb_dim=128 of configs/models/1m.yml:2 overrides 32 of parent.yml:4",)
     assert "packing" not in sources
 
 
@@ -55,7 +53,7 @@ def test_the_file_that_names_a_model_is_stronger_than_the_model(tmp_path):
     write(tmp_path / "mine.yml", "model_name: 1m\nbase_num_decoder_layers: 3\n")
     config, sources = load(["mine.yml"], environ={})
     assert (config.base_emb_dim, config.base_num_decoder_layers) == (128, 3)
-    assert sources.notes == ("base_num_decoder_layers=3 of mine.yml:2 overrules 4 of configs/models/1m.yml:7",)
+    assert sources.notes == ("base_num_decoder_layers=3 of mine.yml:2 overrides 4 of configs/models/1m.yml:7",)
 
 
 def test_the_model_of_the_command_line_replaces_that_of_a_file():
@@ -101,7 +99,7 @@ def test_a_circle_of_files_is_told(tmp_path):
 def test_a_file_with_faults_says_on_which_line(tmp_path):
     write(tmp_path / "a.yml", "steps: 3\n\nsteps: 4\nlog_period: {a: 1}\n")
     assert refused("a.yml") == [
-        "a.yml:3: steps is there already, on line 1",
+        "a.yml:3: steps is set already, on line 1",
         "a.yml:4: log_period is nested; a value is a number, a text or a list of them",
     ]
     write(tmp_path / "a.yml", "- steps\n")
@@ -310,5 +308,5 @@ MODELS = {
 @pytest.mark.parametrize("name", files.models())
 def test_models_have_as_many_parameters_as_they_say(name):
     config = load([f"model_name={name}"], environ={}).config
-    params = jax.tree.leaves(abstract_params(model_of(config, 256)))
+    params = jax.tree.leaves(abstract_params(model_config(config, 256)))
     assert sum(math.prod(x.shape) for x in params) == MODELS[name]

@@ -14,50 +14,53 @@ from tests.train.common import small
 def test_the_configuration_is_stronger_than_the_environment():
     config = small(coordinator_address="a:1", num_processes=4, process_id=0)
     environ = {"JAX_COORDINATOR_ADDRESS": "b:2", "JAX_NUM_PROCESSES": "9", "JAX_PROCESS_ID": "3"}
-    assert distributed.settings(config, environ) == {"coordinator_address": "a:1", "num_processes": 4, "process_id": 0}
-    found = distributed.settings(small(), environ)
+    assert distributed.distributed_settings(config, environ) == {
+        "coordinator_address": "a:1",
+        "num_processes": 4,
+        "process_id": 0,
+    }
+    found = distributed.distributed_settings(small(), environ)
     assert found == {"coordinator_address": "b:2", "num_processes": 9, "process_id": 3}
-    assert distributed.settings(small(), {}) == {}
+    assert distributed.distributed_settings(small(), {}) == {}
     with pytest.raises(ConfigError, match="JAX_PROCESS_ID=two: a whole number of at least 0"):
-        distributed.settings(small(), {"JAX_PROCESS_ID": "two"})
+        distributed.distributed_settings(small(), {"JAX_PROCESS_ID": "two"})
 
 
 def test_a_process_that_nobody_asked_to_join_is_alone():
     jax.devices()
-    distributed.start(small(), {})
-    assert not distributed.several()
-    assert distributed.is_first()
+    distributed.initialize(small(), {})
+    assert not distributed.is_multiprocess()
+    assert distributed.is_main_process()
     config = small()
-    assert distributed.agreed(config) is config
+    assert distributed.agree_on_config(config) is config
 
 
 def test_processes_that_do_not_come_together():
     jax.devices()
-    with pytest.raises(distributed.LostError) as caught:
-        distributed.start(small(coordinator_address="127.0.0.1:9", num_processes=2, process_id=1))
+    with pytest.raises(distributed.ConnectionLostError) as caught:
+        distributed.initialize(small(coordinator_address="127.0.0.1:9", num_processes=2, process_id=1))
     text = str(caught.value)
     assert text.startswith(
-        "the processes of this run did not come together (coordinator_address=127.0.0.1:9, num_processes=2, "
-        "process_id=1): "
+        "the processes of this run could not connect (coordinator_address=127.0.0.1:9, num_processes=2, process_id=1): "
     )
     assert "Every process needs the same coordinator_address and num_processes and a process_id of its own" in text
-    distributed.start(small(coordinator_address="127.0.0.1:9", skip_jax_distributed_system=True))
+    distributed.initialize(small(coordinator_address="127.0.0.1:9", skip_jax_distributed_system=True))
 
 
 def test_a_process_that_lost_the_others_says_where_to_go_on():
-    text = str(distributed.lost(45, 40, RuntimeError("Gloo all-reduce failed\nand more")))
+    text = str(distributed.connection_lost(45, 40, RuntimeError("Gloo all-reduce failed\nand more")))
     assert text == (
         "process 0 of 1 lost the others at step 45: one of them ended or cannot be reached. Start all processes again "
-        "with the same command: the run goes on from the checkpoint of step 40. (Gloo all-reduce failed)"
+        "with the same command: the run resumes from the checkpoint of step 40. (Gloo all-reduce failed)"
     )
-    assert "goes on from the start" in str(distributed.lost(3, None, RuntimeError()))
+    assert "resumes from the start" in str(distributed.connection_lost(3, None, RuntimeError()))
 
 
 def test_a_batch_on_devices_is_the_batch():
     config = small(num_devices=0, ici_context_parallelism=2, per_device_batch_size=1)
     data = make_dataset(config, batch_size=8)
     sharding = jax.sharding.NamedSharding(make_mesh(config), jax.sharding.PartitionSpec("fsdp", "context"))
-    found = distributed.placed_batch(data, 5, sharding)
+    found = distributed.shard_batch(data, 5, sharding)
     for name, rows in data.batch(5).items():
         np.testing.assert_array_equal(found[name], rows)
         assert found[name].sharding == sharding

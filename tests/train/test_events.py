@@ -6,7 +6,7 @@ import sys
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from octavo.train.events import EventWriter
+from octavo.train.metrics import EventWriter
 
 
 def events(directory):

@@ -49,7 +49,7 @@ def test_log(capsys):
         for step in range(8):
             progress.update(step, {"learning/loss": 1.0})
             if step == 4:
-                progress.say("saved")
+                progress.log("saved")
     shown = [line.removeprefix("completed step: ")[0] for line in capsys.readouterr().out.splitlines()]
     assert shown == ["0", "3", "s", "6", "7"]
 
@@ -57,15 +57,15 @@ def test_log(capsys):
 def test_quiet(capsys):
     with Progress(2, quiet=True) as progress:
         progress.update(0, METRICS)
-        progress.say("something went wrong")
+        progress.log("something went wrong")
     assert capsys.readouterr().out == "something went wrong\n"
 
 
 def test_lines_go_where_they_are_wanted(capsys):
     heard = []
-    with Progress(1, say=heard.append) as progress:
+    with Progress(1, log=heard.append) as progress:
         progress.update(0, {"learning/loss": 1.0})
-        progress.say("done")
+        progress.log("done")
     assert heard == ["completed step: 0, loss: 1.000", "done"]
     assert capsys.readouterr().out == ""
 
@@ -77,7 +77,7 @@ def test_print_is_no_other_place(monkeypatch):
 
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setitem(sys.modules, "rich.progress", None)  # as if it were not installed
-    with Progress(1, say=print) as progress:
+    with Progress(1, log=print) as progress:
         progress.update(0, {"learning/loss": 1.0})
     assert sys.stdout.getvalue() == "completed step: 0, loss: 1.000\n"
 
@@ -97,7 +97,7 @@ def test_live_line_in_a_terminal():
                 progress.update(step, {"learning/loss": 4.0, "perf/step_time_seconds": 2.0,
                                        "perf/per_device_tokens_per_sec": 12345.0})
                 if step == 9:
-                    progress.say("saved [bold] 10")
+                    progress.log("saved [bold] 10")
                     progress._display._bar.refresh()
     """
     master, slave = os.openpty()

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec
 import octavo
 from octavo.calibration import AbsMax
 from octavo.rules import QtRule, QuantizationRule, dot_config, rules_to_json
-from octavo.train.keys import ConfigError
-from octavo.train.quantization import rules_of, schedule_of, sending
+from octavo.train.config import ConfigError
+from octavo.train.quantization import training_rules, training_schedule, with_communication
 from octavo.train.trainer import Trainer
 from tests.train.common import small
 
@@ -27,18 +27,17 @@ def types(rule):
 
 
 def test_no_quantization_has_no_rules():
-    assert rules_of(small()) == ()
-    assert schedule_of(small()).stages == ((0, ()),)
+    assert training_rules(small()) == ()
+    assert training_schedule(small()).stages == ((0, ()),)
 
 
 @pytest.mark.parametrize("qwix", [True, False])
 @pytest.mark.parametrize("name", octavo.recipes())
-@pytest.mark.sampled(3)
 def test_every_recipe_quantizes_weights_under_both_flags(name, qwix, tmp_path):
     table = tmp_path / "bits.json"
     table.write_text(json.dumps({"__default__": {"w_bits": 8, "a_bits": 8}}))
     more = {"quant_cfg_path": str(table)} if name == "intmp" else {}
-    exclude, *rules = rules_of(small(quantization=name, use_qwix_quantization=qwix, **more))
+    exclude, *rules = training_rules(small(quantization=name, use_qwix_quantization=qwix, **more))
     assert exclude.skip
     assert exclude.matches("decoder/layers/moe_block/router", "dot_general", weights=True)
     for rule in rules:
@@ -46,13 +45,13 @@ def test_every_recipe_quantizes_weights_under_both_flags(name, qwix, tmp_path):
 
 
 def test_qwix_numerics_round_to_nearest_and_reuse_codes():
-    rule = compiled(rules_of(small(quantization="int8", use_qwix_quantization=True))[-1])
+    rule = compiled(training_rules(small(quantization="int8", use_qwix_quantization=True))[-1])
     assert rule.dlhs.residual == rule.drhs.residual == "reuse"
     assert str(rule.dlhs.lhs.rounding) == "Nearest()"
 
 
 def test_aqt_numerics_round_gradients_stochastically_and_quantize_residuals_again():
-    rule = compiled(rules_of(small(quantization="int8"))[-1])
+    rule = compiled(training_rules(small(quantization="int8"))[-1])
     assert rule.dlhs.residual == rule.drhs.residual == "original"
     assert rule.dlhs.rhs is not None
     assert rule.drhs.rhs is not None
@@ -60,8 +59,8 @@ def test_aqt_numerics_round_gradients_stochastically_and_quantize_residuals_agai
 
 
 def test_fp8_of_aqt_is_delayed_scaling():
-    assert rules_of(small(quantization="fp8"))[-1] == octavo.recipe("fp8_gpu")[-1]
-    assert rules_of(small(quantization="fp8", use_qwix_quantization=True))[-1] == octavo.recipe("fp8")[-1]
+    assert training_rules(small(quantization="fp8"))[-1] == octavo.recipe("fp8_gpu")[-1]
+    assert training_rules(small(quantization="fp8", use_qwix_quantization=True))[-1] == octavo.recipe("fp8")[-1]
 
 
 @pytest.mark.parametrize("qwix", [True, False])
@@ -73,13 +72,13 @@ def test_calibration_methods(qwix):
         act_quantization_calibration_method="fixed,-112,112",
         bwd_quantization_calibration_method="absmax,0.5",
     )
-    rule = compiled(rules_of(fixed)[-1])
+    rule = compiled(training_rules(fixed)[-1])
     assert (rule.fwd.rhs.calibration.high, rule.fwd.lhs.calibration.high) == (224, 112)
     assert rule.dlhs.lhs.calibration == AbsMax(0.5)
 
 
 def test_one_method_sets_all_three():
-    rule = compiled(rules_of(small(quantization="int8", quantization_calibration_method="rms,4"))[-1])
+    rule = compiled(training_rules(small(quantization="int8", quantization_calibration_method="rms,4"))[-1])
     for matmul in (rule.fwd, rule.dlhs, rule.drhs):
         assert type(matmul.lhs.calibration).__name__ == type(matmul.rhs.calibration).__name__ == "Rms"
 
@@ -88,7 +87,7 @@ def test_one_method_sets_all_three():
 def test_local_shards(qwix):
     def drhs(count):
         config = small(quantization="int8", use_qwix_quantization=qwix, quantization_local_shard_count=count)
-        return compiled(rules_of(config)[-1]).drhs
+        return compiled(training_rules(config)[-1]).drhs
 
     assert drhs(0).lhs is None
     assert drhs(4).lhs.tile == 1 / 4
@@ -97,14 +96,14 @@ def test_local_shards(qwix):
 
 def test_constant_bounds():
     bounds = (6.0, 5.0, 4.0, 3.0, 2.0, 1.0)
-    rule = compiled(rules_of(small(quantization="aqt_fp8_full", constant_bound_config=bounds))[-1])
+    rule = compiled(training_rules(small(quantization="aqt_fp8_full", constant_bound_config=bounds))[-1])
     operands = (o for m in (rule.fwd, rule.dlhs, rule.drhs) for o in (m.lhs, m.rhs))
     assert tuple(o.calibration.bound for o in operands) == bounds
 
 
 def test_exclusion_is_visible_and_can_be_overridden():
     def skipped(**changes):
-        rules = rules_of(small(quantization="int8", **changes))
+        rules = training_rules(small(quantization="int8", **changes))
         return [rule.module_path for rule in rules if rule.skip]
 
     assert len(skipped()) == 1
@@ -134,7 +133,7 @@ def test_first_and_last_layers_stay_in_float(scan):
 def test_own_rules(tmp_path):
     path = tmp_path / "rules.json"
     path.write_text(rules_to_json([QtRule(weight_qtype="int8")]))
-    assert rules_of(small(quantization_rules_path=str(path))) == (QtRule(weight_qtype="int8"),)
+    assert training_rules(small(quantization_rules_path=str(path))) == (QtRule(weight_qtype="int8"),)
 
 
 @pytest.mark.parametrize(
@@ -144,14 +143,14 @@ def test_own_rules_add_up_gradients_once(tmp_path, changes):
     path = tmp_path / "rules.json"
     path.write_text(rules_to_json([QtRule(weight_qtype="int8", reduce_qtype="int8", **changes)]))
     mesh = {"num_devices": 8, "ici_data_parallelism": 2, "ici_fsdp_parallelism": 4}
-    schedule, spec = schedule_of(small(quantization_rules_path=str(path))), PartitionSpec(("data", "fsdp"))
+    schedule, spec = training_schedule(small(quantization_rules_path=str(path))), PartitionSpec(("data", "fsdp"))
     there = jax.make_mesh((2, 4), ("data", "fsdp"))
-    told = sending(schedule, small(**mesh), there, spec)
+    told = with_communication(schedule, small(**mesh), there, spec)
     assert told.stages[0][1][0].reduce_axes == changes["reduce_axes"]
     with pytest.raises(
-        ConfigError, match="gradient_reduce_dtype=int8 adds up all gradients over 'data', with feedback"
+        ConfigError, match="gradient_reduce_dtype=int8 reduces all gradients over 'data', with error feedback"
     ):
-        sending(schedule, small(**mesh, gradient_reduce_dtype="int8"), there, spec)
+        with_communication(schedule, small(**mesh, gradient_reduce_dtype="int8"), there, spec)
 
 
 def test_manual_quantization_is_for_experts():
@@ -163,11 +162,11 @@ def test_manual_quantization_is_for_experts():
         num_experts=2,
         base_moe_mlp_dim=32,
     )
-    assert rules_of(config)[-1].op_names == ("ragged_dot", "gmm")
+    assert training_rules(config)[-1].op_names == ("ragged_dot", "gmm")
 
 
 def test_schedule_begins_late_and_ends_early():
-    schedule = schedule_of(small(quantization="int8", quantization_start_step=2, quantization_stop_step=5))
+    schedule = training_schedule(small(quantization="int8", quantization_start_step=2, quantization_stop_step=5))
     assert [begin for begin, _ in schedule.stages] == [0, 2, 5]
     assert [bool(rules) for _, rules in schedule.stages] == [False, True, False]
 
@@ -175,13 +174,13 @@ def test_schedule_begins_late_and_ends_early():
 def test_training_fields_of_mixed_precision(tmp_path):
     table = tmp_path / "bits.json"
     table.write_text(json.dumps({"__default__": {"w_bits": 8, "a_bits": 8, "g_bits": 4, "g_rounding": "stochastic"}}))
-    rule = compiled(rules_of(small(quantization="intmp", quant_cfg_path=str(table)))[-1])
+    rule = compiled(training_rules(small(quantization="intmp", quant_cfg_path=str(table)))[-1])
     assert rule.dlhs.lhs.qtype.name == "int4"
     assert str(rule.dlhs.lhs.rounding) == "Stochastic()"
 
 
 def test_rules_print_and_are_frozen():
-    rule = rules_of(small(quantization="int8", use_qwix_quantization=True))[-1]
+    rule = training_rules(small(quantization="int8", use_qwix_quantization=True))[-1]
     assert isinstance(rule, QuantizationRule)
     assert eval(repr(rule), {"QtRule": QtRule}) == rule
 
@@ -189,7 +188,7 @@ def test_rules_print_and_are_frozen():
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "nvfp4", "te_mxfp8", "int8", "deepseek_fp8"])
 def test_every_recipe_takes_local_shards(name):
     """Formats with blocks of their own contract in pieces already."""
-    rules = rules_of(small(quantization=name, use_qwix_quantization=True, quantization_local_shard_count=8))
+    rules = training_rules(small(quantization=name, use_qwix_quantization=True, quantization_local_shard_count=8))
     assert compiled(rules[-1]).drhs.lhs is not None
 
 
@@ -205,9 +204,9 @@ def test_ranges_come_from_one_place(changes, message, tmp_path):
     table.write_text("{}")
     more = {"quant_cfg_path": str(table)} if changes["quantization"] == "intmp" else {}
     with pytest.raises(ValueError, match=message):
-        rules_of(small(weight_quantization_calibration_method="rms,3", **changes, **more))
+        training_rules(small(weight_quantization_calibration_method="rms,3", **changes, **more))
 
 
 def test_a_method_that_a_recipe_cannot_have_is_refused():
     with pytest.raises(ValueError, match="calibration"):
-        rules_of(small(quantization="fp8_gpu", weight_quantization_calibration_method="fixed,-1,1"))
+        training_rules(small(quantization="fp8_gpu", weight_quantization_calibration_method="fixed,-1,1"))

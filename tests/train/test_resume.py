@@ -1,7 +1,6 @@
 """A run that was interrupted is the run that was not, bit for bit."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -13,8 +12,8 @@ import numpy as np
 import pytest
 
 from octavo.checkpoint import load
-from octavo.train.loop import train
 from octavo.train.metrics import read_metrics
+from octavo.train.run import train
 from octavo.train.trainer import Trainer
 from tests.train.common import small, words
 
@@ -72,7 +71,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * bool(RUNS[name])) for name in RUNS])
+@pytest.mark.parametrize("name", RUNS)
 @pytest.mark.slow
 def test_interrupted_twice(name, tmp_path, monkeypatch):
     """Once by a signal after step 5, once by a crash after step 7, when the last checkpoint is of step 6."""
@@ -85,7 +84,7 @@ def test_interrupted_twice(name, tmp_path, monkeypatch):
     def run(run_name):
         changes = {"base_output_directory": str(tmp_path), "steps": 12, "checkpoint_period": 3, "eval_interval": 4}
         # The key of seed 0 is all zeros, as one that was lost might be.
-        return train(small(run_name=run_name, init_weights_seed=7, **changes, **RUNS[name]), say=lambda _: None)
+        return train(small(run_name=run_name, init_weights_seed=7, **changes, **RUNS[name]), log=lambda _: None)
 
     assert run("whole").complete
     monkeypatch.setattr(Trainer, "step", interrupted)
@@ -105,24 +104,12 @@ def test_interrupted_twice(name, tmp_path, monkeypatch):
 STEPS = 400
 
 
-def start(directory, cache, **changes):
-    """The command in a process of its own, with programs that are compiled once."""
-    arguments = words(
-        base_output_directory=directory, steps=STEPS, quantization="fp8_gpu", init_weights_seed=7, **changes
-    )
-    environment = {
-        **os.environ,
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "octavo.train", *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start(directory, **changes):
+    """The command in a process of its own, which reads the programs that were compiled before."""
+    tiny = {"base_num_decoder_layers": 1, "base_mlp_dim": 32, "per_device_batch_size": 2}
+    settings = {"base_output_directory": directory, "steps": STEPS, "quantization": "fp8_gpu", "init_weights_seed": 7}
+    command = [sys.executable, "-m", "octavo.train", *words(**tiny, **settings, **changes)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(process):
@@ -139,12 +126,12 @@ def left(directory, name):
     return max(steps, default=0), metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def kill_at_random(directory, cache, rounds, seed):
+def kill_at_random(directory, rounds, seed):
     """Kill a run `rounds` times, now and then before its first step, and let it finish; what each kill left."""
     rng, found = random.Random(seed), []
-    finish(start(directory, cache, run_name="whole"))
+    finish(start(directory, run_name="whole"))
     for _ in range(rounds):
-        with start(directory, cache, run_name="parts", checkpoint_period=rng.randint(1, 3)) as process:
+        with start(directory, run_name="parts", checkpoint_period=rng.randint(1, 3)) as process:
             # A save takes as long as some steps: earlier, most kills would come before the first one.
             wanted = rng.choice((0, *range(2, 26)))
             if wanted == 0:
@@ -160,20 +147,15 @@ def kill_at_random(directory, cache, rounds, seed):
         found.append(left(directory, "parts"))
     # A run that is complete could be killed as often as one likes.
     assert found[-1][0] < STEPS
-    finish(start(directory, cache, run_name="parts"))
+    finish(start(directory, run_name="parts"))
     assert [row["step"] for row in lines(directory, "parts")] == list(range(STEPS))
     assert_same(directory, "whole", "parts")
     return found
 
 
 @pytest.mark.slow
-def test_killed(tmp_path):
-    kill_at_random(tmp_path, tmp_path / "cache", 2, seed=1)
-
-
-@pytest.mark.slow
 def test_killed_twenty_times(tmp_path):
-    found = kill_at_random(tmp_path, tmp_path / "cache", 20, seed=0)
+    found = kill_at_random(tmp_path, 20, seed=0)
     # Many of them moved the run on, and some took steps away that were not saved yet.
     assert len({step for step, _ in found}) > 8
     assert any(metrics > step for step, metrics in found)
@@ -182,16 +164,15 @@ def test_killed_twenty_times(tmp_path):
 @pytest.mark.slow
 def test_terminated_from_outside(tmp_path):
     """SIGTERM and Ctrl-C as an operating system sends them: saved, said, gone on from."""
-    cache = tmp_path / "cache"
-    finish(start(tmp_path, cache, run_name="whole"))
+    finish(start(tmp_path, run_name="whole"))
     for number, status, text in ((signal.SIGTERM, 0, "stopped by SIGTERM"), (signal.SIGINT, 130, "stopped by Ctrl-C")):
-        with start(tmp_path, cache, run_name="parts", checkpoint_period=50) as process:
+        with start(tmp_path, run_name="parts", checkpoint_period=50) as process:
             before = [next(line for line in process.stdout if line.startswith("completed step: "))]
             process.send_signal(number)
             before += process.stdout.readlines()
         assert process.returncode == status
         assert text in before[-1]
-        assert "saved; the same command goes on from there" in before[-1]
-    text = finish(start(tmp_path, cache, run_name="parts", checkpoint_period=50))
+        assert "saved; the same command resumes" in before[-1]
+    text = finish(start(tmp_path, run_name="parts", checkpoint_period=50))
     assert "resuming at step " in text
     assert_same(tmp_path, "whole", "parts")

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 from octavo.checkpoint import CheckpointError, CheckpointManager, load, manifest
-from octavo.cli.train import run as command
-from octavo.train import loop
-from octavo.train.halt import HaltedError
-from octavo.train.loop import train
+from octavo.train import run as run_module
+from octavo.train.__main__ import main as command
+from octavo.train.halt import HaltedError, stop_signals
 from octavo.train.metrics import read_metrics
-from octavo.train.outcome import Outcome
-from octavo.train.stop import stopping
+from octavo.train.run import Outcome, train
 from octavo.train.trainer import Trainer
 from tests.train.common import small, words
 
@@ -27,7 +25,7 @@ pytestmark = pytest.mark.standard_promotion
 def lines_of(**changes):
     """What a run says, and how it ends."""
     said = []
-    return said, train(small(**changes), say=said.append)
+    return said, train(small(**changes), log=said.append)
 
 
 def at(directory, **changes):
@@ -94,11 +92,11 @@ def test_complete_runs_say_so_and_more_steps_go_on(tmp_path):
     lines_of(**at(tmp_path, steps=2))
     before = (tmp_path / "test" / "metrics.jsonl").read_bytes()
     said, outcome = lines_of(**at(tmp_path, steps=2))
-    assert said == ["resuming at step 2 of 2", "this run is complete at step 2; to go on, raise steps=2"]
+    assert said == ["resuming at step 2 of 2", "this run is complete at step 2; to continue, raise steps=2"]
     assert (outcome.step, outcome.reason) == (2, "done")
     assert (tmp_path / "test" / "metrics.jsonl").read_bytes() == before
     said, outcome = lines_of(**at(tmp_path, steps=3))
-    assert "changed since this run was last here: steps: 2 -> 3" in said
+    assert "changed since the last start of this run: steps: 2 -> 3" in said
     assert outcome.step == 3
     assert [row["step"] for row in metrics_of(tmp_path)] == [0, 1, 2]
 
@@ -118,7 +116,7 @@ def test_no_step_is_timed_with_what_happens_between_steps(tmp_path, monkeypatch)
 
     slowly(Trainer, "evaluate")
     slowly(CheckpointManager, "save")
-    slowly(loop.Telemetry, "measure")
+    slowly(run_module.Telemetry, "measure")
     compiled = []
 
     def compile_slowly(self, kind, step, fn=Trainer.compiled):
@@ -144,7 +142,7 @@ def test_no_step_is_timed_with_what_happens_between_steps(tmp_path, monkeypatch)
 def test_signals_save_and_end(tmp_path, number, reason):
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     said, say = when("completed step: 1,", lambda: signal.raise_signal(number))
-    outcome = train(small(**at(tmp_path)), say=say)
+    outcome = train(small(**at(tmp_path)), log=say)
     # The line of a step comes when the next one is on its way.
     assert (outcome.step, outcome.reason, outcome.complete) == (3, reason, False)
     assert f"{number.name}: stopping after step 2" in said
@@ -155,7 +153,7 @@ def test_signals_save_and_end(tmp_path, number, reason):
 
 def test_a_second_interrupt_ends_at_once():
     before = signal.getsignal(signal.SIGINT)
-    with stopping() as stop:
+    with stop_signals() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.by == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
@@ -167,7 +165,7 @@ def test_other_threads_leave_signals_alone():
     found = []
 
     def body():
-        with stopping() as stop:
+        with stop_signals() as stop:
             found.append((stop.by, signal.getsignal(signal.SIGTERM)))
 
     thread = threading.Thread(target=body)
@@ -176,8 +174,10 @@ def test_other_threads_leave_signals_alone():
     assert found == [(None, signal.getsignal(signal.SIGTERM))]
 
 
-@pytest.mark.parametrize(("number", "status", "text"), [(signal.SIGTERM, 0, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")])
-@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("number", "status", "text"),
+    [(signal.SIGTERM, 0, "SIGTERM"), pytest.param(signal.SIGINT, 130, "Ctrl-C", marks=pytest.mark.slow)],
+)
 def test_the_command_says_that_it_was_stopped(tmp_path, monkeypatch, capsys, number, status, text):
     step = Trainer.step
 
@@ -189,7 +189,7 @@ def test_the_command_says_that_it_was_stopped(tmp_path, monkeypatch, capsys, num
     monkeypatch.setattr(Trainer, "step", signalled)
     assert command(words(**at(tmp_path))) == status
     out = capsys.readouterr().out
-    assert f"stopped by {text} after 3 steps, saved; the same command goes on from there, loss " in out
+    assert f"stopped by {text} after 3 steps, saved; the same command resumes, loss " in out
     assert "Next:" not in out
 
 
@@ -246,8 +246,8 @@ def test_a_target_ends_the_run_for_good(tmp_path):
     said, again = lines_of(**changes)
     assert again == outcome
     assert said[-1] == (
-        f"this run reached target_eval_loss=5.5 at step {outcome.step}, with a loss of {outcome.eval_loss:.4f}; to go "
-        "on, lower target_eval_loss"
+        f"this run reached target_eval_loss=5.5 at step {outcome.step}, with a loss of {outcome.eval_loss:.4f}; to "
+        "continue, lower target_eval_loss"
     )
 
 
@@ -302,7 +302,7 @@ def test_two_runs_cannot_share_a_directory(tmp_path, capsys):
 
 
 def test_an_error_on_the_way_lets_go_of_the_directory(tmp_path, monkeypatch):
-    def fail(self, config):
+    def fail(self, config, mesh=None):
         raise ValueError("no model today")
 
     with monkeypatch.context() as patch:
@@ -326,7 +326,7 @@ def test_other_data_is_told(tmp_path):
     lines_of(**at(tmp_path, steps=1))
     said, _ = lines_of(**at(tmp_path, steps=2, synthetic_kind="fixed"))
     assert said[1] == (
-        "warning: the data is not what it was, so the run will not go on as it would have: kind, entropy, batches"
+        "warning: the data has changed, so the run will not continue as it would have: kind, entropy, batches"
     )
 
 
@@ -338,7 +338,7 @@ def test_without_checkpoints_none_is_written(tmp_path):
     assert not [line for line in said if "resuming" in line]
     assert [row["step"] for row in metrics_of(tmp_path)] == [0]
     lines_of(**at(tmp_path, steps=1, run_name="saved"))
-    with pytest.raises(ValueError, match=r"checkpoint of step 1, and enable_checkpointing=false would begin anew"):
+    with pytest.raises(ValueError, match=r"checkpoint of step 1, and enable_checkpointing=false would overwrite"):
         lines_of(**at(tmp_path, steps=1, run_name="saved", enable_checkpointing=False))
 
 
@@ -360,11 +360,11 @@ def test_parameters_of_another_run(tmp_path):
 def test_quantized_parameters_are_written_at_the_end_and_only_then(tmp_path, monkeypatch):
     changes = at(tmp_path, steps=4, quantization="int8", save_quantized_params_path=str(tmp_path / "served"))
     _, say = when("completed step: 1,", lambda: signal.raise_signal(signal.SIGTERM))
-    assert train(small(**changes), say=say).step == 3
+    assert train(small(**changes), log=say).step == 3
     assert not (tmp_path / "served").exists()
     with monkeypatch.context() as patch:
         # As if killed between the last checkpoint and these parameters.
-        patch.setattr(loop, "_save_quantized", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(run_module, "_save_quantized", lambda *_: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             lines_of(**changes)
     assert not (tmp_path / "served").exists()

@@ -10,7 +10,7 @@ import pytest
 
 import octavo
 from octavo.checkpoint import CheckpointManager
-from octavo.train.halt import explain
+from octavo.train.halt import explain_halt
 from octavo.train.optimizer import learning_rate_schedule, make_optimizer
 from octavo.train.telemetry import Telemetry
 from octavo.train.trainer import Trainer
@@ -21,6 +21,10 @@ pytestmark = pytest.mark.standard_promotion
 
 def losses(trainer: Trainer, steps: int) -> list[float]:
     return [float(trainer.step()["learning/loss"]) for _ in range(steps)]
+
+
+def gradients(trainer: Trainer, state, batch):
+    return jax.jit(functools.partial(trainer.train_step.gradients, step=0))(state, batch)
 
 
 def same(a, b) -> bool:
@@ -49,7 +53,7 @@ def test_float_and_int8_begin_alike_and_both_learn():
 def test_microbatches_are_one_batch_in_float():
     whole, parts = (Trainer(small(gradient_accumulation_steps=n)) for n in (1, 4))
     batch = whole.data.batch(0)
-    a, b = (t.stepper.gradients(t.state, batch, step=0) for t in (whole, parts))
+    a, b = (gradients(t, t.state, batch) for t in (whole, parts))
     close(b[0], a[0], 2e-6)
     assert float(a[2].weights) == float(b[2].weights) == 256
     np.testing.assert_allclose(b[3], a[3], rtol=1e-6)
@@ -79,9 +83,10 @@ def test_stochastic_rounding_is_repeatable_and_differs_by_step():
     assert losses(a, 3) == losses(b, 3)
     assert same(a.state, b.state)
     state, batch = a.state, a.data.batch(0)
-    one = a.stepper.gradients(state, batch, step=0)[0]
+    compiled = jax.jit(functools.partial(a.train_step.gradients, step=0))
+    one = compiled(state, batch)[0]
     moved = type(state)(**{**vars(state), "step": state.step + 1})
-    other = a.stepper.gradients(moved, batch, step=0)[0]
+    other = compiled(moved, batch)[0]
     assert not same(one, other)
 
 
@@ -111,7 +116,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_the_tensor(tmp_path
     assert int(after.step) == 1
     np.testing.assert_equal(after.params, before.params)
     np.testing.assert_equal(after.opt_state, before.opt_state)
-    text = explain(trainer, 1, 7, tmp_path)
+    text = explain_halt(trainer, 1, 7, tmp_path)
     assert "step 1 has loss nan" in text
     assert "the gradient of decoder/" in text
     assert str(tmp_path / "checkpoints" / "7") in text
@@ -131,9 +136,9 @@ def test_without_the_guard_a_bad_step_is_left_out():
 def test_the_loss_of_padding_is_zero():
     trainer = Trainer(small())
     batch = {name: np.zeros_like(x) for name, x in trainer.data.batch(0).items()}
-    gradients, _, found, loss = trainer.stepper.gradients(trainer.state, batch, step=0)
-    assert float(loss) == float(found.weights) == 0
-    assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
+    found, _, losses, loss = gradients(trainer, trainer.state, batch)
+    assert float(loss) == float(losses.weights) == 0
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(found))
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
@@ -189,7 +194,7 @@ def test_quantized_parameters_give_the_same_loss_bit_for_bit(more, tmp_path):
     stored = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, octavo.QArray))
     assert sum(isinstance(x, octavo.QArray) for x in stored) == 7
     trained = trainer.evaluate()
-    low = trainer.stepper.loss.at(0)[0]
+    low = trainer.train_step.loss.at(0)[0]
     batches = [trainer.eval_data.batch(i) for i in range(2)]
     served = [jax.jit(low)(params, batch, 256.0, 1.0)[1] for batch in batches]
     assert float(sum(x.lm for x in served) / sum(x.weights for x in served)) == trained
@@ -208,7 +213,7 @@ def test_telemetry_measures_what_is_quantized_and_when():
     config = small(quantization="fp8_full", quantization_metrics_interval=2, quantization_start_step=2)
     trainer = Trainer(config)
     telemetry = Telemetry(trainer)
-    assert [step for step in range(8) if telemetry.due(step)] == [3, 5, 7]
+    assert [step for step in range(8) if telemetry.is_due(step)] == [3, 5, 7]
     for _ in range(4):
         trainer.step()
     before = jax.tree.map(np.asarray, trainer.state)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from octavo.train.telemetry import worst_weights
 from octavo.train.trainer import Trainer
-from octavo.train.worst import worst_weights
 from tests.train.common import small
 
 pytestmark = pytest.mark.standard_promotion

@@ -6,21 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.train.config import Config, ConfigError
-from octavo.train.quantization import schedule_of
-from octavo.train.sources import load
+from octavo.train.config import Config, ConfigError, load
+from octavo.train.quantization import training_rules
 
 _HELP = """usage: octavo compare [CONFIG.yml] quantization=RECIPE[,RECIPE...] [seeds=N] [key=value ...]
 
-Trains the same model from the same seeds on the same batches in float and in each recipe, the runs taking their steps
-in turn, and prints a table: loss on held-out text, its gap to float with a 95 % interval over the seeds, time and
-memory of a step against float, and the share of matmul FLOPs in low precision. Writes the results as JSON and a report
-page with the curves. Runs that are finished are kept in the directory and not run again.
+Trains the same model from the same seeds on the same batches in float and in each recipe, with interleaved steps, and
+prints a table: loss on held-out text, its gap to float with a 95 % interval over the seeds, time and memory of a step
+relative to float, and the share of matmul FLOPs in low precision. Writes the results as JSON and a report page with the
+curves. Finished runs are kept in the directory and not run again.
 
   quantization=int8,fp8_full   the recipes; `octavo plan --rules list` prints them all
-  seeds=3                      how many seeds (2: the interval needs two or more)
-  eval_points=10               how often the loss on held-out text is taken
-  fresh=true                   run again also what is finished
+  seeds=3                      number of seeds (default 2; the interval needs two or more)
+  eval_points=10               number of evaluations on held-out text
+  fresh=true                   run finished runs again
   key=value                    everything that `octavo train --help` lists: steps=200 model_name=10m ...
 
 Example: octavo compare quantization=int8,fp8_full model_name=1m steps=100 seeds=3
@@ -44,14 +43,14 @@ def run(argv: Sequence[str]) -> int:
         recipes = [name for name in own["quantization"].strip("[]").split(",") if name and name != "float"]
         loaded = [load([*rest, f"quantization={name}"]) for name in recipes or [""]]
         for config, _ in loaded:
-            schedule_of(config)
+            training_rules(config)
         options = {"seeds": _number("seeds", own["seeds"]), "eval_points": _number("eval_points", own["eval_points"])}
         options["fresh"] = _flag("fresh", own["fresh"])
     except (ValueError, OSError) as error:
         print(f"octavo compare: {error}", file=sys.stderr)
         return 2
     for text in dict.fromkeys(note for _, sources in loaded for note in sources.notes):
-        _say(f"note: {text}")
+        _log(f"note: {text}")
     return _compare(loaded[0].config, recipes, options)
 
 
@@ -72,7 +71,7 @@ def _compare(config: Config, recipes: list[str], options: dict[str, Any]) -> int
     from octavo.train.compare import Comparison
 
     directory = Path(config.run_directory)
-    comparison = Comparison(config, recipes, directory=directory, say=_say, **options)
+    comparison = Comparison(config, recipes, directory=directory, log=_log, **options)
     try:
         comparison.run()
     except (OSError, ValueError) as error:
@@ -84,5 +83,5 @@ def _compare(config: Config, recipes: list[str], options: dict[str, Any]) -> int
     return 0
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, flush=True)

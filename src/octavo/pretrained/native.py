@@ -23,9 +23,6 @@ from octavo.pretrained.registry import ModelFormat, register_format
 from octavo.pretrained.tokenizer import read_tokenizer
 from octavo.qarray import QArray, is_qarray
 from octavo.rules import QtRule, QuantizationRule, rules_from_json, rules_to_json
-from octavo.train.config import Config
-from octavo.train.quantization import schedule_of
-from octavo.train.trainer import model_of
 
 NAME = "octavo.json"
 VERSION = 1
@@ -146,26 +143,24 @@ def _read_run(path: Path) -> PretrainedModel:
     place = _checkpoints(path)
     assert place is not None
     found = load_abstract(place, subtree="params")
-    if "config" not in found.extra:
-        raise ValueError(f"{place} was saved without the configuration of its run: it is not a run of `octavo train`")
-    config = Config(**found.extra["config"])
-    vocab_size = found.state["token_embedder"]["embedding"].shape[0]
-    model = model_of(config, vocab_size).replace(scan_layers=False, remat="none")
+    if "model" not in found.extra:
+        raise ValueError(f"{place} was saved without a description of its model: it is no run of `octavo train`")
+    config = found.extra["config"]
+    model = Description.from_json(json.dumps(found.extra["model"])).replace(scan_layers=False, remat="none")
     leaves = _leaves(place, "params")
-    if config.weight_sparsity_n is not None:
+    if config["weight_sparsity_n"] is not None:
         leaves = _masked(place, leaves)
-    schedule = schedule_of(config)
-    rules = schedule.stages[schedule.stage(max(0, found.step - 1))][1] or ()
+    rules = rules_from_json(json.dumps(found.extra["rules"]))
     run = next((p for p in (path, *path.resolve().parents[:2]) if (p / "config.yml").is_file()), path)
     origin = {
         "kind": "octavo train",
         "path": path.name,
-        "name": config.run_name,
+        "name": config["run_name"],
         "step": found.step,
-        "quantization": config.quantization,
-        "max_length": config.max_target_length,
+        "quantization": config["quantization"],
+        "max_length": config["max_target_length"],
     }
-    return PretrainedModel(model, leaves, read_tokenizer(run), tuple(rules), origin)
+    return PretrainedModel(model, leaves, read_tokenizer(run), rules, origin)
 
 
 def _masked(place: Path, leaves: dict[str, Leaf]) -> dict[str, Leaf]:

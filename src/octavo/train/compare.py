@@ -1,4 +1,4 @@
-"""Paired runs: the same seeds and batches in float and in each recipe, step by step in turn."""
+"""Paired runs: the same seeds and batches in float and in each recipe, steps interleaved."""
 
 import dataclasses
 import hashlib
@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 
+from octavo._io import atomic_write
 from octavo.train.config import Config
-from octavo.train.telemetry import Telemetry
+from octavo.train.telemetry import Telemetry, worst_weights
 from octavo.train.trainer import Trainer
-from octavo.train.worst import worst_weights
 
 FLOAT = "float"
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
@@ -25,11 +25,11 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 @dataclasses.dataclass
 class Result:
-    """What one run gave: losses as [step, loss], seconds of each step, and what a step needs and quantizes.
+    """The result of one run: losses as [step, loss], seconds of each step, memory, and the share of quantized FLOPs.
 
-    `float_seconds` are those of the float run that took its steps in turn with this one: times of one process only
-    compare with each other. Of the first seed of a recipe there is also the plan, and at the end what telemetry
-    measures and histograms of the weights that fit worst.
+    `float_seconds` are those of the float run whose steps were interleaved with these: only times of one process
+    compare. The first seed of a recipe also has the plan, the telemetry at the end, and histograms of the weights with
+    the lowest signal to noise.
     """
 
     name: str
@@ -71,7 +71,17 @@ class Row:
 
 
 class Comparison:
-    """Runs in float and in recipes over seeds. Finished groups are kept in `directory` and not run again."""
+    """Runs in float and in recipes over seeds.
+
+    Args:
+      config: The configuration of all runs.
+      recipes: Values of `quantization`.
+      seeds: The number of seeds.
+      eval_points: The number of evaluations of a run.
+      directory: Keeps results, so that finished runs are not run again.
+      fresh: Whether finished runs are run again.
+      log: Takes each line of the log.
+    """
 
     def __init__(
         self,
@@ -82,19 +92,19 @@ class Comparison:
         eval_points: int = 10,
         directory: Path | None = None,
         fresh: bool = False,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ):
         self.config, self.recipes, self.seeds = config, tuple(recipes), tuple(range(seeds))
-        self.eval_points, self.directory, self.fresh, self.say = eval_points, directory, fresh, say
+        self.eval_points, self.directory, self.fresh, self.log = eval_points, directory, fresh, log
         self.results: list[Result] = []
 
     def run(self) -> list[Result]:
         """All runs, seed by seed."""
         for seed in self.seeds:
-            found = [self._known(name, seed) for name in (FLOAT, *self.recipes)]
+            found = [self._load(name, seed) for name in (FLOAT, *self.recipes)]
             missing = [name for name, known in zip((FLOAT, *self.recipes), found, strict=True) if known is None]
             if missing:
-                # Float runs again beside what is missing: it comes out the same, and gives the times to compare with.
+                # Float runs again with what is missing: its losses are the same, and its times compare.
                 made = {result.name: result for result in self._paired(_with_float(missing), seed)}
                 found = [made.get(name, known) for name, known in zip((FLOAT, *self.recipes), found, strict=True)]
             self.results += [result for result in found if result is not None]
@@ -106,7 +116,7 @@ class Comparison:
         return self.config.replace(init_weights_seed=base + seed, data_shuffle_seed=base + seed, **precision)
 
     def _paired(self, names: Sequence[str], seed: int) -> list[Result]:
-        self.say(f"seed {seed}: {', '.join(names)}")
+        self.log(f"seed {seed}: {', '.join(names)}")
         trainers = {name: Trainer(self._config(name, seed)) for name in names}
         results = {name: _empty(name, seed, trainer) for name, trainer in trainers.items()}
         steps = self.config.steps
@@ -119,13 +129,13 @@ class Comparison:
                 results[name].step_seconds.append(time.perf_counter() - before)
                 results[name].loss.append([step, float(metrics["learning/lm_loss"])])
                 if bool(metrics["halted"]):
-                    self.say(f"{name}: the loss of step {step} is not finite; this run ends here")
+                    self.log(f"{name}: the loss of step {step} is not finite; this run ends here")
                     results[name].eval_loss.append([step + 1, math.nan])
                     del trainers[name]
                 elif last:
                     results[name].eval_loss.append([step + 1, trainer.evaluate()])
             if (step + 1) % every == 0:
-                self.say(f"step {step + 1} of {steps}: {self._standing(results)}")
+                self.log(f"step {step + 1} of {steps}: {self._standing(results)}")
         for name, trainer in trainers.items():
             if name != FLOAT and seed == self.seeds[0]:
                 results[name].plan = json.loads(trainer.plan().to_json())
@@ -133,7 +143,7 @@ class Comparison:
                 results[name].histograms = worst_weights(trainer)
         for result in results.values():
             result.float_seconds = results[FLOAT].step_seconds
-            self._keep(result)
+            self._save(result)
         return list(results.values())
 
     @staticmethod
@@ -143,7 +153,7 @@ class Comparison:
             parts.append(f"{name} {result.final_loss:.4f} ({statistics.median(result.step_seconds):.2f} s)")
         return ", ".join(parts)
 
-    # Results on disk, by what made them.
+    # Results on disk, by a digest of the configuration.
 
     def _path(self, name: str, seed: int) -> Path | None:
         if self.directory is None:
@@ -152,7 +162,7 @@ class Comparison:
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
         return self.directory / "runs" / f"{name}-seed{seed}-{digest}.json"
 
-    def _known(self, name: str, seed: int) -> Result | None:
+    def _load(self, name: str, seed: int) -> Result | None:
         path = self._path(name, seed)
         if path is None or self.fresh or not path.exists():
             return None
@@ -160,15 +170,11 @@ class Comparison:
         saved.pop("final_loss")
         return Result(**saved)
 
-    def _keep(self, result: Result) -> None:
+    def _save(self, result: Result) -> None:
         path = self._path(result.name, result.seed)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_suffix(".new")
-            draft.write_text(json.dumps(result.to_dict()), encoding="utf8")
-            draft.replace(path)
-
-    # What they say.
+            atomic_write(path, json.dumps(result.to_dict()))
 
     def table(self) -> list[Row]:
         """A row for float and for each recipe."""
@@ -234,8 +240,8 @@ def _empty(name: str, seed: int, trainer: Any) -> Result:
 
 def _row(name: str, runs: list[Result], floats: list[Result]) -> Row:
     gaps = [(run.final_loss - base.final_loss) / base.final_loss for run, base in zip(runs, floats, strict=True)]
-    # In each round the two took their steps one after the other, so the ratio of a round is hardly touched by
-    # what else the machine does. The first steps are left out: caches fill.
+    # In each round the two steps ran one after the other, so their ratio is hardly touched by the load of the
+    # machine. The first rounds are left out: caches fill.
     ratios = [a / b for run in runs for a, b in list(zip(run.step_seconds, run.float_seconds, strict=False))[2:]]
     low, high = interval(gaps)
     return Row(

@@ -1,26 +1,29 @@
-"""Where a value that is not finite came from."""
+"""Why a run stops before its end: signals, and values that are not finite."""
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from octavo._tree import flatten_paths
 from octavo.train.trainer import Trainer
 
 
 class HaltedError(RuntimeError):
-    """Training met a loss or a gradient that is not finite, and stopped with the state before it."""
+    """Training stopped at a loss or a gradient that is not finite; the state is the one before that step."""
 
 
-def explain(trainer: Trainer, step: int, checkpoint: int | None, directory: Path) -> str:
-    """Which step, which tensors, and what to go back to. The trainer's state is the last good one."""
+def explain_halt(trainer: Trainer, step: int, checkpoint: int | None, directory: Path) -> str:
+    """The step, the tensors, and the checkpoint to go back to. The trainer's state is the last good one."""
     batch = trainer.batch(step)
-    gradients, _, losses, loss = jax.jit(trainer.stepper.gradients, static_argnames="step")(
-        trainer.state, batch, step=trainer.schedule.stages[trainer.schedule.stage(step)][0]
-    )
-    del losses
-    where = _gradients(gradients) or _parameters(trainer, gradients)
+    compute = jax.jit(trainer.train_step.gradients, static_argnames="step")
+    gradients, _, _, loss = compute(trainer.state, batch, step=trainer.stage_start(step))
+    where = _bad_gradients(gradients) or _large_update(trainer, gradients)
     last = (
         f"the last good checkpoint is {directory / 'checkpoints' / str(checkpoint)}"
         if checkpoint is not None
@@ -33,30 +36,59 @@ def explain(trainer: Trainer, step: int, checkpoint: int | None, directory: Path
     )
 
 
-def _gradients(gradients: Any) -> str:
-    """Which gradients are not finite, in words; nothing if all are."""
+def _bad_gradients(gradients: Any) -> str:
+    """The gradients that are not finite; empty if there is none."""
     bad = _not_finite(gradients)
     shown = "; ".join(f"the gradient of {name} ({count} of {size} values)" for name, count, size in bad[:3])
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     return f"not finite: {shown}{more}" if bad else ""
 
 
-def _parameters(trainer: Trainer, gradients: Any) -> str:
-    """Which parameter an update with finite gradients makes too large, in words."""
-    updates, _ = trainer.stepper.optimizer.update(gradients, trainer.state.opt_state, trainer.state.params)
-    largest = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): float(jnp.max(jnp.abs(leaf)))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(updates)
-    }
+def _large_update(trainer: Trainer, gradients: Any) -> str:
+    """The largest update, where all gradients are finite."""
+    updates, _ = trainer.train_step.optimizer.update(gradients, trainer.state.opt_state, trainer.state.params)
+    largest = {name: float(jnp.max(jnp.abs(leaf))) for name, leaf in flatten_paths(updates).items()}
     name = max(largest, key=lambda name: largest[name])
     return f"all gradients are finite, but the update of {name} is as large as {largest[name]:.3g}"
 
 
 def _not_finite(tree: Any) -> list[tuple[str, int, int]]:
-    """The leaves that have values that are not finite: name, how many, of how many; the worst first."""
-    found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        count = int(jnp.sum(~jnp.isfinite(leaf)))
-        if count:
-            found.append((jax.tree_util.keystr(path, simple=True, separator="/"), count, leaf.size))
-    return sorted(found, key=lambda entry: -entry[1] / entry[2])
+    """(path, count, size) of the leaves with values that are not finite, the worst first."""
+    counts = [(name, int(jnp.sum(~jnp.isfinite(leaf))), leaf.size) for name, leaf in flatten_paths(tree).items()]
+    return sorted((entry for entry in counts if entry[1]), key=lambda entry: -entry[1] / entry[2])
+
+
+class StopSignal:
+    """The signal that asked to stop, if one did."""
+
+    by: signal.Signals | None = None
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopSignal]:
+    """Record SIGTERM and the first Ctrl-C instead of dying of them; a second Ctrl-C interrupts as usual.
+
+    Threads other than the main one cannot handle signals, so there nothing changes.
+
+    >>> with stop_signals() as stop:
+    ...     signal.raise_signal(signal.SIGTERM)
+    ...     stop.by.name
+    'SIGTERM'
+    """
+    stop = StopSignal()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        if stop.by is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.by = signal.Signals(number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            # None: a handler that was not installed from Python, and cannot be from there.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

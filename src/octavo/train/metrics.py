@@ -1,14 +1,16 @@
-"""The record of a run: one line of JSON for each step, and the same for TensorBoard."""
+"""Metrics of a run: one line of JSON per step, and TensorBoard events."""
 
+import importlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from octavo.train.events import EventWriter
+from octavo._io import atomic_write
 
 METRICS = "metrics.jsonl"
 TELEMETRY = "telemetry.jsonl"
@@ -19,12 +21,12 @@ _RESERVED = ("step", "run_name")
 class MetricWriter:
     """Writes a run's metrics to `metrics.jsonl`, its telemetry to `telemetry.jsonl` and both to `tensorboard/`.
 
-    Every line is handed to the operating system before `write` returns, so a killed process loses at most the line that
-    it was writing. A run that resumes gives its first step as `start_step`: lines from there on are dropped, and a torn
-    one with them, so that each step and each evaluation stands once. `extra_file` gets a second copy of the metrics.
+    Every line is flushed before `write` returns, so a killed process loses at most the line that it was writing. A run
+    that resumes gives its first step as `start_step`: lines from there on are dropped, and an incomplete one with them,
+    so that each step and each evaluation is there once. `extra_file` gets a second copy of the metrics.
 
-    JSON has no word for NaN and infinity, so a number that is not finite is written as null; TensorBoard gets it as it
-    is. Names follow MaxText: `learning/loss`, `perf/step_time_seconds`, `eval/avg_loss`.
+    JSON has no NaN and infinity, so a number that is not finite is written as null; TensorBoard gets it as it is. Names
+    follow MaxText: `learning/loss`, `perf/step_time_seconds`, `eval/avg_loss`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -51,15 +53,15 @@ class MetricWriter:
         self._events = EventWriter(folder / "tensorboard", start_step=start_step) if tensorboard else None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write what is known about a step, at once; what evaluation found, names with `eval/`, may follow."""
+        """Write the metrics of a step; those of an evaluation, named `eval/...`, may follow."""
         self._write(step, metrics, self._metrics)
 
     def write_telemetry(self, step: int, telemetry: Mapping[str, Any]) -> None:
-        """Write what quantization does to tensors at this step: numbers, or nested mappings and lists of them."""
+        """Write the telemetry of a step: numbers, or nested mappings and lists of them."""
         self._write(step, telemetry, [self._telemetry])
 
     def close(self) -> None:
-        """Close all files; harmless when they are closed."""
+        """Close all files; does nothing when they are closed."""
         for lines in (*self._metrics, self._telemetry):
             lines.close()
         if self._events is not None:
@@ -87,7 +89,7 @@ class MetricWriter:
 
 
 class NoMetrics:
-    """The writer of a process that leaves writing to another."""
+    """The writer of a process other than the main one."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         pass
@@ -103,7 +105,7 @@ class NoMetrics:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """A metrics file as one dictionary for each step, in order, without a last line that was cut off."""
+    """A metrics file as one dictionary per step, in order, without an incomplete last line."""
     steps: dict[int, dict[str, Any]] = {}
     for _, line in _read(Path(path)):
         steps.setdefault(line["step"], {}).update(line)
@@ -124,7 +126,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 class _Lines:
-    """A file with one JSON object per step and per evaluation, which starts with those before `start_step`."""
+    """A file with one JSON object per step and per evaluation; those from `start_step` on are dropped."""
 
     def __init__(self, path: Path, start_step: int):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +135,7 @@ class _Lines:
         self._last = {_is_eval(line): line["step"] for _, line in kept}
         whole = b"".join(text + b"\n" for text, _ in kept)
         if path.exists() and path.read_bytes() != whole:
-            _replace(path, whole)
+            atomic_write(path, whole)
         self._file = path.open("ab", buffering=0)
 
     def append(self, step: int, line: Mapping[str, Any]) -> None:
@@ -143,7 +145,7 @@ class _Lines:
                 f"{self.path.name} has step {self._last[kind]} already, so step {step} cannot follow: write each step "
                 "once, in order, with everything that is known about it"
             )
-        # One call of the system per line: what it returns from outlives the process.
+        # One system call per line: what was written outlives the process.
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._last[kind] = step
 
@@ -174,14 +176,48 @@ def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         yield text, line
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Change a file at once: whoever looks, also after a crash, finds the old bytes or the new."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    with new.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+class EventWriter:
+    """Writes scalars to a new event file in `directory`.
+
+    Every event is flushed before `write` returns: tensorboardX's `SummaryWriter` queues them, and what a killed process
+    has queued would be missing from a run that resumes. Where a directory has event files already, the new one begins
+    with a session start, which makes TensorBoard drop what they say about `start_step` and later steps.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, start_step: int = 0):
+        try:
+            self._event: Any = importlib.import_module("tensorboardX.proto.event_pb2").Event
+            writer: Any = importlib.import_module("tensorboardX.event_file_writer").EventsWriter
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError(
+                "enable_tensorboard=true needs the package tensorboardX: pip install 'octavo[training]', or set "
+                "enable_tensorboard=false",
+                name="tensorboardX",
+            ) from None
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        earlier = sum(1 for _ in folder.glob("events.out.tfevents.*"))
+        # TensorBoard reads files in the order of their names, and two runs may start within a second.
+        self._writer = writer(str(folder / "events"), f".{earlier:04d}")
+        if earlier:
+            event = self._event(wall_time=time.time(), step=start_step)
+            event.session_log.status = event.session_log.START
+            self._writer.write_event(event)
+        self._writer.flush()
+
+    def write(self, step: int, scalars: Mapping[str, int | float]) -> None:
+        """Write one event with these scalars, which are stored as float32."""
+        event = self._event(wall_time=time.time(), step=step)
+        for tag, value in scalars.items():
+            event.summary.value.add(tag=tag, simple_value=value)
+        self._writer.write_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file; does nothing when it is closed."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate, from the configuration."""
+"""The optimizer and its learning-rate schedule, from the configuration."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
+from octavo._tree import path_str
 from octavo.train.config import Config
 
 
 def learning_rate_schedule(config: Config) -> Callable[[Any], jax.Array]:
     """The learning rate by the step: a linear warm-up, then a cosine, a plateau with a decay, or a constant.
 
-    >>> from octavo.train.config import Config
     >>> rate = learning_rate_schedule(Config(steps=100, learning_rate=1e-3, warmup_steps_fraction=0.1))
     >>> [round(float(rate(step)), 6) for step in (0, 9, 100)]
     [0.0001, 0.001, 0.0001]
@@ -28,8 +28,8 @@ def learning_rate_schedule(config: Config) -> Callable[[Any], jax.Array]:
             then = optax.cosine_decay_schedule(peak, max(1, decay), config.learning_rate_final_fraction)
         case "wsd":
             falling = int(total * config.wsd_decay_steps_fraction)
-            parts = [optax.constant_schedule(peak), optax.linear_schedule(peak, last, max(1, falling))]
-            then = optax.join_schedules(parts, [max(0, decay - falling)])
+            stages = [optax.constant_schedule(peak), optax.linear_schedule(peak, last, max(1, falling))]
+            then = optax.join_schedules(stages, [max(0, decay - falling)])
         case _:
             then = optax.constant_schedule(peak)
 
@@ -42,7 +42,7 @@ def learning_rate_schedule(config: Config) -> Callable[[Any], jax.Array]:
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """The optimizer without clipping, which the step does itself: it needs the norm for the log anyway."""
+    """The optimizer without clipping, which the step does itself because it logs the norm anyway."""
     rate = learning_rate_schedule(config)
     match config.opt_type:
         case "sgd":
@@ -76,10 +76,10 @@ def _decayed(params: Any) -> Any:
 
 
 def _matrices(params: Any) -> Any:
-    """For each parameter, which axes form the matrix that Muon makes orthogonal; None: AdamW."""
+    """The axes of the matrix that Muon orthogonalizes, for each parameter; None: AdamW."""
 
     def axes(path: Any, x: Any) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = path_str(path)
         if _is_scale(path) or x.ndim < 2 or "token_embedder" in name or "logits" in name:
             return None
         return optax.contrib.MuonDimensionNumbers(reduction_axis=x.ndim - 2, output_axis=x.ndim - 1)
@@ -88,4 +88,4 @@ def _matrices(params: Any) -> Any:
 
 
 def _is_scale(path: Any) -> bool:
-    return jax.tree_util.keystr(path[-1:], simple=True, separator="/") == "scale"
+    return path_str(path[-1:]) == "scale"

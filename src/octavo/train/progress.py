@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one live line in a terminal, log lines anywhere else."""
+"""Progress of a run: a live bar in a terminal, log lines anywhere else."""
 
 import builtins
 import collections
@@ -12,7 +12,7 @@ _TOKENS = "perf/per_device_tokens_per_sec"
 _LOSS = "learning/loss"
 
 # In MaxText's order and words, so that scripts that read its logs read these.
-_PARTS = (
+_COLUMNS = (
     (_STEP, "seconds: {:.3f}"),
     ("perf/per_device_tflops_per_sec", "TFLOP/s/device: {:.3f}"),
     (_TOKENS, "Tokens/s/device: {:.3f}"),
@@ -22,7 +22,7 @@ _PARTS = (
     ("learning/perplexity", "perplexity: {:.3f}"),
     ("learning/moe_lb_loss", "moe_lb_loss: {:.3f}"),
 )
-_EVAL_PARTS = (
+_EVAL_COLUMNS = (
     ("eval/avg_loss", "loss={:.3f}"),
     ("eval/avg_perplexity", "perplexity={:.3f}"),
     ("eval/total_weights", "total_weights={:.0f}"),
@@ -35,7 +35,7 @@ def log_line(step: int, metrics: Mapping[str, Any]) -> str:
     >>> log_line(3, {"perf/step_time_seconds": 5.4019, "learning/total_weights": 196608, "learning/loss": 11.3788})
     'completed step: 3, seconds: 5.402, total_weights: 196608, loss: 11.379'
     """
-    return ", ".join([f"completed step: {step}", *_words(_PARTS, metrics)])
+    return ", ".join([f"completed step: {step}", *_format(_COLUMNS, metrics)])
 
 
 def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
@@ -44,24 +44,28 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
     >>> eval_line(99, {"eval/avg_loss": 3.25, "eval/avg_perplexity": 25.7903})
     'Completed eval after train step 99, loss=3.250, perplexity=25.790'
     """
-    return ", ".join([f"Completed eval after train step {step}", *_words(_EVAL_PARTS, metrics)])
+    return ", ".join([f"Completed eval after train step {step}", *_format(_EVAL_COLUMNS, metrics)])
 
 
-def _words(parts: tuple[tuple[str, str], ...], metrics: Mapping[str, Any]) -> list[str]:
-    return [form.format(float(metrics[name])) for name, form in parts if metrics.get(name) is not None]
+def _format(columns: tuple[tuple[str, str], ...], metrics: Mapping[str, Any]) -> list[str]:
+    return [form.format(float(metrics[name])) for name, form in columns if metrics.get(name) is not None]
 
 
 class Progress:
     """Shows how far a run of `total` steps is; use it with `with`, call `update` after every step.
 
-    In a terminal, with the package rich, that is one line which stays in place: a bar, the step, the loss, the time per
-    step, tokens per second and the time left. Anywhere else it is MaxText's log line every `log_period` steps and for
-    the last step. Lines go to `say` if it is given, and then there is no bar. `Progress.say` prints a message without
-    breaking the bar. With `quiet` only messages are printed.
+    In a terminal, with the package rich, that is a bar with the step, the loss, the time per step, tokens per second
+    and the time left. Anywhere else it is MaxText's log line every `log_period` steps and for the last step.
+
+    Args:
+      total: The number of steps.
+      quiet: Whether only messages are printed.
+      log_period: Steps between two log lines.
+      log: Takes each line instead of stdout; there is no bar then.
 
     >>> with Progress(3, log_period=2) as progress:
     ...     progress.update(0, {"learning/loss": 4.0})
-    ...     progress.say("saved a checkpoint")
+    ...     progress.log("saved a checkpoint")
     ...     progress.update(1, {"learning/loss": 3.75})
     ...     progress.update(2, {"learning/loss": 3.5})
     completed step: 0, loss: 4.000
@@ -70,20 +74,20 @@ class Progress:
     """
 
     def __init__(
-        self, total: int, quiet: bool = False, *, log_period: int = 1, say: Callable[[str], None] | None = None
+        self, total: int, quiet: bool = False, *, log_period: int = 1, log: Callable[[str], None] | None = None
     ):
         if log_period < 1:
             raise ValueError(f"log_period is the number of steps between log lines, at least 1; got {log_period}")
-        own = say is None or say is builtins.print
-        self._display = _choose(total, quiet, log_period, None if own else say)
+        stdout = log is None or log is builtins.print
+        self._display = _choose(total, quiet, log_period, None if stdout else log)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show that a step, counted from 0, is done."""
         self._display.show(step, metrics)
 
-    def say(self, message: str) -> None:
-        """Print a message of its own."""
-        self._display.say(message)
+    def log(self, message: str) -> None:
+        """Print a message without breaking the bar."""
+        self._display.log(message)
 
     def __enter__(self) -> "Progress":
         self._display.start()
@@ -95,13 +99,13 @@ class Progress:
         self._display.stop()
 
 
-def _choose(total: int, quiet: bool, log_period: int, say: Callable[[str], None] | None) -> "_Log | _Live":
-    if not quiet and say is None and sys.stdout.isatty():
+def _choose(total: int, quiet: bool, log_period: int, log: Callable[[str], None] | None) -> "_Log | _Live":
+    if not quiet and log is None and sys.stdout.isatty():
         try:
             return _Live(total)
         except ModuleNotFoundError:  # rich is optional
             pass
-    return _Log(total, None if quiet else log_period, say or _print)
+    return _Log(total, None if quiet else log_period, log or _print)
 
 
 def _print(message: str) -> None:
@@ -112,8 +116,8 @@ def _print(message: str) -> None:
 class _Log:
     """Lines; none for the steps if there is no period."""
 
-    def __init__(self, total: int, log_period: int | None, say: Callable[[str], None]):
-        self._total, self._period, self._say = total, log_period, say
+    def __init__(self, total: int, log_period: int | None, log: Callable[[str], None]):
+        self._total, self._period, self._log = total, log_period, log
 
     def start(self) -> None:
         pass
@@ -123,10 +127,10 @@ class _Log:
 
     def show(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._period and (step % self._period == 0 or step == self._total - 1):
-            self.say(log_line(step, metrics))
+            self.log(log_line(step, metrics))
 
-    def say(self, message: str) -> None:
-        self._say(message)
+    def log(self, message: str) -> None:
+        self._log(message)
 
 
 class _Live:
@@ -151,14 +155,14 @@ class _Live:
     def show(self, step: int, metrics: Mapping[str, Any]) -> None:
         if metrics.get(_STEP) is not None:
             self._recent.append(float(metrics[_STEP]))
-        words = _words(((_LOSS, "loss {:.3f}"), (_STEP, "{:.3g} s/step"), (_TOKENS, "{:,.0f} tokens/s")), metrics)
+        parts = _format(((_LOSS, "loss {:.3f}"), (_STEP, "{:.3g} s/step"), (_TOKENS, "{:,.0f} tokens/s")), metrics)
         if self._recent and step + 1 < self._total:
             # The median: the first step also compiles.
             pace = sorted(self._recent)[len(self._recent) // 2]
-            words.append(f"{duration(pace * (self._total - step - 1))} left")
-        self._bar.update(self._task, completed=step + 1, description="  ".join(words))
+            parts.append(f"{duration(pace * (self._total - step - 1))} left")
+        self._bar.update(self._task, completed=step + 1, description="  ".join(parts))
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
         self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""From the configuration to rules: which product is quantized how, at which step of training.
+"""Quantization rules and their schedule, from the configuration.
 
 One registry of recipes serves every value of `quantization`. With `use_qwix_quantization=true` a name means the rules
 of the recipe; with `false` the names that AQT has mean its numerics: gradients of integers are rounded stochastically
@@ -18,14 +18,12 @@ from octavo.compat.maxtext import aqt_int, constant_bounds
 from octavo.numerics import BlockFormat, get_format
 from octavo.ops import Matmul
 from octavo.rules import QtRule, QuantizationRule, Schedule, as_rules, recipe
-from octavo.train.config import Config
-from octavo.train.keys import ConfigError
+from octavo.train.config import Config, ConfigError
 from octavo.train.reduction import AXIS
 
 _TWICE = (
-    "gradient_reduce_dtype={config.gradient_reduce_dtype} adds up all gradients over {axis!r}, with feedback of its "
-    "own, but a rule has reduce_axes={rule.reduce_axes} and reduce_feedback={rule.reduce_feedback}: leave one of the "
-    "two out"
+    "gradient_reduce_dtype={config.gradient_reduce_dtype} reduces all gradients over {axis!r}, with error feedback, "
+    "but a rule has reduce_axes={rule.reduce_axes} and reduce_feedback={rule.reduce_feedback}: leave one of them out"
 )
 _EXPERTS = ("ragged_dot", "gmm")
 _AQT_BITS = {"int8": 8, "int4": 4}
@@ -33,31 +31,30 @@ _AQT_NAMES = {"fp8": "fp8_gpu"}
 _AQT_FLOATS = ("fp8_full", "fp8_e4m3", "fp8_e5m2", "fp4")
 
 
-def rules_of(config: Config) -> tuple[QuantizationRule, ...]:
+def training_rules(config: Config) -> tuple[QuantizationRule, ...]:
     """The rules that hold while training is quantized; none if it is not.
 
-    >>> from octavo.train.config import Config
-    >>> [rule.skip for rule in rules_of(Config(quantization="int8", use_qwix_quantization=True))]
+    >>> [rule.skip for rule in training_rules(Config(quantization="int8", use_qwix_quantization=True))]
     [True, False]
     """
-    if config.quantization_rules_path:
-        found = as_rules(Path(config.quantization_rules_path))
-    elif config.quantization:
-        found = _named(config)
-    else:
-        return ()
-    kept = _kept_in_float(config)
-    return (*kept, *(_summed(rule, config) for rule in found))
+    try:
+        if config.quantization_rules_path:
+            found = as_rules(Path(config.quantization_rules_path))
+        else:
+            found = _recipe_rules(config) if config.quantization else ()
+        rules = tuple(_with_accumulator(rule, config) for rule in found)
+    except ValueError as error:  # settings that a recipe does not combine with
+        raise ConfigError([str(error)]) from error
+    return (*_float_layers(config), *rules) if rules else ()
 
 
-def schedule_of(config: Config) -> Schedule:
+def training_schedule(config: Config) -> Schedule:
     """The rules by stages of training: float before the first quantized step and after the last one.
 
-    >>> from octavo.train.config import Config
-    >>> schedule_of(Config(quantization="int8", quantization_start_step=10, steps=100)).boundaries
+    >>> training_schedule(Config(quantization="int8", quantization_start_step=10, steps=100)).boundaries
     (10,)
     """
-    rules = rules_of(config)
+    rules = training_rules(config)
     if not rules:
         return Schedule([(0, None)])
     start, stop = config.quantization_start_step, config.quantization_stop_step
@@ -69,11 +66,17 @@ def schedule_of(config: Config) -> Schedule:
     return Schedule(stages)
 
 
-def sending(schedule: Schedule, config: Config, mesh: Any, batch: Any) -> Schedule:
-    """A schedule whose weights are gathered, whose tokens are sent to experts and whose gradients are added up over the
-    devices of a mesh as the configuration says; but where a rule says something itself. `batch` is how a batch lies."""
+def with_communication(schedule: Schedule, config: Config, mesh: Any, batch: Any) -> Schedule:
+    """A schedule with the collectives that the configuration asks for, where a rule does not set them itself.
+
+    Args:
+      schedule: The rules by stages.
+      config: Weight all-gathers, expert dispatch and gradient reduction.
+      mesh: The mesh.
+      batch: The partition spec of a batch.
+    """
     gathers = ("fsdp",) if config.quantized_all_gather and mesh.shape.get("fsdp", 1) > 1 else ()
-    # What gradient_reduce_dtype adds up is added up once.
+    # The axis that gradient_reduce_dtype reduces over is reduced once.
     done = (AXIS,) if config.gradient_reduce_dtype else ()
     rows = tuple(tuple(a for a in _sharding.names(part) if a not in done) for part in batch)
     scatters = {
@@ -82,7 +85,7 @@ def sending(schedule: Schedule, config: Config, mesh: Any, batch: Any) -> Schedu
         "reduce_feedback": config.gradient_scatter_error_feedback,
     }
 
-    def told(rule: QuantizationRule) -> QuantizationRule:
+    def communicating(rule: QuantizationRule) -> QuantizationRule:
         if rule.leaves_alone:
             return rule
         if done and isinstance(rule, QtRule) and (rule.reduce_feedback or AXIS in _flat(rule.reduce_axes)):
@@ -94,7 +97,7 @@ def sending(schedule: Schedule, config: Config, mesh: Any, batch: Any) -> Schedu
             **(scatters if own else {}),
         )
 
-    stages = [(begin, tuple(map(told, rules)) or None) for begin, rules in schedule.stages]
+    stages = [(start, tuple(map(communicating, rules)) or None) for start, rules in schedule.stages]
     return Schedule(stages, schedule.freeze_at)
 
 
@@ -103,12 +106,12 @@ def _flat(axes: Any) -> list[str]:
 
 
 def local_shards(config: Config) -> int:
-    """In how many pieces, each with scales of its own, the weight gradients contract; 0: they stay in float."""
+    """The number of tiles of the weight gradient's contraction, each with its own scales; 0: float."""
     count = config.quantization_local_shard_count
     return jax.local_device_count() if count < 0 else count
 
 
-def _named(config: Config) -> tuple[QuantizationRule, ...]:
+def _recipe_rules(config: Config) -> tuple[QuantizationRule, ...]:
     name, exclude = config.quantization, _exclusion(config)
     methods = _methods(config)
     if methods and (name == "intmp" or config.constant_bound_config):
@@ -125,7 +128,7 @@ def _named(config: Config) -> tuple[QuantizationRule, ...]:
     else:
         aqt = not config.use_qwix_quantization
         rules = recipe(_AQT_NAMES.get(name, name) if aqt else name, exclude=exclude)
-        rules = tuple(_in_pieces(rule.replace(**_applicable(rule, methods)), config) for rule in rules)
+        rules = tuple(_with_local_shards(rule.replace(**_applicable(rule, methods)), config) for rule in rules)
         if aqt and name in _AQT_FLOATS:
             rules = tuple(rule if rule.skip else rule.replace(residual="original") for rule in rules)
     if config.use_manual_quantization:
@@ -154,7 +157,7 @@ def _methods(config: Config) -> dict[str, str]:
 
 
 def _operand_changes(methods: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Calibration methods by the operand of the six that they are for."""
+    """Calibration methods by the operands that they apply to."""
     sides = {
         "weight_calibration_method": ("fwd_rhs", "dlhs_rhs"),
         "act_calibration_method": ("fwd_lhs", "drhs_rhs"),
@@ -164,7 +167,7 @@ def _operand_changes(methods: dict[str, str]) -> dict[str, dict[str, str]]:
 
 
 def _applicable(rule: QuantizationRule, methods: dict[str, str]) -> dict[str, str]:
-    """The methods for operands that a rule has: none for a rule that skips, no gradients for one without."""
+    """The methods of the operands that a rule quantizes."""
     if rule.skip:
         return {}
     if not isinstance(rule, QtRule) or rule.bwd_qtype is None:
@@ -174,20 +177,20 @@ def _applicable(rule: QuantizationRule, methods: dict[str, str]) -> dict[str, st
     return methods
 
 
-def _in_pieces(rule: QuantizationRule, config: Config) -> QuantizationRule:
-    """A rule whose weight gradient contracts in local shards, or not at all in low precision."""
+def _with_local_shards(rule: QuantizationRule, config: Config) -> QuantizationRule:
+    """A rule whose weight gradient contracts in local shards, or stays in float."""
     if rule.skip or not isinstance(rule, QtRule) or rule.bwd_qtype is None or rule.drhs is not None:
         return rule
     if isinstance(get_format(rule.bwd_qtype), BlockFormat):
-        return rule  # blocks are pieces already
+        return rule  # blocks are tiles already
     shards = local_shards(config)
     if shards == 0:
         return rule.replace(drhs=Matmul(residual="original"))
     return rule if shards == 1 else rule.replace(bwd_weight_grad_tile_size=1 / shards)
 
 
-def _summed(rule: QuantizationRule, config: Config) -> QuantizationRule:
-    """A rule whose weight gradient is summed as the configuration says."""
+def _with_accumulator(rule: QuantizationRule, config: Config) -> QuantizationRule:
+    """A rule with the accumulator of weight gradients that the configuration asks for."""
     accumulator = config.weight_gradient_accumulator
     if not accumulator or rule.skip or not isinstance(rule, QtRule):
         return rule
@@ -196,8 +199,8 @@ def _summed(rule: QuantizationRule, config: Config) -> QuantizationRule:
     return rule if rule.bwd_qtype is None else rule.replace(bwd_weight_grad_accumulator=accumulator)
 
 
-def _kept_in_float(config: Config) -> Iterable[QuantizationRule]:
-    """Rules that leave the first and the last layers in float: these stand apart from the others, by name."""
+def _float_layers(config: Config) -> Iterable[QuantizationRule]:
+    """Rules that keep the first and the last layers in float, which are outside of the scan and so have names."""
     first, last = config.quantization_first_layers, config.quantization_last_layers
     apart = max(config.unscanned_last_layers, last)
     groups = (("first_layers", range(first)), ("last_layers", range(apart - last, apart)))

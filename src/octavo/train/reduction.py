@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec
 
 from octavo import _sharding
 from octavo.distributed import quantized_psum
-from octavo.train.loss import Losses
-from octavo.train.state import TrainState
+from octavo.train.step import Losses, TrainState
 from octavo.transform.state import GRADIENT_STATE
 
 AXIS = "data"

@@ -1,19 +1,21 @@
-"""One step of training as a pure function, for each stage of the schedule of precisions."""
+"""One step of training as a pure function: state, loss, weight masks, gradients and update."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from octavo import _sharding
+from octavo._tree import flatten_paths, path_str
 from octavo.distributed import is_error_feedback
-from octavo.train.loss import Losses, total_weights
-from octavo.train.reduction import Reduction
-from octavo.train.sparse import masked
-from octavo.train.state import TrainState
+from octavo.models import ModelConfig, apply
+from octavo.ops.sparsity import nm_mask
+from octavo.ops.training import ERROR_FEEDBACK
+from octavo.train.config import Config
 from octavo.transform import Scheduled
 from octavo.transform.state import GRADIENT_STATE
 
@@ -21,13 +23,140 @@ type Batch = dict[str, Any]
 type Metrics = dict[str, jax.Array]
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Stepper:
-    """What a step is made of: a loss whose precision follows a schedule, the optimizer, and how gradients are treated.
+class TrainState:
+    """The parameters and everything else that the next step depends on; this is what a checkpoint holds.
 
-    `clip` bounds the norm of the gradients (0: no bound). `accumulation` is the number of microbatches of a batch. A
-    step that is not finite updates nothing; with `halts` none after it does either. `reduction` adds up the gradients
-    of copies of the model in low precision.
+    Args:
+      step: The number of steps taken.
+      params: The parameters.
+      opt_state: The state of the optimizer.
+      quant: The state of static ranges, delayed scaling and error feedback of quantized matmuls.
+      masks: The masks of sparse weights, by path.
+      key: The PRNG key data of stochastic rounding.
+      halted: Set by the first step with a loss or a gradient that is not finite: such a step, and every one after it,
+        changes nothing.
+      errors: The error feedback of the quantized data-parallel all-reduce.
+    """
+
+    # JAX puts shapes, arguments' descriptions and the like in the places of arrays: any type will do.
+    step: Any
+    params: Any
+    opt_state: Any
+    quant: Any
+    masks: Any
+    key: Any
+    halted: Any
+    errors: Any = dataclasses.field(default_factory=dict)
+
+
+def is_reset_on_remesh(path: tuple[str, ...]) -> bool:
+    """Whether an array of the state is reset when a run resumes on another mesh: error feedback is per device."""
+    return path[0] == "errors" or ERROR_FEEDBACK in path
+
+
+# Loss.
+
+
+class Losses(NamedTuple):
+    """Sums over the tokens of a batch, so that microbatches add up; `weights` is the number of tokens."""
+
+    lm: jax.Array
+    z: jax.Array
+    load_balance: jax.Array
+    weights: jax.Array
+
+
+def total_weights(batch: Batch) -> jax.Array:
+    """The number of tokens that are not padding.
+
+    >>> total_weights({"targets_segmentation": jnp.asarray([[1, 1, 2, 0]])}).item()
+    3.0
+    """
+    return jnp.sum(batch["targets_segmentation"] != 0).astype(jnp.float32)
+
+
+def make_loss(model: ModelConfig, *, z_loss: float = 0.0, load_balance: float = 0.0) -> Callable[..., Any]:
+    """A function `(params, batch, weights, share) -> (loss, Losses)` for one microbatch.
+
+    `weights` is the number of tokens of the whole batch, and `share` the microbatch's fraction of it: divided by them
+    here, the gradients of microbatches have the magnitude, and so the ranges, of those of the whole batch.
+    """
+
+    def loss(params: Any, batch: Batch, weights: Any, share: Any) -> tuple[jax.Array, Losses]:
+        logits, aux = apply(model, params, batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"])
+        mask = (batch["targets_segmentation"] != 0).astype(jnp.float32)
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        lm = jnp.sum((log_z - _target_logits(logits, batch["targets"])) * mask)
+        z = z_loss * jnp.sum(log_z**2 * mask)
+        balance = load_balance * aux.load_balance
+        # A batch of padding alone has no loss, not a division by zero.
+        total = (lm + z) / jnp.maximum(weights, 1.0) + balance * share
+        return total, Losses(lm, z, balance * share, jnp.sum(mask))
+
+    return loss
+
+
+def _target_logits(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    sharding = _sharding.explicit(logits)
+    if sharding is None:
+        return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    # A gather along a sharded axis has no sharding in types; the sum of one logit and zeros does.
+    chosen = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+    return jnp.sum(jnp.where(_sharding.placed(chosen, sharding), logits, jnp.zeros_like(logits)), axis=-1)
+
+
+# N:M sparsity of weights.
+
+
+def is_mask_update_step(config: Config, step: int) -> bool:
+    """Whether the masks are computed before a step.
+
+    >>> config = Config(weight_sparsity_n=2, weight_sparsity_m=4, weight_sparsity_start_step=5)
+    >>> [step for step in range(30) if is_mask_update_step(config, step)]
+    [5, 15, 25]
+    """
+    since = step - config.weight_sparsity_start_step
+    return config.weight_sparsity_n is not None and since >= 0 and since % config.weight_sparsity_update_step == 0
+
+
+def make_masks(params: Any, axes: dict[str, int], n: int, m: int) -> dict[str, jax.Array]:
+    """The n largest of every m values along the contracted axis of each weight, by path.
+
+    >>> make_masks({"w": jnp.asarray([[1.0], [3.0], [2.0], [0.0]])}, {"w": 0}, 2, 4)["w"][:, 0].tolist()
+    [False, True, True, False]
+    """
+    return {name: nm_mask(leaf, n, m, axis=axes[name]) for name, leaf in flatten_paths(params).items() if name in axes}
+
+
+def apply_masks(params: Any, masks: dict[str, jax.Array]) -> Any:
+    """The parameters with masked values set to zero; gradients are straight-through, so that those can return."""
+    if not masks:
+        return params
+
+    def mask_leaf(path: Any, leaf: jax.Array) -> jax.Array:
+        mask = masks.get(path_str(path))
+        return leaf if mask is None else leaf + jax.lax.stop_gradient(leaf * mask.astype(leaf.dtype) - leaf)
+
+    return jax.tree_util.tree_map_with_path(mask_leaf, params)
+
+
+# Step.
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStep:
+    """A loss whose precision follows a schedule, the optimizer, and how gradients are treated.
+
+    Args:
+      loss: The loss of `make_loss`, quantized by stages.
+      optimizer: The optimizer.
+      learning_rate: The learning rate by step, for the metrics.
+      accumulation: The number of microbatches of a batch.
+      clip: The bound on the global norm of the gradients; 0: none.
+      halts: Whether no step after one that is not finite updates anything; such a step itself never does.
+      reduction: The quantized data-parallel all-reduce, if gradients are not reduced in float.
     """
 
     loss: Scheduled
@@ -36,65 +165,64 @@ class Stepper:
     accumulation: int = 1
     clip: float = 0.0
     halts: bool = True
-    reduction: Reduction | None = None
+    reduction: Any = None
 
     def gradients(self, state: TrainState, batch: Batch, *, step: int) -> tuple[Any, dict[str, Any], Losses, jax.Array]:
         """(gradients, new quantization state, losses, loss) of a batch; `step` chooses the stage.
 
-        Microbatches are as one batch: the losses are divided by the weights of the whole; histories of delayed
-        scaling are those of the step before for each of them, and of what they add the largest magnitudes count; the
-        statistics of static ranges, and what was lost of gradients, pass from one to the next.
+        Microbatches count as one batch: the losses are divided by the weights of the whole; each starts from the
+        delayed-scaling histories of the step before, and the largest new magnitudes are kept; statistics of static
+        ranges and error feedback pass from one to the next.
         """
         return self._gradients(state, batch, total_weights(batch), 1.0, step=step)
 
     def _gradients(self, state: TrainState, batch: Batch, weights: Any, share: float, *, step: int) -> Any:
-        """The same of some of a batch's rows, where `weights` are those of all, and `share` is theirs in it."""
+        """Gradients of some rows. `weights`: tokens in the full batch; `share`: the fraction of it that they are."""
         share = share / self.accumulation
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         overwrite = state.quant.get(GRADIENT_STATE, {})
 
-        def value(params: Any, overwrite: Any, stats: Any, micro: Batch, key: jax.Array):
+        def value(params: Any, overwrite: Any, stats: Any, microbatch: Batch, key: jax.Array):
             call = self.loss.stateful({**stats, GRADIENT_STATE: overwrite}, step=step, key=key)
-            (loss, losses), new = call(masked(params, state.masks), micro, weights, share)
-            return loss, (losses, _without_overwrite(new))
+            (loss, losses), new = call(apply_masks(params, state.masks), microbatch, weights, share)
+            return loss, (losses, _without_gradient_state(new))
 
         differentiate = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)
 
-        def one(overwrite: Any, stats: Any, micro: Batch, key: jax.Array):
-            (loss, (losses, stats)), (gradients, new) = differentiate(state.params, overwrite, stats, micro, key)
+        def one(overwrite: Any, stats: Any, microbatch: Batch, key: jax.Array):
+            (loss, (losses, stats)), (gradients, new) = differentiate(state.params, overwrite, stats, microbatch, key)
             return (gradients, losses, loss), new, stats
 
-        stats = _without_overwrite(state.quant)
+        stats = _without_gradient_state(state.quant)
         if self.accumulation == 1:
             (gradients, losses, loss), new, stats = one(overwrite, stats, batch, key)
         else:
-            micros = jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
+            microbatches = jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
             keys = jax.random.split(key, self.accumulation)
-            shapes = jax.eval_shape(one, overwrite, stats, jax.tree.map(lambda x: x[0], micros), keys[0])
-            summed = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0])
-            widest = jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), shapes[1])
-            widest = _where_lost(overwrite, widest)
+            shapes = jax.eval_shape(one, overwrite, stats, jax.tree.map(lambda x: x[0], microbatches), keys[0])
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0])
+            largest = jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), shapes[1])
+            largest = _with_error_feedback(largest, overwrite)
 
             def body(carry: Any, inputs: Any):
-                summed, widest, stats = carry
-                begin = _where_lost(widest, overwrite)
-                sums, new, stats = one(begin, stats, *inputs)
-                widest = _where_lost(new, jax.tree.map(jnp.maximum, widest, new))
-                return (jax.tree.map(jnp.add, summed, sums), widest, stats), None
+                summed, largest, stats = carry
+                sums, new, stats = one(_with_error_feedback(overwrite, largest), stats, *inputs)
+                largest = _with_error_feedback(jax.tree.map(jnp.maximum, largest, new), new)
+                return (jax.tree.map(jnp.add, summed, sums), largest, stats), None
 
-            (sums, new, stats), _ = jax.lax.scan(body, (summed, widest, stats), (micros, keys))
+            (sums, new, stats), _ = jax.lax.scan(body, (zeros, largest, stats), (microbatches, keys))
             gradients, losses, loss = sums
         quant = {**stats, GRADIENT_STATE: new} if new else stats
         return gradients, quant, losses, loss
 
     def train(self, state: TrainState, batch: Batch, *, step: int) -> tuple[TrainState, Metrics]:
-        """The state after a step, and what to log of it."""
+        """The state after a step, and its metrics."""
         errors = state.errors
         if self.reduction is None:
             gradients, quant, losses, loss = self.gradients(state, batch, step=step)
         else:
-            part = functools.partial(self._gradients, step=step)
-            gradients, quant, losses, loss, errors = self.reduction(part, state, batch, total_weights(batch))
+            local = functools.partial(self._gradients, step=step)
+            gradients, quant, losses, loss, errors = self.reduction(local, state, batch, total_weights(batch))
         raw = optax.tree.norm(gradients)
         if self.clip > 0:
             gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.clip / jnp.maximum(raw, 1e-30)), gradients)
@@ -124,13 +252,13 @@ class Stepper:
     def evaluate(self, state: TrainState, batch: Batch, *, step: int) -> Losses:
         """The losses of a batch in the precision of a step; nothing changes."""
         call = self.loss.stateful(state.quant, step=step, key=jax.random.wrap_key_data(state.key), update=False)
-        return call(masked(state.params, state.masks), batch, total_weights(batch), 1.0)[0][1]
+        return call(apply_masks(state.params, state.masks), batch, total_weights(batch), 1.0)[0][1]
 
 
-def _where_lost(lost: Any, rest: Any) -> Any:
-    """State of products: of what gradients lost as in the first, of all else as in the second."""
-    return jax.tree_util.tree_map_with_path(lambda path, a, b: a if is_error_feedback(path) else b, lost, rest)
+def _with_error_feedback(state: Any, feedback: Any) -> Any:
+    """State of matmuls with the error-feedback leaves of another."""
+    return jax.tree_util.tree_map_with_path(lambda path, a, b: b if is_error_feedback(path) else a, state, feedback)
 
 
-def _without_overwrite(quant: dict[str, Any]) -> dict[str, Any]:
+def _without_gradient_state(quant: dict[str, Any]) -> dict[str, Any]:
     return {name: tree for name, tree in quant.items() if name != GRADIENT_STATE}

@@ -1,23 +1,35 @@
-"""How well the number formats fit, measured every so many steps on a part of a batch."""
+"""Telemetry of quantized matmuls: how well formats fit, static bounds that would, and the worst weights."""
 
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from octavo._tree import flatten_paths
 from octavo.inspect.telemetry import by_class, probe, summarize
-from octavo.train.loss import total_weights
-from octavo.train.setup import Setup
-from octavo.train.sparse import masked
-from octavo.train.state import TrainState
-from octavo.train.step import Batch
+from octavo.models.decoder import layer_groups
+from octavo.numerics import get_format
+from octavo.qarray import QArray, is_qarray
+from octavo.qarray.histogram import WORST, histogram, sqnr_db
+from octavo.train.program import Program
+from octavo.train.step import Batch, TrainState, apply_masks, total_weights
 from octavo.train.trainer import Trainer
 
 SHARE = 4
 """A quarter of a microbatch is enough for shares and ratios, and takes a quarter of the time."""
+METHODS = {
+    "weight": "weight_quantization_calibration_method",
+    "activation": "act_quantization_calibration_method",
+    "gradient": "bwd_quantization_calibration_method",
+}
+MARGIN = 1.25
+"""The least ratio of a proposed bound to the largest magnitude, before it is rounded up to a power of two."""
+CLIPS, VANISHES = 1e-3, 0.1
+"""The shares of values above their range, or flushed to zero, from which on the log warns."""
 
 
 class Telemetry:
@@ -28,16 +40,19 @@ class Telemetry:
         self._scales: dict[str, float] = {}
         self._compiled: dict[int, Any] = {}
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether a step is followed by a measurement: one in `quantization_metrics_interval` that is quantized."""
         return self.interval > 0 and (step + 1) % self.interval == 0 and bool(self.trainer.schedule.at(step)[0])
 
     def measure(self, step: int) -> dict[str, Any]:
-        """Saturation, underflow, signal-to-noise, scale and its drift: by class of tensor, and by product.
+        """Saturation, underflow, signal-to-noise, scale and its drift: by class of tensor, and by matmul.
 
-        `scale_drift` is the factor by which the mean scale has changed since the measurement before, in powers of 2.
+        `scale_drift` is the factor by which the mean scale has changed since the last measurement, in powers of 2.
         """
-        stats = self._program(step)(self.trainer.state, self.trainer.batch(step))
+        stage = self.trainer.schedule.stage(step)
+        if stage not in self._compiled:
+            self._compiled[stage] = self._jitted(step, self.trainer)
+        stats = self._compiled[stage](self.trainer.state, self.trainer.batch(step))
         classes = by_class(stats)
         for kind, row in classes.items():
             before, row["scale_drift"] = self._scales.get(kind), 0.0
@@ -50,31 +65,118 @@ class Telemetry:
         }
         return {**classes, "sites": sites}
 
-    def statistics(self, step: int, setup: Setup) -> Any:
-        """What the recipe of another setup would measure on the trainer's parameters and a step's batch."""
-        state = self.trainer.state
-        quant = setup.stepper.loss.init(state.params, self.trainer.batch(step), 1.0, 1.0)
-        return self._make(step, setup)(dataclasses.replace(state, quant=quant), self.trainer.batch(step))
+    def statistics(self, step: int, program: Program) -> Any:
+        """The statistics of another program's recipe on the trainer's parameters and a step's batch."""
+        state, batch = self.trainer.state, self.trainer.batch(step)
+        quant = program.train_step.loss.init(state.params, batch, 1.0, 1.0)
+        return self._jitted(step, program)(dataclasses.replace(state, quant=quant), batch)
 
-    def _program(self, step: int) -> Any:
-        stage = self.trainer.schedule.stage(step)
-        if stage not in self._compiled:
-            self._compiled[stage] = self._make(step, self.trainer.setup)
-        return self._compiled[stage]
-
-    def _make(self, step: int, setup: Setup) -> Any:
-        low = probe(setup.stepper.loss.at(step)[0])
-        cut = setup.batch_sharding.spec[0] if len(setup.batch_sharding.spec) else None
-        # As many rows as devices that hold some, at least: fewer could not be cut.
-        least = math.prod(setup.mesh.shape[axis] for axis in ((cut,) if isinstance(cut, str) else cut or ()))
-        parts = SHARE * self.trainer.config.gradient_accumulation_steps
-        rows = max(1, -(-(setup.rows // parts) // least)) * least
+    def _jitted(self, step: int, program: Program) -> Any:
+        low = probe(program.train_step.loss.at(step)[0])
+        spec = program.batch_sharding.spec
+        axes = spec[0] if len(spec) else None
+        # At least one row for each device that holds some.
+        least = math.prod(program.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+        fraction = SHARE * self.trainer.config.gradient_accumulation_steps
+        rows = max(1, -(-(program.batch_size // fraction) // least)) * least
         fn = functools.partial(_probe, low, rows)
-        return jax.jit(fn) if setup.is_single else jax.jit(fn, out_shardings=setup.everywhere)
+        return jax.jit(fn) if program.is_single_device else jax.jit(fn, out_shardings=program.replicated)
 
 
 def _probe(low: Any, rows: int, state: TrainState, batch: Batch) -> Any:
     batch = {name: x[:rows] for name, x in batch.items()}
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     call = low.stateful(state.quant, key=key)
-    return call(masked(state.params, state.masks), batch, total_weights(batch), 1.0)
+    return call(apply_masks(state.params, state.masks), batch, total_weights(batch), 1.0)
+
+
+# Static bounds.
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """The largest magnitude of a class of tensors in any matmul, and a static range that holds it."""
+
+    largest: float
+
+    @property
+    def method(self) -> str:
+        """The range as a calibration method: a power of two, so that scales of float formats are exact.
+
+        >>> Bound(0.9).method, Bound(100.0).method
+        ('fixed,-2,2', 'fixed,-128,128')
+        """
+        limit = 2.0 ** math.ceil(math.log2(self.largest * MARGIN)) if self.largest > 0 else 1.0
+        return f"fixed,-{limit:g},{limit:g}"
+
+
+def propose_bounds(trainer: Trainer) -> dict[str, Bound]:
+    """Bounds for weights, activations and gradients, from the next batch; the trainer is not changed.
+
+    They are measured with dynamic ranges, so that bounds of the configuration do not clip them.
+    """
+    config = trainer.config
+    dynamic = dict.fromkeys(METHODS.values(), "absmax") | {"quantization_calibration_method": ""}
+    program = Program(config.replace(**dynamic), trainer.mesh, vocab_size=trainer.model.vocab_size)
+    stats = Telemetry(trainer).statistics(program.quantized_step, program)
+    found: dict[str, float] = {}
+    for operands in stats.values():
+        for s in operands.values():
+            largest = float(np.max(np.asarray(s.largest_scale), initial=0.0)) * get_format(s.qtype).bound
+            found[s.kind] = max(found.get(s.kind, 0.0), largest)
+    return {kind: Bound(largest) for kind, largest in found.items()}
+
+
+def format_bounds(bounds: Mapping[str, Bound]) -> str:
+    """Proposed bounds as a log line, with the keys to set."""
+    reached = "; ".join(f"{kind}s reach {bound.largest:.3g}" for kind, bound in bounds.items())
+    keys = " ".join(f"{METHODS[kind]}={bound.method}" for kind, bound in bounds.items() if kind != "gradient")
+    return f"calibration=auto: {reached}. Static bounds: {keys} (gradients change most: leave them dynamic)"
+
+
+def range_warnings(measured: Mapping[str, Any]) -> Iterator[str]:
+    """Warnings about ranges that clip, or that flush values to zero, by class of tensor."""
+    for kind, row in measured.items():
+        if kind not in METHODS:
+            continue
+        if row["saturation"] > CLIPS:
+            yield (
+                f"warning: {100 * row['saturation']:.2g} % of {kind} values are clipped, worst at {row['worst_site']}: "
+                f"widen {METHODS[kind]}"
+            )
+        if row["underflow"] > VANISHES:
+            yield (
+                f"warning: {100 * row['underflow']:.2g} % of {kind} values underflow to zero, worst at "
+                f"{row['worst_underflow_site']}: narrow {METHODS[kind]}, or use smaller tiles"
+            )
+
+
+# Weights.
+
+
+def worst_weights(trainer: Trainer) -> list[dict[str, Any]]:
+    """Histograms of the quantized weights with the lowest signal to noise, the worst first.
+
+    The layers of a stack are separate weights. Weights that are represented exactly are left out.
+    """
+    floats = flatten_paths(apply_masks(trainer.state.params, trainer.state.masks))
+    stacks = [f"decoder/{group.name}/" for group in layer_groups(trainer.model) if group.is_stack]
+    found: list[tuple[float, str, np.ndarray, QArray]] = []
+    for path, q in flatten_paths(trainer.quantized_params(), is_leaf=is_qarray).items():
+        if not isinstance(q, QArray):
+            continue
+        for name, x, codes in _layers(path, np.asarray(floats[path], np.float32), q, stacks):
+            db = sqnr_db(x, np.asarray(codes.dequantize("float32")))
+            if db is not None:
+                found = sorted([*found, (db, name, x, codes)], key=lambda entry: entry[:2])[:WORST]
+    return [histogram(name, x, codes, sqnr_db=db) for db, name, x, codes in found]
+
+
+def _layers(path: str, x: np.ndarray, q: QArray, stacks: list[str]) -> Iterator[tuple[str, np.ndarray, QArray]]:
+    """A weight, or those of each layer of a stack."""
+    stack = next((start for start in stacks if path.startswith(start)), None)
+    if stack is None:
+        yield path, x, q
+        return
+    for i in range(len(x)):
+        yield f"{stack[:-1]}_{i}/{path.removeprefix(stack)}", x[i], q[i]

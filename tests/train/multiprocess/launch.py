@@ -75,9 +75,6 @@ def launch(count: int, directory: Path, **changes) -> Processes:
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("OCTAVO_", "M_"))},
         "XLA_FLAGS": "--xla_backend_optimization_level=1 --xla_cpu_parallel_codegen_split_count=1",
-        "JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     processes, logs = [], []
     for number in range(count):

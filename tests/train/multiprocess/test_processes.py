@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from octavo.checkpoint import load
-from octavo.train.loop import train
 from octavo.train.metrics import read_metrics
+from octavo.train.run import train
 from octavo.train.trainer import Trainer
 from tests.train.common import small
 from tests.train.multiprocess.launch import launch
@@ -36,7 +36,7 @@ def test_two_processes_train_as_one(tmp_path):
     assert (tmp_path / "test" / "report.html").is_file()
 
     one = tmp_path / "one"
-    assert train(alone(8, base_output_directory=str(one), **changes), say=lambda _: None).complete
+    assert train(alone(8, base_output_directory=str(one), **changes), log=lambda _: None).complete
     np.testing.assert_allclose(losses(tmp_path), losses(one), rtol=1e-5)
     rows, expected = (read_metrics(d / "test" / "metrics.jsonl") for d in (tmp_path, one))
     assert rows[5]["eval/avg_loss"] == pytest.approx(expected[5]["eval/avg_loss"], rel=1e-5)
@@ -60,7 +60,7 @@ def test_four_processes_and_then_one(tmp_path):
 
     lines: list[str] = []
     config = alone(8, steps=6, base_output_directory=str(tmp_path), **changes)
-    assert train(config, say=lines.append).step == 6
+    assert train(config, log=lines.append).step == 6
     assert "resuming at step 4 of 6" in lines
     assert any("has other shapes for 7 arrays that are reset, " in line for line in lines)
     assert losses(tmp_path)[:4] == before
@@ -81,7 +81,7 @@ def test_killed_and_asked_to_stop(tmp_path):
     assert time.monotonic() - killed < 60
     assert status == 1, together.everything()
     assert "process 0 of 2 lost the others at step " in together.text(0)
-    assert "Start all processes again with the same command: the run goes on from the checkpoint of step " in (
+    assert "Start all processes again with the same command: the run resumes from the checkpoint of step " in (
         together.text(0)
     )
     step = load(tmp_path / "test" / "checkpoints").step
@@ -93,7 +93,7 @@ def test_killed_and_asked_to_stop(tmp_path):
     again.all[1].send_signal(signal.SIGTERM)
     assert again.statuses(timeout=60) == [0, 0], again.everything()
     assert "SIGTERM: stopping after step " in again.text(0)
-    assert "saved; the same command goes on from there" in again.text(0)
+    assert "saved; the same command resumes" in again.text(0)
     stopped = load(tmp_path / "test" / "checkpoints").step
     assert len(losses(tmp_path)) == stopped > step + 10
 

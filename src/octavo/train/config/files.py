@@ -1,4 +1,4 @@
-"""Configuration files: where they are found, what they inherit, and on which line each key is."""
+"""Configuration files: where they are found, what they inherit, and the line of each key."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,11 +6,10 @@ from pathlib import Path
 
 import yaml
 
-from octavo._names import did_you_mean
-from octavo.numerics import nearest_names
-from octavo.train.keys import ConfigError
+from octavo._names import did_you_mean, unknown_name
+from octavo.train.config.values import ConfigError
 
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).parents[1] / "configs"
 """The files that come with Octavo."""
 
 type Text = str | list[str]
@@ -18,7 +17,7 @@ type Text = str | list[str]
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What one source sets: a text and the place where it is written, by key."""
+    """The texts that one source sets by key, and where each is written."""
 
     name: str
     values: dict[str, Text]
@@ -36,7 +35,7 @@ def chain(path: str, beside: Path | None = None) -> list[Layer]:
 
 
 def model(name: str, beside: list[Path]) -> list[Layer]:
-    """The file of a model, from a directory `models` beside the configuration's files or from Octavo."""
+    """The file of a model and those it inherits from, from a directory `models` or from Octavo, weakest first."""
     folders = [*(directory / "models" for directory in beside), Path("configs/models"), CONFIGS / "models"]
     for folder in folders:
         if (found := folder / f"{name}.yml").is_file():
@@ -47,7 +46,7 @@ def model(name: str, beside: list[Path]) -> list[Layer]:
 
 
 def models() -> tuple[str, ...]:
-    """The names of the models that come with Octavo, numbers in their order.
+    """The names of the models that come with Octavo, sizes in their order.
 
     >>> "llama-1b" in models()
     True
@@ -57,7 +56,7 @@ def models() -> tuple[str, ...]:
 
 
 def find(path: str, beside: Path | None = None) -> Path:
-    """The file that a path means: beside the one that names it, in the working directory, or among Octavo's own.
+    """The file of a path: relative to the one that names it, to the working directory, or among Octavo's own.
 
     >>> find("configs/base.yml") == CONFIGS / "base.yml"
     True
@@ -76,7 +75,7 @@ def find(path: str, beside: Path | None = None) -> Path:
     if parts and own.is_file():
         return own
     known = [str(Path("configs") / file.relative_to(CONFIGS)) for file in sorted(CONFIGS.rglob("*.yml"))]
-    raise ConfigError([f"there is no file {path}: {nearest_names(path, known)}"])
+    raise ConfigError([f"there is no file {path}: {unknown_name(path, known)}"])
 
 
 def _inherited(path: str, beside: Path | None, above: tuple[Path, ...]) -> Iterator[Layer]:
@@ -106,7 +105,7 @@ def _read(file: Path) -> Layer:
     for key, value in node.value if node is not None else ():
         place = f"{name}:{key.start_mark.line + 1}"
         if key.value in values:
-            problems.append(f"{place}: {key.value} is there already, on line {places[key.value].rpartition(':')[2]}")
+            problems.append(f"{place}: {key.value} is set already, on line {places[key.value].rpartition(':')[2]}")
         elif isinstance(value, yaml.MappingNode) or not _flat(value):
             problems.append(f"{place}: {key.value} is nested; a value is a number, a text or a list of them")
         else:
@@ -122,7 +121,7 @@ def _flat(node: yaml.Node) -> bool:
 
 
 def _name(file: Path) -> str:
-    """A path as a person knows it."""
+    """A path relative to the working directory or to Octavo's own files."""
     file = file.resolve()
     for root, prefix in ((CONFIGS.resolve(), "configs"), (Path.cwd(), "")):
         if file.is_relative_to(root):

@@ -1,60 +1,48 @@
-"""Which keys contradict each other: a table of what is wrong and how to say it; all that applies is reported."""
+"""Which keys contradict each other: a table of conditions with their messages; all that hold are reported."""
 
 import dataclasses
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from octavo.train.axes import AXES
-from octavo.train.keys import Problem, kind_of, shown
+from octavo.train.config.checks import AXES
+from octavo.train.config.values import Problem, format_value
 
 METHODS = tuple(f"{operand}_quantization_calibration_method" for operand in ("weight", "act", "bwd"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Conflict:
-    """A condition under which values cannot stand together, and its words, where `{key}` becomes `key=value`."""
+    """A condition under which values contradict each other, and its message, where `{key}` becomes `key=value`."""
 
-    wrong: Callable[[Any], Any]
+    holds: Callable[[Any], Any]
     text: str
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that the words name.
+        """The keys that the message names.
 
         >>> Conflict(lambda c: c.a > c.b, "{a} is more than {b}").keys
         ('a', 'b')
         """
         return tuple(dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(self.text) if name))
 
-    def said(self, values: Mapping[str, Any]) -> str:
-        """The words for some values."""
-        return self.text.format(**{key: f"{key}={shown(values[key]) or '""'}" for key in self.keys})
+    def message(self, values: Mapping[str, Any]) -> str:
+        """The message for some values."""
+        return self.text.format(**{key: f"{key}={format_value(values[key]) or '""'}" for key in self.keys})
 
 
-def validate(fields: Sequence[dataclasses.Field], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The values as they are stored, and all problems; keys with a bad value are left out of conflicts."""
-    values, problems = {}, []
-    for field in fields:
-        name, value, kind = field.name, given[field.name], kind_of(field)
-        try:
-            values[name] = kind.accept(value)
-            refusal = field.metadata["key"].refusal(values[name])
-        except ValueError:
-            values[name], refusal = field.default, kind.words
-        if refusal is not None:
-            problems.append(Problem((name,), f"{name}={shown(value)}: {refusal}"))
-    bad = {name for problem in problems for name in problem.keys}
-    for conflict in _CONFLICTS:
-        if not bad & set(conflict.keys) and conflict.wrong(SimpleNamespace(**values)):
-            problems.append(Problem(conflict.keys, conflict.said(values)))
-    return values, problems
+def find_conflicts(values: Mapping[str, Any], bad: Collection[str] = ()) -> list[Problem]:
+    """The conflicts among values, each with the keys that it is about; those about a key in `bad` are left out."""
+    config, checked = SimpleNamespace(**values), [c for c in CONFLICTS if not set(bad) & set(c.keys)]
+    return [Problem(conflict.keys, conflict.message(values)) for conflict in checked if conflict.holds(config)]
 
 
-def notes(values: Mapping[str, Any]) -> list[str]:
-    """What is no error but probably not meant: settings that a configuration has no use for."""
-    return [note.said(values) for note in _NOTES if note.wrong(SimpleNamespace(**values))]
+def find_notes(values: Mapping[str, Any]) -> list[str]:
+    """Messages about settings that have no effect."""
+    config = SimpleNamespace(**values)
+    return [note.message(values) for note in _NOTES if note.holds(config)]
 
 
 def _needs(name: str, value: str, needed: str, what: str) -> Conflict:
@@ -72,23 +60,23 @@ def _kept(c: Any) -> int:
 
 
 def _another(method: str) -> Conflict:
-    def wrong(c: Any) -> bool:
+    def holds(c: Any) -> bool:
         common = c.quantization_calibration_method
         return bool(common) and getattr(c, method) not in ("absmax", common)
 
     text = f"{{quantization_calibration_method}} sets all three methods, but {{{method}}}: set either it or the three"
-    return Conflict(wrong, text)
+    return Conflict(holds, text)
 
 
 _MODEL = (
     Conflict(
         lambda c: c.base_num_query_heads % c.base_num_kv_heads,
-        "{base_num_query_heads} is no multiple of {base_num_kv_heads}: each kv head serves equally many",
+        "{base_num_query_heads} is no multiple of {base_num_kv_heads}: each serves equally many",
     ),
-    Conflict(lambda c: c.head_dim % 2, "{head_dim}: rotary positions turn pairs of values, so it is even"),
+    Conflict(lambda c: c.head_dim % 2, "{head_dim}: rotary embeddings rotate pairs of values, so it must be even"),
     Conflict(
         lambda c: len(c.mlp_activations) != 2 or c.mlp_activations[1] != "linear",
-        "{mlp_activations}: the MLP is gated, so they are two and the second is linear, as in silu,linear",
+        "{mlp_activations}: the MLP is gated: give two, the second linear, as in silu,linear",
     ),
     Conflict(
         lambda c: c.unscanned_first_layers + c.unscanned_last_layers > c.base_num_decoder_layers,
@@ -97,7 +85,7 @@ _MODEL = (
     Conflict(lambda c: c.num_experts_per_tok > c.num_experts, "{num_experts_per_tok} is more than {num_experts}"),
     Conflict(
         lambda c: c.shared_experts and c.num_experts == 1,
-        "{shared_experts} needs routed experts beside it, but {num_experts}",
+        "{shared_experts} needs routed experts, but {num_experts}",
     ),
     Conflict(
         lambda c: c.first_num_dense_layers and c.num_experts == 1,
@@ -122,19 +110,19 @@ _DATA = (
     ),
     Conflict(
         lambda c: c.per_device_batch_size >= 1 and c.per_device_batch_size % c.gradient_accumulation_steps,
-        "{per_device_batch_size} cannot be cut into equal parts by {gradient_accumulation_steps}",
+        "{per_device_batch_size} does not divide into {gradient_accumulation_steps} microbatches",
     ),
     Conflict(
         lambda c: (
             c.use_batch_split_schedule
             and c.per_device_batch_size % (c.gradient_accumulation_steps * c.batch_split_factor)
         ),
-        "{per_device_batch_size} in {gradient_accumulation_steps} parts cannot be cut once more, with "
-        "{use_batch_split_schedule}, by {batch_split_factor}",
+        "{per_device_batch_size} with {gradient_accumulation_steps} does not divide by {batch_split_factor}, which "
+        "{use_batch_split_schedule} needs",
     ),
     Conflict(
         lambda c: c.target_eval_loss and not c.eval_interval,
-        "{target_eval_loss} is never looked at with {eval_interval}",
+        "{target_eval_loss} needs evaluations, but {eval_interval}",
     ),
 )
 
@@ -149,7 +137,7 @@ _RUN = (
     ),
     Conflict(
         lambda c: c.checkpoint_is_quantized and not c.load_parameters_path,
-        "{checkpoint_is_quantized} is about the checkpoint to load, but {load_parameters_path}",
+        "{checkpoint_is_quantized} needs a checkpoint to load, but {load_parameters_path}",
     ),
     Conflict(
         lambda c: c.save_quantized_params_path and not _quantized(c),
@@ -173,29 +161,29 @@ _MESH = (
     ),
     Conflict(
         lambda c: c.shard_mode == "explicit" and (c.ici_context_parallelism, c.dcn_context_parallelism) != (1, 1),
-        "{shard_mode} leaves the tokens of a row together, but {ici_context_parallelism} and {dcn_context_parallelism}",
+        "{shard_mode} does not shard sequences, but {ici_context_parallelism} and {dcn_context_parallelism}",
     ),
     Conflict(
         lambda c: c.shard_mode == "explicit" and c.gradient_reduce_dtype,
-        "{shard_mode} adds up gradients in float, but {gradient_reduce_dtype}",
+        "{shard_mode} reduces gradients in float, but {gradient_reduce_dtype}",
     ),
     Conflict(
         lambda c: c.shard_mode == "explicit" and c.gradient_scatter_dtype,
-        "{shard_mode} adds up gradients in float, but {gradient_scatter_dtype}",
+        "{shard_mode} reduces gradients in float, but {gradient_scatter_dtype}",
     ),
     Conflict(
         lambda c: c.gradient_scatter_error_feedback and not c.gradient_scatter_dtype,
-        "{gradient_scatter_error_feedback} is about what rounding loses, but {gradient_scatter_dtype}",
+        "{gradient_scatter_error_feedback} needs a quantized reduce-scatter, but {gradient_scatter_dtype}",
     ),
     Conflict(
         lambda c: c.gradient_scatter_error_feedback and c.gradient_reduce_dtype,
-        "{gradient_scatter_error_feedback} does not go with {gradient_reduce_dtype}: that has feedback of its own",
+        "{gradient_scatter_error_feedback} does not combine with {gradient_reduce_dtype}, which has its own",
     ),
     Conflict(
         lambda c: c.expert_dispatch_dtype and c.num_experts == 1,
-        "{expert_dispatch_dtype} is about tokens on their way to experts, but {num_experts}",
+        "{expert_dispatch_dtype} needs experts, but {num_experts}",
     ),
-    Conflict(lambda c: len(set(c.mesh_axes)) < len(c.mesh_axes), "{mesh_axes}: an axis is there twice"),
+    Conflict(lambda c: len(set(c.mesh_axes)) < len(c.mesh_axes), "{mesh_axes}: an axis is listed twice"),
     Conflict(
         lambda c: c.num_processes and c.process_id >= c.num_processes,
         "{process_id} is not below {num_processes}: processes are numbered from 0",
@@ -231,7 +219,7 @@ _QUANTIZATION = (
     ),
     Conflict(
         lambda c: _quantized(c) and _kept(c) == c.base_num_decoder_layers,
-        "{quantization_first_layers} and {quantization_last_layers} leave nothing of {base_num_decoder_layers}",
+        "{quantization_first_layers} and {quantization_last_layers} leave none of {base_num_decoder_layers} quantized",
     ),
     Conflict(
         lambda c: (c.weight_sparsity_n is None) != (c.weight_sparsity_m is None),
@@ -243,7 +231,7 @@ _QUANTIZATION = (
     ),
 )
 
-_CONFLICTS = (*_MODEL, *_DATA, *_RUN, *_MESH, *_QUANTIZATION)
+CONFLICTS = (*_MODEL, *_DATA, *_RUN, *_MESH, *_QUANTIZATION)
 
 _NOTES = (
     *(
@@ -268,7 +256,7 @@ _NOTES = (
     Conflict(lambda c: c.quantize_kvcache, "{quantize_kvcache} is for generating: training keeps no cache"),
     Conflict(
         lambda c: c.replicate_quant_scale,
-        "{replicate_quant_scale} has no effect: scales lie where the compiler puts them",
+        "{replicate_quant_scale} has no effect: the compiler chooses the sharding of scales",
     ),
     Conflict(
         lambda c: c.use_manual_quantization and _quantized(c) and c.num_experts == 1,

@@ -1,6 +1,6 @@
-"""Keys of MaxText that Octavo does not have: some are taken without effect, for others there is another way.
+"""Keys of MaxText that Octavo does not have: some are accepted without effect, others have a replacement.
 
-Commands from MaxText's guides then run, or say what to write instead.
+Commands from MaxText's guides run, or the error says what to write instead.
 """
 
 import re
@@ -14,12 +14,12 @@ NO_EFFECT = {
     "megablox": _GROUPED,
     "use_tokamax_gmm": _GROUPED,
     "use_gmm_v2": _GROUPED,
-    "shard_exp_on_fsdp": "logical_axis_rules says along which axes experts are cut, as exp:expert+fsdp,embed_moe:",
-    "moe_fsdp_use_two_stage_all_gather": "the compiler arranges gathers",
+    "shard_exp_on_fsdp": "logical_axis_rules shards experts, as exp:expert+fsdp,embed_moe:",
+    "moe_fsdp_use_two_stage_all_gather": "the compiler schedules all-gathers",
     "enable_goodput_recording": "nothing is recorded elsewhere",
     "monitor_goodput": "nothing is recorded elsewhere",
     "enable_single_controller": "every process runs the same program",
-    "override_model_config": "the command line is always stronger than the model's file",
+    "override_model_config": "the command line always overrides the model's file",
     "save_config_to_gcs": "config.yml is always in the run directory",
     "compiled_trainstep_file": "the step is compiled when the run starts",
     "pure_nnx": "the model is Flax NNX",
@@ -73,10 +73,10 @@ _NAMES = {
 }
 
 
-def instead(name: str) -> str | None:
-    """What to write for a key that other trainers have, or None if it is not known.
+def replacement(name: str) -> str | None:
+    """What to write for a key of another trainer, or None if it is not known.
 
-    >>> instead("lr"), instead("matmul_precision")
+    >>> replacement("lr"), replacement("matmul_precision")
     ("write 'learning_rate'", 'a key of MaxText that Octavo does not have: dtype is that of activations')
     """
     if name in _NAMES:

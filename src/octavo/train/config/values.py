@@ -1,0 +1,247 @@
+"""The keys of a configuration: types, ranges, choices, and how texts are parsed.
+
+Every source (YAML, environment, command line) gives texts, and one parser per type reads them all, so that a value
+means the same wherever it is written.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+from octavo._names import did_you_mean
+from octavo.train.config.maxtext import replacement
+
+_TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "~", "")
+
+
+class Problem(NamedTuple):
+    """An error in a configuration, and the keys that it is about."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message lists all of its problems.
+
+    >>> print(ConfigError([Problem(("steps",), "steps=0: must be >= 1")]))
+    the configuration has a problem:
+      - steps=0: must be >= 1
+    """
+
+    def __init__(self, problems: Sequence[Problem | str]):
+        self.problems = tuple(p if isinstance(p, Problem) else Problem((), p) for p in problems)
+        head = "a problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        lines = ["  - " + p.text.replace("\n", "\n    ") for p in self.problems]
+        super().__init__("\n".join([f"the configuration has {head}:", *lines]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Key:
+    """What a field of the configuration has besides its type and default.
+
+    Args:
+      group: One of `GROUPS`.
+      help: One line for `--help` and the documentation.
+      choices: The only values, or of a tuple the only items.
+      low: Smallest value.
+      high: Largest value.
+      above: Exclusive lower bound.
+      below: Exclusive upper bound.
+      check: Raises a ValueError for a value that is not allowed.
+      hint: What `check` allows, in a few words.
+    """
+
+    group: str
+    help: str
+    choices: tuple[Any, ...] = ()
+    low: int | float | None = None
+    high: int | float | None = None
+    above: int | float | None = None
+    below: int | float | None = None
+    check: Callable[[Any], None] | None = None
+    hint: str = ""
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in short; empty if every value of the type is.
+
+        >>> Key(group="run", help="", low=0, below=1).allowed, Key(group="run", help="", choices=("", "a")).allowed
+        ('>= 0, < 1', '"" | a')
+        """
+        if self.choices:
+            return " | ".join('""' if choice == "" else str(choice) for choice in self.choices)
+        if self.low is not None and self.high is not None:
+            return f"{self.low:g} to {self.high:g}"
+        limits = {">=": self.low, ">": self.above, "<=": self.high, "<": self.below}
+        return ", ".join(f"{sign} {limit:g}" for sign, limit in limits.items() if limit is not None) or self.hint
+
+    @property
+    def text(self) -> str:
+        """The help with the allowed values in brackets."""
+        return f"{self.help}  [{self.allowed}]" if self.allowed else self.help
+
+    def error(self, value: Any) -> str | None:
+        """Why a value of the right type is not allowed, or None."""
+        for item in value if isinstance(value, tuple) else (value,):
+            if self.choices and item not in self.choices:
+                return f"{did_you_mean(item, [c for c in self.choices if c])}Allowed: {self.allowed}"
+        if isinstance(value, int | float) and not (
+            (self.low is None or self.low <= value)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or self.above < value)
+            and (self.below is None or value < self.below)
+        ):
+            return f"must be {self.allowed}"
+        try:
+            if self.check is not None:
+                self.check(value)
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+def key(default: Any, help: str, *, group: str, **limits: Any) -> Any:
+    """A field of the configuration."""
+    return dataclasses.field(default=default, metadata={"key": Key(group=group, help=help, **limits)})
+
+
+def unknown_key(name: str, known: Collection[str], source: str = "") -> str:
+    """The message for an unknown key, with the nearest known one.
+
+    >>> unknown_key("stepz", ["steps", "dtype"])
+    "unknown key 'stepz': did you mean 'steps'?"
+    """
+    hint = replacement(name) or did_you_mean(name, known).strip() or "`octavo train --help` lists the keys"
+    return f"unknown key {name!r}{f' ({source})' if source else ''}: {hint}"
+
+
+def format_value(value: Any) -> str:
+    """A value as it is written on the command line.
+
+    >>> format_value(("silu", "linear")), format_value(True), format_value(None), format_value(0.0003)
+    ('silu,linear', 'true', 'null', '0.0003')
+    """
+    if isinstance(value, tuple | list):
+        return ",".join(format_value(item) for item in value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
+def parse(field: dataclasses.Field, text: str | list[str]) -> Any:
+    """The value that a text, or a list of texts, stands for.
+
+    >>> import dataclasses
+    >>> from octavo.train.config import Config
+    >>> field = {field.name: field for field in dataclasses.fields(Config)}
+    >>> parse(field["learning_rate"], "3e-4"), parse(field["steps"], "1e3"), parse(field["packing"], "False")
+    (0.0003, 1000, False)
+    """
+    kind = _KINDS[field.type]
+    if isinstance(text, list):
+        if field.type not in (tuple[str, ...], tuple[float, ...]):
+            raise ValueError(f"{kind.name}, got a list")
+        text = ",".join(text)
+    text = _unquote(text)
+    # A name or a path that is empty by default is also emptied by the words for nothing; elsewhere they are values.
+    if field.type is str and field.default == "" and text.lower() in _NONE:
+        return ""
+    try:
+        return kind.check(kind.parse(text))
+    except ValueError:
+        raise ValueError(kind.name) from None
+
+
+def check_type(field: dataclasses.Field, value: Any) -> Any:
+    """A Python value as it is stored; raises a ValueError that names the type."""
+    kind = _KINDS[field.type]
+    try:
+        return kind.check(value)
+    except ValueError:
+        raise ValueError(kind.name) from None
+
+
+class _Kind(NamedTuple):
+    """A type in words, its parser of texts, and its check of values; both raise a ValueError."""
+
+    name: str
+    parse: Callable[[str], Any]
+    check: Callable[[Any], Any]
+
+
+def _unquote(text: str) -> str:
+    text = text.strip()
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+
+
+def _parse_number(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in (*_TRUE, *_FALSE):
+        raise ValueError
+    return text.lower() in _TRUE
+
+
+def _parse_items(text: str) -> list[str]:
+    text = text.removeprefix("[").removeprefix("(").removesuffix("]").removesuffix(")").strip()
+    return [_unquote(item) for item in text.split(",")] if text else []
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError
+    return float(value)
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not _finite(value).is_integer():
+        raise ValueError
+    return int(value)
+
+
+def _number(value: Any) -> int | float:
+    number = _finite(value)
+    return int(number) if number.is_integer() else number
+
+
+def _instance(kind: type) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ValueError
+        return value
+
+    return check
+
+
+def _each(check: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    def check_all(values: Any) -> tuple[Any, ...]:
+        if not isinstance(values, tuple | list):
+            raise ValueError
+        return tuple(check(value) for value in values)
+
+    return check_all
+
+
+_KINDS: dict[Any, _Kind] = {
+    int: _Kind("an integer", _parse_number, _integer),
+    float: _Kind("a number", _parse_number, _finite),
+    int | float: _Kind("a number", _parse_number, _number),
+    bool: _Kind("true or false", _parse_bool, _instance(bool)),
+    str: _Kind("a text", str, _instance(str)),
+    int | None: _Kind(
+        "an integer or null",
+        lambda text: None if text.lower() in _NONE else _parse_number(text),
+        lambda value: None if value is None else _integer(value),
+    ),
+    tuple[str, ...]: _Kind("a list such as [a,b] or a,b", _parse_items, _each(_instance(str))),
+    tuple[float, ...]: _Kind("numbers such as 1,2.5", lambda t: [float(x) for x in _parse_items(t)], _each(_finite)),
+}

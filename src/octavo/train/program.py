@@ -1,0 +1,316 @@
+"""The program of a run: the model, its precision, the step, and the shapes and shardings of everything.
+
+A `Program` allocates nothing, so that a step can be lowered for devices that are only described.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from octavo._tree import flatten_paths, path_str
+from octavo.data.packing import KEYS
+from octavo.inspect import Plan, Verification, plan, verify
+from octavo.models import ModelConfig, abstract_params
+from octavo.ops.training import ERROR_FEEDBACK
+from octavo.rules import QtRule, QuantizationRule, recipe
+from octavo.train import distributed, sharding
+from octavo.train.config import Config
+from octavo.train.mesh import global_batch_size, make_mesh
+from octavo.train.optimizer import learning_rate_schedule, make_optimizer
+from octavo.train.quantization import training_schedule, with_communication
+from octavo.train.reduction import Reduction
+from octavo.train.step import Batch, TrainState, TrainStep, make_loss, make_masks
+from octavo.transform import quantized, scheduled
+
+STOP = "stop"
+"""The metric with the signal by which any process was asked to stop, where there are several."""
+
+
+def model_config(config: Config, vocab_size: int = 0) -> ModelConfig:
+    """The model of a configuration; `vocab_size` is the tokenizer's, for a configuration that leaves it open."""
+    return ModelConfig(
+        vocab_size=config.vocab_size or vocab_size,
+        emb_dim=config.base_emb_dim,
+        num_layers=config.base_num_decoder_layers,
+        num_query_heads=config.base_num_query_heads,
+        num_kv_heads=config.base_num_kv_heads,
+        head_dim=config.head_dim,
+        mlp_dim=config.base_mlp_dim,
+        activation=config.mlp_activations[0],
+        norm_eps=config.normalization_layer_epsilon,
+        rope_theta=config.rope_max_timescale,
+        tied_logits=config.logits_via_embedding,
+        num_experts=config.num_experts,
+        experts_per_token=config.num_experts_per_tok,
+        shared_experts=config.shared_experts,
+        moe_mlp_dim=config.base_moe_mlp_dim or config.base_mlp_dim,
+        first_dense_layers=config.first_num_dense_layers,
+        sparse_matmul=config.sparse_matmul,
+        scan_layers=config.scan_layers,
+        unscanned_first=max(config.unscanned_first_layers, config.quantization_first_layers),
+        unscanned_last=max(config.unscanned_last_layers, config.quantization_last_layers),
+        remat=config.remat_policy,
+        batch_split=config.batch_split_factor if config.use_batch_split_schedule else 1,
+        dtype=config.dtype,
+        weight_dtype=config.weight_dtype,
+        float32_logits=config.logits_dot_in_fp32,
+    )
+
+
+class Program:
+    """A run without arrays, on a mesh of devices: those of this machine, or others that are only described.
+
+    Args:
+      config: The configuration.
+      mesh: The mesh; that of the configuration on the devices that there are by default.
+      vocab_size: The tokenizer's, for a configuration that leaves it open.
+
+    Raises:
+      ConfigError: Sizes that cannot be sharded over the mesh.
+
+    >>> from octavo.train.config import Config
+    >>> program = Program(Config(num_devices=1), vocab_size=256)
+    >>> program.abstract_state.params["decoder"]["layers"]["mlp"]["wo"]["kernel"].shape
+    (3, 1280, 320)
+    """
+
+    def __init__(self, config: Config, mesh: Any = None, *, vocab_size: int = 0):
+        self.config = config
+        self.mesh = make_mesh(config) if mesh is None else mesh
+        self.model = model_config(config, vocab_size)
+        self.batch_size = global_batch_size(config, self.mesh.size)
+        self.recipe_schedule = self.schedule = training_schedule(config)
+        if not self.is_single_device:
+            sharding.check_fits(config, self.model, self.mesh)
+            self.model = self.model.replace(placement=sharding.model_axis_rules(config, self.mesh))
+            spec = sharding.batch_spec(config, self.mesh)
+            self.schedule = with_communication(self.schedule, config, self.mesh, spec)
+        loss = make_loss(self.model, z_loss=config.z_loss_multiplier, load_balance=config.load_balance_loss_weight)
+        self.loss = loss if self.is_single_device else _with_mesh(self.mesh, loss)
+        self.train_step = TrainStep(
+            loss=scheduled(self.loss, self.schedule, weights="params", shardings=self.weight_shardings),
+            optimizer=make_optimizer(config),
+            learning_rate=learning_rate_schedule(config),
+            accumulation=config.gradient_accumulation_steps,
+            clip=config.gradient_clipping_threshold,
+            halts=config.abort_on_nan_loss,
+            reduction=self.reduction,
+        )
+
+    @property
+    def is_single_device(self) -> bool:
+        """Whether there is one device, and so nothing to shard."""
+        return self.mesh.size == 1
+
+    @property
+    def rules(self) -> tuple[QuantizationRule, ...]:
+        """The rules of the first stage that has any."""
+        return next((rules for _, rules in self.schedule.stages if rules), ())
+
+    @property
+    def quantized_step(self) -> int:
+        """The first step that is quantized, or 0."""
+        return next((start for start, rules in self.schedule.stages if rules), 0)
+
+    def stage_start(self, step: int) -> int:
+        """The first step of the stage that a step is in."""
+        return self.schedule.stages[self.schedule.stage(step)][0]
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """The quantized data-parallel all-reduce, if gradients are not reduced in float."""
+        dtype = self.config.gradient_reduce_dtype
+        if not dtype or self.mesh.shape.get("data", 1) == 1:
+            return None
+        return Reduction(self.mesh, self.param_specs, dtype, self.config.gradient_reduce_error_feedback)
+
+    # Shapes.
+
+    @property
+    def abstract_batch(self) -> Batch:
+        """The shapes of a step's global batch."""
+        return self._abstract_rows(self.batch_size)
+
+    @property
+    def abstract_microbatch(self) -> Batch:
+        """The shapes of a microbatch."""
+        return self._abstract_rows(self.batch_size // self.config.gradient_accumulation_steps)
+
+    def _abstract_rows(self, rows: int) -> Batch:
+        return {name: jax.ShapeDtypeStruct((rows, self.config.max_target_length), jnp.int32) for name in KEYS}
+
+    @property
+    def loss_arguments(self) -> tuple[Any, ...]:
+        """The shapes of the loss's arguments."""
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        return (abstract_params(self.model), self.abstract_microbatch, scalar, scalar)
+
+    @functools.cached_property
+    def abstract_state(self) -> TrainState:
+        """The shapes of the state."""
+        return jax.eval_shape(self.init_state, abstract_params(self.model))
+
+    def init_state(self, params: Any) -> TrainState:
+        """The state before the first step, with these parameters."""
+        microbatch = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.abstract_microbatch)
+        loss = self.train_step.loss
+        return TrainState(
+            step=jnp.int32(0),
+            params=params,
+            opt_state=jax.jit(self.train_step.optimizer.init)(params),
+            quant=loss.init(params, microbatch, jnp.float32(1), jnp.float32(1)) if self.rules else {},
+            masks=jax.tree.map(jnp.ones_like, self.make_masks(params)),
+            # The raw key data, an ordinary array: what is saved and compared.
+            key=jax.random.key_data(jax.random.key(self.config.init_weights_seed)),
+            halted=jnp.bool_(False),
+            errors=self.reduction.errors(params) if self.reduction is not None else {},
+        )
+
+    def make_masks(self, params: Any) -> dict[str, jax.Array]:
+        """The masks of sparse weights, by path."""
+        n, m = self.config.weight_sparsity_n, self.config.weight_sparsity_m
+        return {} if n is None or m is None else make_masks(params, self._contracted_axes, n, m)
+
+    @functools.cached_property
+    def _contracted_axes(self) -> dict[str, int]:
+        """The contracted axis of each weight of a matmul, by path."""
+        rules = self.rules or recipe("int8")
+        sites = quantized(self.loss, rules, weights="params").sites(*self.loss_arguments)
+        # Kernels are [..., in, out], stacked layers and experts in front.
+        return {site.leaf: -2 for site in sites if site.leaf and site.config is not None}
+
+    # Shardings.
+
+    @functools.cached_property
+    def param_specs(self) -> Any:
+        """The PartitionSpec of each parameter, as a tree like the parameters."""
+        return sharding.param_specs(self.model, self.mesh, sharding.axis_rules(self.config))
+
+    @property
+    def weight_shardings(self) -> dict[str, NamedSharding]:
+        """The sharding of each parameter, by path."""
+        if self.is_single_device:
+            return {}
+        specs = flatten_paths(self.param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return {name: NamedSharding(self.mesh, spec) for name, spec in specs.items()}
+
+    @functools.cached_property
+    def state_shardings(self) -> TrainState:
+        """The sharding of each array of the state: optimizer and masks as their parameters, the rest replicated."""
+        state = self.abstract_state
+        found = sharding.tree_shardings(state, state.params, self.param_specs, self.mesh)
+        replicas = jax.tree.map(
+            lambda _, spec: NamedSharding(self.mesh, PartitionSpec("data", *spec)), state.params, self.param_specs
+        )
+        found = dataclasses.replace(found, errors={"copies": replicas}) if state.errors else found
+        return dataclasses.replace(found, quant=self._with_error_feedback_shardings(found.quant))
+
+    def _with_error_feedback_shardings(self, quant: Any) -> Any:
+        """The shardings of the quantization state, where error feedback is sharded as its reduce-scatter says."""
+        if not any(isinstance(rule, QtRule) and rule.reduce_feedback for rule in self.rules):
+            return quant
+        low = quantized(self.loss, self.rules, weights="params", shardings=self.weight_shardings)
+        sites = {f"{site.path}/{site.op_id}/{ERROR_FEEDBACK}/error": site for site in low.sites(*self.loss_arguments)}
+
+        def shard(path: Any, leaf: Any, replicated: NamedSharding) -> NamedSharding:
+            site = sites.get(path_str(path[1:]))
+            if site is None or site.placement.reduction is None:
+                return replicated
+            reduction = site.placement.reduction
+            weight = site.lhs if reduction.left else site.rhs
+            stacked = (None,) * (leaf.ndim - 1 - len(weight[0]))
+            return NamedSharding(self.mesh, PartitionSpec(*stacked, *reduction.error_spec))
+
+        return jax.tree_util.tree_map_with_path(shard, self.abstract_state.quant, quant)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """The sharding of a batch."""
+        return NamedSharding(self.mesh, sharding.batch_spec(self.config, self.mesh))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The sharding of what every device holds."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def flags_sharding(self) -> NamedSharding:
+        """The sharding of the stop flags: one per device."""
+        return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+
+    # Programs.
+
+    def jitted(self, kind: str, step: int) -> Any:
+        """The jitted "train" or "evaluate" of the stage that a step is in."""
+        fn = functools.partial(getattr(self.train_step, kind), step=self.stage_start(step))
+        donated = (0,) if kind == "train" else ()
+        if self.is_single_device:
+            return jax.jit(fn, donate_argnums=donated)
+        flags = (self.flags_sharding,) if self.syncs_stop_flag(kind) else ()
+        return jax.jit(
+            _with_stop_flag(fn) if flags else fn,
+            in_shardings=(self.state_shardings, self.batch_sharding, *flags),
+            out_shardings=(self.state_shardings, self.replicated) if kind == "train" else self.replicated,
+            donate_argnums=donated,
+        )
+
+    def syncs_stop_flag(self, kind: str) -> bool:
+        """Whether a program also tells every process that one of them was asked to stop."""
+        return kind == "train" and distributed.is_multiprocess()
+
+    def lower(self, kind: str = "train", step: int = 0) -> Any:
+        """A program lowered from shapes alone; `.compile()` compiles it for the mesh's devices."""
+        flags = (jax.ShapeDtypeStruct((self.mesh.size,), jnp.int32),) if self.syncs_stop_flag(kind) else ()
+        return self.jitted(kind, step).lower(self.abstract_state, self.abstract_batch, *flags)
+
+    def plan(self) -> Plan:
+        """What each matmul of the loss becomes."""
+        return plan(self.loss, self.rules, *self.loss_arguments, weights="params")
+
+    def verify(self) -> Verification:
+        """The precision of every matmul of a whole quantized step, optimizer included."""
+        step = functools.partial(self.train_step.train, step=self.quantized_step)
+        return verify(step, self.abstract_state, self.abstract_batch)
+
+
+def _with_mesh(mesh: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose sharding constraints refer to a mesh."""
+
+    @functools.wraps(fn)
+    def call(params: Any, *args: Any) -> Any:
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            return fn(params, *args)  # in a shard_map, whose mesh this is
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return fn(params, *args)
+
+    return call
+
+
+def _with_stop_flag(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Piggy-back the stop flag on a train step, so that it needs no program of its own."""
+
+    def step(state: TrainState, batch: Batch, flags: jax.Array) -> Any:
+        state, metrics = train(state, batch)
+        return state, {**metrics, STOP: jnp.max(flags)}
+
+    return step
+
+
+def abstract_train_state(config: Config, mesh: Any = None, *, vocab_size: int = 0) -> TrainState:
+    """The shapes of a run's state, each with its sharding: what a step is lowered for.
+
+    >>> from octavo.train.config import Config
+    >>> abstract_train_state(Config(num_devices=1, vocab_size=256)).params["token_embedder"]["embedding"].shape
+    (256, 320)
+    """
+    program = Program(config, mesh, vocab_size=vocab_size)
+    return jax.tree.map(
+        lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
+        program.abstract_state,
+        program.state_shardings,
+    )

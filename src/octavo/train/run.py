@@ -1,0 +1,346 @@
+"""A run: a trainer with a directory, checkpoints, metrics, telemetry, signals and an end.
+
+`train` is the outline; `_Run` has the loop, and what happens between its steps.
+"""
+
+import dataclasses
+import functools
+import importlib
+import json
+import math
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from octavo.checkpoint import CheckpointManager, CheckpointWarning
+from octavo.hlo import read_communication
+from octavo.rules import rules_to_json
+from octavo.train import distributed
+from octavo.train.config import Config
+from octavo.train.directory import Log, describe, write_config, write_plan
+from octavo.train.halt import HaltedError, StopSignal, explain_halt, stop_signals
+from octavo.train.metrics import MetricWriter, NoMetrics
+from octavo.train.program import STOP
+from octavo.train.progress import Progress, eval_line
+from octavo.train.step import is_reset_on_remesh
+from octavo.train.telemetry import Telemetry, format_bounds, propose_bounds, range_warnings
+from octavo.train.trainer import Trainer
+
+DONE, TARGET, TERMINATED, INTERRUPTED = "done", "target", "terminated", "interrupted"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Args:
+      step: The number of steps taken.
+      reason: "done", "target" (target_eval_loss is reached), "terminated" (by SIGTERM) or "interrupted" (by Ctrl-C).
+      loss: The last training loss.
+      eval_loss: The last evaluation loss.
+    """
+
+    step: int
+    reason: str
+    loss: float | None = None
+    eval_loss: float | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.reason in (DONE, TARGET)
+
+
+def train(config: Config, *, log: Log | None = None, mesh: Any = None) -> Outcome:
+    """Train in the run's directory until the end, a target or a signal; resumes from the newest checkpoint there.
+
+    SIGTERM and Ctrl-C end the run after the current step, with a checkpoint.
+
+    Args:
+      config: The configuration.
+      log: Takes each line of the log; printed by default, with a progress bar in a terminal.
+      mesh: The mesh, if it is made already.
+
+    Raises:
+      HaltedError: A loss or a gradient is not finite. Checkpoints that were saved before stay.
+      CheckpointError: A checkpoint could not be written or read.
+    """
+    began, print_line = time.perf_counter(), log or functools.partial(print, flush=True)
+    if not (main := distributed.is_main_process()):
+        log = print_line = lambda _: None  # process 0 writes for all
+    directory = Path(config.run_directory)
+    if config.enable_checkpointing:
+        # Only the first save would find out that it is missing.
+        importlib.import_module("orbax.checkpoint")
+    with CheckpointManager(
+        directory / "checkpoints",
+        max_to_keep=config.max_num_checkpoints_to_keep,
+        keep_period=config.keep_period,
+        asynchronous=config.async_checkpointing,
+    ) as checkpoints:
+        _check_no_overwrite(config, checkpoints)
+        trainer = Trainer(config, mesh)
+        saved = _restore(trainer, checkpoints, print_line)
+        outcome = _finished(config, trainer.now, saved)
+        if outcome is not None:
+            print_line(_finished_line(outcome, config))
+        else:
+            if main:
+                write_config(config, directory, print_line)
+                describe(trainer, directory, print_line)
+            if config.calibration and trainer.rules:
+                print_line(format_bounds(propose_bounds(trainer)))
+            writer = _metric_writer(config, trainer.now) if main else NoMetrics()
+            bar = Progress(config.steps, log_period=config.log_period, log=log)
+            with writer, bar as progress, stop_signals() as stop:
+                run = _Run(trainer, checkpoints, writer, progress, began, saved)
+                try:
+                    outcome = run.loop(stop)
+                except jax.errors.JaxRuntimeError as error:
+                    if not distributed.is_multiprocess():
+                        raise
+                    raise distributed.connection_lost(trainer.now, run.saved, error) from error
+        if outcome.complete:
+            _save_quantized(trainer, print_line)
+    return outcome
+
+
+class _Run:
+    """The loop of a run, and what happens between its steps."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        checkpoints: CheckpointManager,
+        writer: MetricWriter | NoMetrics,
+        progress: Progress,
+        began: float,
+        saved: dict[str, Any],
+    ):
+        self.trainer, self.config, self.checkpoints = trainer, trainer.config, checkpoints
+        self.writer, self.progress, self.telemetry = writer, progress, Telemetry(trainer)
+        self.tokens = trainer.batch_size * self.config.max_target_length / trainer.mesh.size
+        self.memory: int | None = None
+        # When the run would have begun without interruptions, and how long its steps took.
+        self.began, self.training = began - saved.get("seconds", 0.0), saved.get("training_seconds", 0.0)
+        self.loss, self.eval_loss = saved.get("loss"), saved.get("eval_loss")
+        self.saved = trainer.now if saved else None
+        self.pending: tuple[int, Any] | None = None
+        # Several processes stop when a step's metrics say that one was asked to; a single one when the signal arrives.
+        self.multiprocess = distributed.is_multiprocess()
+        self.stopped: signal.Signals | None = None
+        self.last = time.perf_counter()
+
+    def loop(self, stop: StopSignal) -> Outcome:
+        """Train until something ends it."""
+        config, trainer = self.config, self.trainer
+        stage, reason = None, DONE
+        for step in range(trainer.now, config.steps):
+            if (next_stage := trainer.schedule.stage(step)) != stage:
+                stage = next_stage
+                self.report()
+                self.compile(step)
+            metrics = trainer.step(stop.by)
+            # Metrics are read one step late, so that a device never waits for the host.
+            self.report()
+            self.pending = (step, metrics)
+            if self.telemetry.is_due(step) or self.evaluates(step) or self.saves(step):
+                self.report()
+                self.pause(step)
+            if _reached_target(config, self.eval_loss):
+                reason = TARGET
+            elif (by := self.stopped if self.multiprocess else stop.by) is not None and step + 1 < config.steps:
+                self.progress.log(f"{by.name}: stopping after step {step}")
+                reason = INTERRUPTED if by == signal.SIGINT else TERMINATED
+            if reason != DONE:
+                break
+        self.report()
+        if self.saved != trainer.now:
+            self.save()
+        self.checkpoints.wait_until_finished()
+        return Outcome(trainer.now, reason, self.loss, self.eval_loss)
+
+    def compile(self, step: int) -> None:
+        """Compile the step of a stage before it is timed."""
+        started = time.perf_counter()
+        program = self.trainer.compiled("train", step)
+        sizes = program.memory_analysis()
+        text = f"compiled in {time.perf_counter() - started:.1f} seconds"
+        if sizes is not None:
+            held, temporary = sizes.argument_size_in_bytes, sizes.temp_size_in_bytes
+            self.memory = held + temporary
+            text += f"; memory: {held / 2**20:.1f} MiB of state and batch, {temporary / 2**20:.1f} MiB temporary"
+        self.progress.log(text)
+        if not self.trainer.is_single_device:
+            communication = read_communication(program.as_text())
+            self.progress.log(f"in a step, {communication.line()}")
+            if self.trainer.schedule.at(step)[0] and distributed.is_main_process():
+                write_plan(self.trainer.plan().with_communication(communication), Path(self.config.run_directory))
+        self.last = time.perf_counter()
+
+    def report(self) -> None:
+        """Read, write and show the metrics of the step before, if that has not been done."""
+        if self.pending is None:
+            return
+        (step, metrics), self.pending = self.pending, None
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if number := int(values.pop(STOP, 0)):
+            self.stopped = signal.Signals(number)
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        if values.pop("halted"):
+            self.checkpoints.wait_until_finished()
+            directory = Path(self.config.run_directory)
+            raise HaltedError(explain_halt(self.trainer, step, self.checkpoints.latest_step(), directory))
+        for name, used in (("z_loss", self.config.z_loss_multiplier), ("moe_lb_loss", self.config.num_experts > 1)):
+            if not used:
+                del values[f"learning/{name}"]
+        tflops = self.trainer.flops / self.trainer.mesh.size / 1e12
+        values["learning/perplexity"] = _exp(values["learning/lm_loss"])
+        values["perf/step_time_seconds"] = seconds
+        values["perf/per_device_tokens"] = self.tokens
+        values["perf/per_device_tokens_per_sec"] = self.tokens / seconds
+        values["perf/per_device_tflops"] = tflops
+        values["perf/per_device_tflops_per_sec"] = tflops / seconds
+        if self.memory is not None:
+            values["perf/memory_bytes"] = self.memory
+        self.training += seconds
+        self.loss = values["learning/loss"]
+        self.writer.write(step, values)
+        self.progress.update(step, values)
+
+    def evaluates(self, step: int) -> bool:
+        return self.config.eval_interval > 0 and (step + 1) % self.config.eval_interval == 0
+
+    def saves(self, step: int) -> bool:
+        return (step + 1) % self.config.checkpoint_period == 0
+
+    def pause(self, step: int) -> None:
+        """Measure, evaluate and save, whichever is due; no step's time includes it."""
+        if self.telemetry.is_due(step):
+            self.measure(step)
+        if self.evaluates(step):
+            self.evaluate(step)
+        if self.saves(step):
+            self.save()
+        self.last = time.perf_counter()
+
+    def measure(self, step: int) -> None:
+        started = time.perf_counter()
+        found = self.telemetry.measure(step)
+        self.writer.write_telemetry(step, found)
+        ratios = [f"{name} {row['sqnr_db']:.1f} dB" for name, row in found.items() if name != "sites"]
+        self.progress.log(
+            f"signal to quantization noise after step {step}: {', '.join(ratios)} "
+            f"(measured in {time.perf_counter() - started:.1f} seconds)"
+        )
+        for text in range_warnings(found):
+            self.progress.log(text)
+
+    def evaluate(self, step: int) -> None:
+        self.eval_loss = loss = self.trainer.evaluate()
+        seconds = time.perf_counter() - self.began
+        values = {"eval/avg_loss": loss, "eval/avg_perplexity": _exp(loss), "eval/seconds": seconds}
+        self.writer.write(step, {**values, "eval/training_seconds": self.training})
+        self.progress.log(eval_line(step, values))
+        if _reached_target(self.config, loss):
+            at = f"target_eval_loss={self.config.target_eval_loss:g} reached after {step + 1} steps"
+            self.progress.log(f"{at}: {self.training:.1f} seconds of training, {seconds:.1f} in all")
+
+    def save(self) -> None:
+        if not self.config.enable_checkpointing:
+            return
+        trainer = self.trainer
+        schedule = trainer.recipe_schedule
+        extra = {
+            "seconds": time.perf_counter() - self.began,
+            "training_seconds": self.training,
+            "loss": self.loss,
+            "eval_loss": self.eval_loss,
+            "data": trainer.data.describe(),
+            "config": self.config.to_dict(),
+            # The model and its precision, for those who read the parameters without the trainer.
+            "model": json.loads(trainer.model.replace(placement=()).to_json()),
+            "rules": json.loads(rules_to_json(schedule.at(max(0, trainer.now - 1))[0])),
+        }
+        self.checkpoints.save(trainer.now, trainer.state, extra)
+        self.saved = trainer.now
+
+
+# Resuming.
+
+
+def _check_no_overwrite(config: Config, checkpoints: CheckpointManager) -> None:
+    if not config.enable_checkpointing and (steps := checkpoints.all_steps()):
+        raise ValueError(
+            f"{checkpoints.directory} has a checkpoint of step {steps[-1]}, and enable_checkpointing=false would "
+            "overwrite the metrics of that run: choose another run_name, or leave checkpoints enabled to resume it"
+        )
+
+
+def _restore(trainer: Trainer, checkpoints: CheckpointManager, log: Log) -> dict[str, Any]:
+    """Resume from the newest checkpoint that is intact, if there is one; returns what was saved beside the state."""
+    if not trainer.config.enable_checkpointing:
+        return {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CheckpointWarning)
+        found = checkpoints.restore(trainer.state, reinit=is_reset_on_remesh)
+    for warning in caught:
+        log(f"warning: {warning.message}")
+    if found is None:
+        return {}
+    trainer.resume(found.state)
+    log(f"resuming at step {found.step} of {trainer.config.steps}")
+    data = json.loads(json.dumps(trainer.data.describe()))
+    before = found.extra.get("data", data)
+    if changed := [name for name in {**before, **data} if before.get(name) != data.get(name)]:
+        log(f"warning: the data has changed, so the run will not continue as it would have: {', '.join(changed)}")
+    return found.extra
+
+
+def _finished(config: Config, step: int, saved: dict[str, Any]) -> Outcome | None:
+    """The outcome of a run that has nothing left to do."""
+    loss, eval_loss = saved.get("loss"), saved.get("eval_loss")
+    if _reached_target(config, eval_loss):
+        return Outcome(step, TARGET, loss, eval_loss)
+    return Outcome(step, DONE, loss, eval_loss) if step >= config.steps else None
+
+
+def _finished_line(outcome: Outcome, config: Config) -> str:
+    if outcome.reason == TARGET:
+        reached = f"this run reached target_eval_loss={config.target_eval_loss:g} at step {outcome.step}"
+        return f"{reached}, with a loss of {outcome.eval_loss:.4f}; to continue, lower target_eval_loss"
+    return f"this run is complete at step {outcome.step}; to continue, raise steps={config.steps}"
+
+
+def _reached_target(config: Config, eval_loss: float | None) -> bool:
+    return eval_loss is not None and config.target_eval_loss > 0 and eval_loss <= config.target_eval_loss
+
+
+def _metric_writer(config: Config, start_step: int) -> MetricWriter:
+    return MetricWriter(
+        config.run_directory,
+        run_name=config.run_name,
+        tensorboard=config.enable_tensorboard,
+        extra_file=config.metrics_file,
+        start_step=start_step,
+    )
+
+
+def _save_quantized(trainer: Trainer, log: Log) -> None:
+    path = trainer.config.save_quantized_params_path
+    if not path:
+        return
+    params = trainer.quantized_params()
+    before, after = (sum(x.nbytes for x in jax.tree.leaves(p)) for p in (trainer.state.params, params))
+    with CheckpointManager(Path(path), asynchronous=False) as checkpoints:
+        checkpoints.save(trainer.now, {"params": params}, {"config": trainer.config.to_dict()}, force=True)
+    log(f"quantized parameters: {before / 2**20:.1f} MiB -> {after / 2**20:.1f} MiB, in {path}")
+
+
+def _exp(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
