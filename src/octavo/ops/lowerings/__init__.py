@@ -11,7 +11,7 @@
 All give the same bits for integers. A lowering that is asked for by name and does not apply raises its reason.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -26,6 +26,7 @@ from octavo.ops.lowerings.xla import Xla
 from octavo.qarray import QArray
 
 
+@runtime_checkable
 class Lowering(Protocol):
     """One way to run a dot."""
 
