@@ -42,6 +42,13 @@ class Page(HTMLParser):
         return [attrs for name, attrs in self.tags if name == tag]
 
 
+def read(path):
+    """A page that was written, checked."""
+    page = Page(path.read_text("utf8"))
+    check(page)
+    return page
+
+
 def check(page):
     """What holds of every page: it loads nothing, is small, and can be read without seeing it."""
     assert len(page.source.encode()) < 2_000_000

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.report.page import Page, check
+from tests.report.page import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]
 
@@ -15,12 +15,6 @@ def octavo(*words, cwd):
     done = subprocess.run([sys.executable, "-m", "octavo", *words], capture_output=True, text=True, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def read(path):
-    page = Page(path.read_text("utf8"))
-    check(page)
-    return page
 
 
 def test_train_quantize_eval_report(tmp_path):

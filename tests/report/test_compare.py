@@ -8,7 +8,7 @@ import pytest
 
 from octavo.report import compare_report
 from tests.report import samples
-from tests.report.page import Page, check
+from tests.report.page import read
 
 NAMES = ("float", "int8", "fp8_full")
 
@@ -39,12 +39,6 @@ def comparison(names=NAMES, seeds=(0, 1), steps=30):
         "config": {"steps": steps},
         "versions": {},
     }
-
-
-def read(path):
-    page = Page(path.read_text("utf8"))
-    check(page)
-    return page
 
 
 def test_whole_page(tmp_path):
@@ -136,7 +130,7 @@ def test_what_each_recipe_quantized_and_how_well_it_fits(tmp_path):
     assert "Error by layer, int8" in page.text
     assert "0 41.5 1 38.2" in page.text
     assert "Plan, int8" in page.text
-    assert "1 of 1 products are quantized, 100.0 % of forward FLOPs" in page.text
+    assert "1 of 1 matmuls are quantized, 100.0 % of forward FLOPs" in page.text
     assert "fp8_full" not in page.text.split("Error by layer, int8")[1].split("Configuration")[0]
 
 

@@ -12,7 +12,7 @@ from octavo.hlo import Collective, Communication
 from octavo.report import tables, write_report
 from octavo.report.run import read_run
 from octavo.train.metrics import MetricWriter
-from tests.report.page import SIGNS, Page, check
+from tests.report.page import SIGNS, read
 
 HOSTILE = "<script>alert('x')</script>\"&'</svg></title>"
 
@@ -39,12 +39,6 @@ def planned(directory):
     (directory / "plan.json").write_text(octavo.plan(loss, rules, params, x).to_json())
     step = jax.value_and_grad(octavo.quantized(loss, rules))
     (directory / "verify.json").write_text(octavo.verify(step, params, x).to_json())
-
-
-def read(path):
-    page = Page(path.read_text("utf8"))
-    check(page)
-    return page
 
 
 def tile(page, label):
@@ -90,7 +84,7 @@ def test_whole_page(tmp_path):
     )
     assert "int8 above float, %" in page.text
     assert "gradient mlp/dot_general0.lhs 12.5 dB" in page.text
-    assert "1 of 2 products are quantized, 50.0 % of forward FLOPs" in page.text
+    assert "1 of 2 matmuls are quantized, 50.0 % of forward FLOPs" in page.text
     assert "learning_rate 0.003 0.001" in page.text
     assert "dataset_type" not in page.text.partition("keys have their defaults")[0], "defaults come last"
     assert "tokens 12" in page.text
@@ -193,7 +187,7 @@ def test_text_is_escaped(tmp_path):
 
 
 def test_large_runs_stay_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "_MOST_ROWS", 100)  # of 1500, which take long when every call is type-checked
+    monkeypatch.setattr(tables, "MOST_ROWS", 100)  # of 1500, which take long when every call is type-checked
     run = tmp_path / "run"
     run.mkdir()
     row = '{{"step": {0}, "learning/loss": {1}, "perf/step_time_seconds": 0.1{0}}}\n'

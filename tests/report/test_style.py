@@ -5,7 +5,7 @@ from importlib import resources
 
 import pytest
 
-STYLE = resources.files("octavo.report").joinpath("style.css").read_text("utf8")
+STYLE = resources.files("octavo.report").joinpath("templates", "style.css").read_text("utf8")
 THEMES = [dict(re.findall(r"--(\w+): (#\w+)", block)) for block in re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL)]
 
 

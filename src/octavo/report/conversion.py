@@ -1,6 +1,8 @@
-"""The page about a conversion: what each parameter became, what it takes, and what was lost."""
+"""The page about a conversion: the type, size and error of each parameter."""
 
+import math
 import os
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,18 +13,14 @@ from octavo.pretrained.convert import Summary
 from octavo.pretrained.model import PretrainedModel, storage_name
 from octavo.qarray import QArray
 from octavo.qarray.histogram import WORST, histogram, sqnr_db
-from octavo.report.heat import extent_of, heat_map, legend, place
-from octavo.report.histograms import histograms_section
-from octavo.report.markup import Cell, Tile, missing, note, page, section, table, tiles, write
-from octavo.report.record import CONVERSION, read_record, write_record
-from octavo.report.tables import pairs_section, versions
-from octavo.report.words import DASH, TIMES, known, percent, ratio, seconds, size
+from octavo.report.charts import Dot, DotChart
+from octavo.report.format import DASH, TIMES, finite
+from octavo.report.layers import HeatMap, layer_and_op, span_of
+from octavo.report.page import versions, write_page
+from octavo.report.record import write_record
 
-_NEEDED = ("name", "before", "after", "values", "tensors")
-_COLUMNS = ("parameter", "shape", "values", "before", "after", "bits", "bytes before", "bytes after", "SQNR")
-_MOST_ROWS = 3000
-_SHOWN = 0.001
-"""The least share of the numbers that is told."""
+MOST_ROWS = 3000
+_LEAST_SHARE = 0.001  # of the values: less is "the rest"
 
 
 def record_conversion(
@@ -34,17 +32,27 @@ def record_conversion(
     recipe: str,
     command: str,
 ) -> Path:
-    """Write down a conversion as JSON: `stored` gives each parameter as it is now, by path. Returns where it is.
+    """Write the record of a conversion as JSON.
 
-    Where the summary has no signal to noise ratio of a parameter, it is measured, which reads the parameter again.
+    Args:
+      source: The model that was converted.
+      stored: Each parameter as it is stored, by path.
+      summary: What `convert_model` returns. Signal-to-noise ratios that it lacks are measured, which reads the
+        parameters again.
+      path: Where to write the record.
+      recipe: The recipe, as on the command line.
+      command: The command line.
+
+    Returns:
+      The path of the record.
     """
     get = stored if callable(stored) else stored.__getitem__
     tensors = [_tensor(source, name, get(name), summary.ratios.get(name)) for name in source.leaves]
-    ranked = sorted((row for row in tensors if row["sqnr_db"] is not None), key=lambda row: row["sqnr_db"])
-    drawn = []
-    for row in [row for row in ranked if row["quantized"]][:WORST]:
-        value, before = get(row["path"]), _float(source.leaves[row["path"]].load())
-        drawn.append(histogram(row["path"], before, value, sqnr_db=row["sqnr_db"]))
+    worst = sorted((row for row in tensors if row["sqnr_db"] is not None and row["quantized"]), key=_sqnr)[:WORST]
+    histograms = [
+        histogram(row["path"], _float(source.leaves[row["path"]].load()), get(row["path"]), sqnr_db=row["sqnr_db"])
+        for row in worst
+    ]
     record = {
         "name": source.name,
         "origin": {k: v for k, v in source.origin.items() if isinstance(v, str | int | float | bool)},
@@ -57,7 +65,7 @@ def record_conversion(
         "seconds": summary.seconds,
         "peak_memory": summary.peak,
         "tensors": tensors,
-        "histograms": drawn,
+        "histograms": histograms,
         "versions": versions(),
     }
     write_record(Path(path), record)
@@ -76,7 +84,7 @@ def _tensor(source: PretrainedModel, path: str, value: Any, db: float | None) ->
         "quantized": isinstance(value, QArray),
         "before": leaf.nbytes,
         "after": int(value.nbytes),
-        "sqnr_db": db if db is not None and np.isfinite(db) else None,
+        "sqnr_db": finite(db),
     }
 
 
@@ -84,119 +92,74 @@ def _float(value: Any) -> np.ndarray:
     return np.asarray(value.dequantize("float32") if isinstance(value, QArray) else value, np.float32)
 
 
-def read_conversion(path: Path) -> dict[str, Any]:
-    """What `record_conversion` wrote, at a path or in a directory."""
-    return read_record(path / CONVERSION if path.is_dir() else path, _NEEDED)
+def _sqnr(row: Mapping[str, Any]) -> float:
+    return row["sqnr_db"]
 
 
 def conversion_report(record: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write the page about a conversion, and return where it is."""
-    parts = [
-        tiles(_tiles(record)),
-        _sizes(record),
-        _heat(record["tensors"]),
-        histograms_section(record.get("histograms") or (), about="Weights with the lowest signal to noise."),
-        _parameters(record["tensors"]),
-        pairs_section("Conversion", "What was asked for", _asked(record)),
-        pairs_section("Versions", "Installed where the model was converted", record.get("versions") or {}),
-    ]
-    foot = f"Written by octavo {versions()['octavo']}."
-    return write(Path(path), page(f"{record['name']}, converted", _lead(record), parts, foot))
-
-
-def _lead(record: Mapping[str, Any]) -> str:
+    """Write the page about a conversion from its record, and return the path of the page."""
     kinds = sorted(record["kinds"].items(), key=lambda item: -item[1])
-    shown = [(kind, count) for kind, count in kinds if count >= _SHOWN * record["values"]]
-    most = ", ".join(f"{percent(count / record['values'], 1)} of them as {kind}" for kind, count in shown)
-    rest = ", ".join(kind for kind, count in kinds if count < _SHOWN * record["values"])
-    also = f", the rest as {rest}" if rest else ""
-    count = f"{record['values'] / 1e6:,.1f} million numbers"
-    return f"{count}, converted by {record.get('recipe', 'rules')}: {most}{also}."
-
-
-def _tiles(record: Mapping[str, Any]) -> list[Tile]:
-    ratios = decibels(record["tensors"])
-    middle = f"median {float(np.median(ratios)):.1f} dB" if ratios else ""
-    return [
-        Tile("Bits per weight", f"{8 * record['after'] / record['values']:.2f}", "scales and all else included"),
-        Tile("Size", size(record["after"]), f"{size(record['before'])} before"),
-        Tile("Of the size before", ratio(record["after"] / record["before"]), "as a share of the float model"),
-        Tile("Lowest SQNR", f"{min(ratios):.1f} dB" if ratios else None, middle or "nothing was quantized"),
-        Tile("Took", seconds(known(record.get("seconds"))), f"peak memory {size(known(record.get('peak_memory')))}"),
-    ]
-
-
-def decibels(tensors: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The signal to noise ratios that are known."""
-    return [db for row in tensors if (db := known(row.get("sqnr_db"))) is not None]
-
-
-def _sizes(record: Mapping[str, Any]) -> str:
-    """Where the bytes are, before and after, by how parameters are stored."""
-    found: dict[str, list[int]] = {}
-    for row in record["tensors"]:
-        entry = found.setdefault(row["kind"], [0, 0, 0, 0])
-        for at, value in enumerate((1, _count(row), row["before"], row["after"])):
-            entry[at] += value
-    rows = [
-        [
-            Cell(kind, code=True),
-            Cell(str(tensors), tensors),
-            Cell(f"{values:,}", values),
-            Cell(percent(values / record["values"]) or "", values / record["values"]),
-            Cell(size(before), before),
-            Cell(size(after), after),
-            Cell(f"{8 * after / values:.2f}", after / values),
-        ]
-        for kind, (tensors, values, before, after) in sorted(found.items(), key=lambda item: -item[1][3])
-    ]
-    columns = ("stored as", "parameters", "values", "share", "before", "after", "bits per value")
-    return section("Size", table("Bytes by how parameters are stored", columns, rows, sortable=True))
-
-
-def _count(row: Mapping[str, Any]) -> int:
-    return int(np.prod(row["shape"], dtype=np.int64))
-
-
-def _heat(tensors: Sequence[Mapping[str, Any]]) -> str:
-    cells = {place(row["path"]): db for row in tensors if (db := known(row.get("sqnr_db"))) is not None}
-    heading = "Error by layer"
-    if not cells:
-        return section(heading, missing("No parameter was quantized, or none lost anything."))
+    shares = {kind: count / record["values"] for kind, count in kinds}
+    found = ((layer_and_op(row["path"]), finite(row.get("sqnr_db"))) for row in record["tensors"])
+    cells = {at: db for at, db in found if db is not None}
     inside = {at: db for at, db in cells.items() if at[0]} or cells
-    outside = ", ".join(f"{name} {db:.1f} dB" for at, db in cells.items() if at not in inside and (name := at[1]))
-    span = extent_of([inside])
-    words = "The ratio of a parameter's power to that of its error. What it does to the output, octavo eval measures."
-    drawn = heat_map("Signal to noise of the parameters, dB", inside, span=span)
-    return section(
-        heading, note(words), legend(span), drawn, note(f"Outside of the layers: {outside}.") if outside else ""
+    title = "Signal to noise of the parameters, dB"
+    return write_page(
+        path,
+        "conversion.html",
+        title=f"{record['name']}, converted",
+        record=record,
+        shares={kind: share for kind, share in shares.items() if share >= _LEAST_SHARE},
+        rest=[kind for kind, share in shares.items() if share < _LEAST_SHARE],
+        ratios=list(cells.values()),
+        median=_median(_ratios(record)),
+        bits=_bits(record),
+        sizes=_sizes(record),
+        map=HeatMap(title, inside, span_of([inside])) if cells else None,
+        outside={at[1]: db for at, db in cells.items() if at not in inside},
+        parameters=[_parameter(row) for row in record["tensors"][:MOST_ROWS]],
+        dim=[not row["quantized"] for row in record["tensors"]],
     )
 
 
-def _parameters(tensors: Sequence[Mapping[str, Any]]) -> str:
-    rows, shown = [], tensors[:_MOST_ROWS]
-    for row in shown:
-        db, count = known(row.get("sqnr_db")), _count(row)
-        rows.append(
-            [
-                Cell(row["path"], code=True),
-                Cell(f" {TIMES} ".join(map(str, row["shape"]))),
-                Cell(f"{count:,}", count),
-                Cell(row["was"]),
-                Cell(row["kind"]),
-                Cell(f"{8 * row['after'] / max(1, count):.2f}", row["after"] / max(1, count)),
-                Cell(size(row["before"]), row["before"]),
-                Cell(size(row["after"]), row["after"]),
-                Cell(DASH if db is None else f"{db:.1f} dB", float("inf") if db is None else db),
-            ]
-        )
-    done = sum(bool(row["quantized"]) for row in tensors)
-    caption = f"{done} of {len(tensors)} parameters are quantized"
-    caption += f"; the first {_MOST_ROWS} are listed" if len(shown) < len(tensors) else ""
-    dim = [not row["quantized"] for row in shown]
-    return section("Plan", table(caption, _COLUMNS, rows, sortable=True, dim=dim))
+def _ratios(record: Mapping[str, Any]) -> list[float]:
+    return [db for row in record["tensors"] if (db := finite(row.get("sqnr_db"))) is not None]
 
 
-def _asked(record: Mapping[str, Any]) -> dict[str, Any]:
-    origin = {f"from {name}": value for name, value in (record.get("origin") or {}).items()}
-    return {"command": record.get("command", DASH), "recipe": record.get("recipe", DASH), **origin}
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _bits(record: Mapping[str, Any]) -> float:
+    return 8 * record["after"] / record["values"]
+
+
+def _sizes(record: Mapping[str, Any]) -> list[list[Any]]:
+    """The bytes before and after, by the type that parameters are stored in."""
+    sums: dict[str, list[int]] = {}
+    for row in record["tensors"]:
+        added = (1, math.prod(row["shape"]), row["before"], row["after"])
+        sums[row["kind"]] = [a + b for a, b in zip(sums.get(row["kind"], [0] * 4), added, strict=True)]
+    return [
+        [kind, tensors, values, values / record["values"], before, after, 8 * after / values]
+        for kind, (tensors, values, before, after) in sorted(sums.items(), key=lambda item: -item[1][3])
+    ]
+
+
+def _parameter(row: Mapping[str, Any]) -> list[Any]:
+    count, shape = math.prod(row["shape"]), f" {TIMES} ".join(map(str, row["shape"]))
+    types = [row["was"], row["kind"], 8 * row["after"] / max(1, count), row["before"], row["after"]]
+    return [row["path"], shape, count, *types, finite(row.get("sqnr_db"))]
+
+
+def conversions_together(found: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The sizes of several conversions, and the range of the signal to noise of their parameters."""
+    rows, dots = [], []
+    for name, record in found:
+        ratios, sizes = _ratios(record), [_bits(record), record["before"], record["after"]]
+        median, low, high = (_median(ratios), min(ratios, default=None), max(ratios, default=None))
+        rows.append([name, record["name"], record.get("recipe", DASH), *sizes, median, low])
+        if median is not None:
+            dots.append(Dot(f"{name}, {_bits(record):.2f} bits", median, low, high))
+    chart = DotChart("Signal to noise of the parameters", "signal to noise, dB", dots, fmt="{:.1f} dB", mark=None)
+    return {"chart": chart if dots else None, "rows": rows}

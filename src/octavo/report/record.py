@@ -1,32 +1,37 @@
-"""What a conversion or an evaluation leaves beside its page, so that the page can be written again."""
+"""JSON records of conversions, evaluations and comparisons, from which their pages can be rendered again."""
 
 import json
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from octavo._io import atomic_write
 
 CONVERSION = "conversion.json"
 EVALUATION = "evaluation.json"
 COMPARISON = "comparison.json"
+_FIELDS = {
+    CONVERSION: ("name", "before", "after", "values", "tensors"),
+    EVALUATION: ("model", "tokens", "perplexity", "loss"),
+    COMPARISON: ("steps", "runs", "table"),
+}
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a record at once; numbers that are not finite become null."""
+    """Write a record atomically; numbers that are not finite become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(_finite(record), allow_nan=False), encoding="utf8")
-    os.replace(draft, path)
+    atomic_write(path, json.dumps(_finite(record), allow_nan=False))
 
 
-def read_record(path: Path, needed: tuple[str, ...]) -> dict[str, Any]:
-    """Read a record that has at least these names."""
+def read_record(path: Path, kind: str) -> dict[str, Any]:
+    """Read a record at a path or in a directory, and check that it has the fields of its kind."""
+    path = path / kind if path.is_dir() else path
     try:
         record = json.loads(path.read_text("utf8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}; run the command that wrote it again") from error
-    lacking = [name for name in needed if not isinstance(record, dict) or name not in record]
+    lacking = [name for name in _FIELDS[kind] if not isinstance(record, dict) or name not in record]
     if lacking:
         raise ValueError(f"{path} is damaged: it has no {lacking[0]!r}; run the command that wrote it again")
     return record
@@ -35,6 +40,6 @@ def read_record(path: Path, needed: tuple[str, ...]) -> dict[str, Any]:
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _finite(x) for name, x in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return [_finite(x) for x in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

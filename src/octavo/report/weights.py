@@ -1,4 +1,4 @@
-"""The weights of a run's last checkpoint that fit their number format worst."""
+"""The weights of a run's last checkpoint with the largest quantization error."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 
 from octavo.qarray.histogram import WORST, histogram
-from octavo.report.heat import place
-from octavo.report.run import Run
+from octavo.report.layers import indexed, layer_and_op
+from octavo.report.run import FLOAT, Run
 
-_MOST = 1 << 25
-"""Without telemetry every weight is quantized to find the worst, unless they are more values than this."""
+# Without telemetry every weight is quantized to find the worst, unless they have more values than this.
+_MOST_VALUES = 1 << 25
 
 
 def worst_weights(run: Run) -> tuple[list[dict[str, Any]], str]:
     """Histograms of the worst weights, and a sentence about where they come from or why there are none."""
-    if run.precision == "float":
+    if run.precision == FLOAT:
         return [], "The run was in float."
     if not (run.directory / "checkpoints").is_dir():
         return [], "There is no checkpoint to take weights from."
@@ -27,44 +27,33 @@ def worst_weights(run: Run) -> tuple[list[dict[str, Any]], str]:
 
     try:
         source = open_model(str(run.directory))
-        hows = param_quantizers(source.config, source.rules)
-        chosen = _chosen(run.telemetry, hows, {path: leaf.shape for path, leaf in source.leaves.items()})
+        quantizers = param_quantizers(source.config, source.rules)
         found = []
-        for path in chosen:
+        for path in _candidates(run.telemetry, quantizers, {path: leaf.shape for path, leaf in source.leaves.items()}):
             x = source.leaves[path].load()
             if not isinstance(x, QArray):
-                codes, db = quantize_array(np.asarray(x), hows[path])
-                found.append((db, path, x, codes))
-                found = sorted(found, key=lambda entry: entry[0])[:WORST]
+                q, db = quantize_array(np.asarray(x), quantizers[path])
+                found = sorted([*found, (db, path, np.asarray(x), q)], key=lambda entry: entry[0])[:WORST]
     except (ValueError, OSError, ImportError) as error:
         return [], f"The weights of the last checkpoint cannot be read: {error}"
     if not found:
         return [], "The rules quantize no weight of the last checkpoint, or there are too many weights to look at."
-    drawn = [histogram(path, np.asarray(x), q, sqnr_db=db) for db, path, x, q in found]
     step = source.origin.get("step")
-    return drawn, f"Weights with the lowest signal to noise, from the checkpoint of step {step}."
+    about = f"Weights with the lowest signal to noise, from the checkpoint of step {step}."
+    return [histogram(path, x, q, sqnr_db=db) for db, path, x, q in found], about
 
 
-def _chosen(telemetry: Sequence[Mapping[str, Any]], hows: Mapping[str, Any], shapes: Mapping[str, Any]) -> list[str]:
-    """The paths to look at: the worst by telemetry, or all where there is none and they are not too many."""
-    quantized = {place(path): path for path in hows if path in shapes}
+def _candidates(
+    telemetry: Sequence[Mapping[str, Any]], quantizers: Mapping[str, Any], shapes: Mapping[str, Any]
+) -> list[str]:
+    """The paths to look at: the worst by telemetry, or all if there is none and they are not too large."""
+    quantized = {layer_and_op(path): path for path in quantizers if path in shapes}
     ranked = []
     for site, operands in (telemetry[-1].get("sites") or {}).items() if telemetry else ():
-        for turn, db in turns(operands.get("rhs", {}).get("sqnr_db")):
-            if (path := quantized.get(place(site, turn))) is not None:
+        for index, db in indexed(operands.get("rhs", {}).get("sqnr_db")):
+            if (path := quantized.get(layer_and_op(site, index))) is not None:
                 ranked.append((db, path))
     if ranked:
         return list(dict.fromkeys(path for _, path in sorted(ranked)))[: 2 * WORST]
     total = sum(math.prod(shapes[path]) for path in quantized.values())
-    return list(quantized.values()) if total <= _MOST else []
-
-
-def turns(value: Any) -> list[tuple[tuple[int, ...], float]]:
-    """The finite numbers in nested lists, each with its place: one for each turn of the loops around a product.
-
-    >>> turns([1.5, None]), turns(2.0)
-    ([((0,), 1.5)], [((), 2.0)])
-    """
-    if isinstance(value, list):
-        return [((i, *at), x) for i, part in enumerate(value) for at, x in turns(part)]
-    return [((), float(value))] if isinstance(value, int | float) and math.isfinite(value) else []
+    return list(quantized.values()) if total <= _MOST_VALUES else []

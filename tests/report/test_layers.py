@@ -6,25 +6,31 @@ import pytest
 
 import octavo
 from octavo.qarray.histogram import histogram
-from octavo.report.heat import extent_of, heat_map, place, shortest
-from octavo.report.histograms import histograms_section
+from octavo.report.layers import HeatMap, layer_and_op, shortest, span_of
+from octavo.report.page import environment
 from tests.report.page import Page
+
+
+def render(macro, *args):
+    """A page with one macro of the templates."""
+    blocks = environment().get_template("blocks.html").make_module({"headings": []})
+    return Page(f"<main>{getattr(blocks, macro)(*args)}</main>")
 
 
 def test_drawing_says_what_it_shows():
     x = np.linspace(-1, 1, 256, dtype=np.float32)
     one = histogram("<w>", x, octavo.quantize(jnp.asarray(x), "int4"), sqnr_db=21.5)
-    page = Page(f"<main>{histograms_section([one], about='Two words.')}</main>")
+    page = render("worst_tensors", [one], "Two words.", "Worst tensors")
     assert "<w>" in page.text
-    assert "21.5 dB, 0.00 % beyond the ends" in page.text
+    assert "21.5 dB, 0.00 % saturated" in page.text
     assert len(page.svgs) == 1
     marks = next(e for e in page.svgs[0].iter() if e.get("class") == "marks")
     assert marks.get("d").count("M") == sum(one["low"] <= v <= one["high"] for v in one["grid"])
-    assert histograms_section([], about="") == ""
+    assert not render("worst_tensors", [], "", "Worst tensors").text
 
 
 @pytest.mark.parametrize(
-    ("path", "turn", "wanted"),
+    ("path", "index", "wanted"),
     [
         ("decoder/layers_11/self_attention/query/kernel", (), ("11", "self_attention/query")),
         ("decoder/layers/mlp/wo/dot_general0", (2,), ("2", "mlp/wo")),
@@ -34,14 +40,14 @@ def test_drawing_says_what_it_shows():
         ("mlp/dot_general0", (), ("", "mlp")),
     ],
 )
-def test_places(path, turn, wanted):
-    assert place(path, turn) == wanted
+def test_layer_and_op(path, index, wanted):
+    assert layer_and_op(path, index) == wanted
 
 
 def test_heat_map_orders_layers_and_colours_the_worst_most():
     cells = {(str(i), name): 40.0 - i for i in (10, 2, 1) for name in ("mlp/wo", "attention/out")}
     del cells["2", "mlp/wo"]
-    page = Page(f"<main>{heat_map('Errors', cells)}</main>")
+    page = render("heat_map", HeatMap("Errors", cells, span_of([cells])))
     assert page.text == "Errors layer wo out 1 39.0 39.0 2 - 38.0 10 30.0 30.0"
     strengths = [attrs["style"] for attrs in page.all("td") if "style" in attrs]
     assert strengths[0] == "--h:0%"
@@ -49,6 +55,5 @@ def test_heat_map_orders_layers_and_colours_the_worst_most():
 
 
 def test_small_differences_stay_pale():
-    low, high = extent_of([{("0", "a"): 30.0, ("1", "a"): 30.5}])
-    assert (low, high) == (24.5, 30.5)
+    assert span_of([{("0", "a"): 30.0, ("1", "a"): 30.5}]) == (24.5, 30.5)
     assert shortest(["layer/a/w", "layer/b/w"]) == {"layer/a/w": "a/w", "layer/b/w": "b/w"}

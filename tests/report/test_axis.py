@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.report.scale import Scale, extent, names, smooth, thin
+from octavo.report.axis import Scale, decimate, extent, smooth, tick_labels
 
 finite = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -18,7 +18,7 @@ def test_every_value_has_a_place(values, zero):
     assert all(20 <= scale(v) <= 300 for v in values)
     assert all(low <= t <= high or abs(t) < 1e-9 for t in scale.ticks(5))
     assert 1 <= len(scale.ticks(5)) <= 11
-    assert len(names(scale.ticks(5))) == len(scale.ticks(5))
+    assert len(tick_labels(scale.ticks(5))) == len(scale.ticks(5))
 
 
 def test_log_scale():
@@ -40,13 +40,13 @@ def test_values_beyond_an_axis_are_at_its_end():
 
 
 @given(st.integers(601, 3000), st.integers(0, 3), st.integers(0, 2**32))
-def test_thin_keeps_extremes_and_gaps(count, holes, number):
+def test_decimate_keeps_extremes_and_gaps(count, holes, number):
     random = Random(number)
     values = [random.gauss(0, 1) for _ in range(count)]
     for _ in range(holes):
         values[random.randrange(count)] = None
     points = list(enumerate(values))
-    few = thin(points)
+    few = decimate(points)
     assert len(few) <= 1000
     assert [p for p in points if p in few] == few
     for chosen in (min, max):

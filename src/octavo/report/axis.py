@@ -1,11 +1,11 @@
-"""From numbers to places: axes with round ticks, and lines with few enough points to draw."""
+"""From numbers to coordinates: axes with round ticks, and lines with few enough points to draw."""
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from octavo.report.words import MINUS, Number
+from octavo.report.format import MINUS, Number
 
 type Point = tuple[Number, Number | None]
 """A value, or None where it is not finite, over its step or time."""
@@ -13,7 +13,7 @@ type Point = tuple[Number, Number | None]
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Maps the interval `low` to `high` onto `start` to `end`, evenly or by logarithm.
+    """Maps the interval `low` to `high` onto `start` to `end`, linearly or by logarithm, and clips to it.
 
     >>> scale = Scale(0, 10, 100, 200)
     >>> scale(5), scale.ticks(3)
@@ -31,10 +31,10 @@ class Scale:
             raise ValueError(f"a scale goes from a number to a larger one, above 0 if logarithmic; got {self}")
 
     def __call__(self, value: Number) -> Number:
-        place = math.log if self.log else float
-        value = min(max(value, self.low), self.high)
-        share = (place(value) - place(self.low)) / (place(self.high) - place(self.low))
-        return self.start + share * (self.end - self.start)
+        low, value, high = (
+            math.log(x) if self.log else x for x in (self.low, min(max(value, self.low), self.high), self.high)
+        )
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
 
     def ticks(self, count: int) -> list[Number]:
         """About `count` round numbers in the interval."""
@@ -42,13 +42,13 @@ class Scale:
             exponents = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             found = [m * 10.0**e for e in exponents for m in (1, 2, 5) if self.low <= m * 10.0**e <= self.high]
             return found[:: math.ceil(len(found) / (count + 1))]
-        # A step too wide for the interval leaves one or two of them; the next smaller one then.
+        # A step too wide for the interval leaves one or two ticks: take the next smaller one.
         for more in range(4):
             step = _round_step((self.high - self.low) / max(1, count - 1 + more))
-            places = range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)
-            if len(places) >= min(3, count):
+            multiples = range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)
+            if len(multiples) >= min(3, count):
                 break
-        return [i * step for i in places]
+        return [i * step for i in multiples]
 
 
 def _round_step(step: Number) -> Number:
@@ -56,10 +56,10 @@ def _round_step(step: Number) -> Number:
     return power * next(m for m in (1, 2, 5, 10) if m * power >= step * 0.8)
 
 
-def names(ticks: Sequence[Number]) -> list[str]:
+def tick_labels(ticks: Sequence[Number]) -> list[str]:
     """The ticks as text, all with as many digits as tell them apart.
 
-    >>> names([0.0, 0.05, 0.1]), names([0.0, 5000.0, 10000.0]), names([1e-7, 2e-7])
+    >>> tick_labels([0.0, 0.05, 0.1]), tick_labels([0.0, 5000.0, 10000.0]), tick_labels([1e-7, 2e-7])
     (['0', '0.05', '0.10'], ['0', '5,000', '10,000'], ['1e-07', '2e-07'])
     """
     sizes = [abs(tick) for tick in ticks if tick]
@@ -70,25 +70,23 @@ def names(ticks: Sequence[Number]) -> list[str]:
 
 
 def extent(values: Iterable[Number | None], *, zero: bool = False, log: bool = False) -> tuple[Number, Number]:
-    """The interval that an axis shows: all values and a little room, and 0 if asked for.
+    """The interval that an axis shows: all values with a margin, and 0 if asked for.
 
     >>> extent([1.0, None, 3.0], zero=True), extent([])
     ((0.0, 3.15), (0.0, 1.0))
     """
     known = [v for v in values if v is not None] + ([0.0] if zero else [])
-    if not known:
-        return 0.0, 1.0
-    low, high = min(known), max(known)
-    if zero and low == high:
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    if not known or (zero and low == high):
         return 0.0, 1.0
     if log:
         return low / 1.05, high * 1.05
-    room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return (low if zero and low == 0 else low - room), (high if zero and high == 0 else high + room)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return (low if zero and low == 0 else low - margin), (high if zero and high == 0 else high + margin)
 
 
-def thin(points: Sequence[Point], most: int = 600) -> list[Point]:
-    """At most about `most` of the points: the lowest and highest of each stretch, so that no spike is lost."""
+def decimate(points: Sequence[Point], most: int = 600) -> list[Point]:
+    """At most about `most` of the points: the lowest and highest of each bin, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     width = math.ceil(2 * len(points) / most)
@@ -103,21 +101,22 @@ def thin(points: Sequence[Point], most: int = 600) -> list[Point]:
 
 
 def smooth(points: Sequence[Point], window: int) -> list[Point]:
-    """The mean over about `window` points around each, fewer towards the ends; not across values that are not finite.
-
-    As many points count on the left as on the right, so that a straight line stays where it is.
+    """The centered mean over about `window` points, fewer towards the ends; not across values that are not finite.
 
     >>> smooth([(0, 1.0), (1, 2.0), (2, 6.0), (3, None)], 3)
     [(0, 1.0), (1, 3.0), (2, 6.0), (3, None)]
     """
     out: list[Point] = []
-    for whole, run in itertools.groupby(points, key=lambda point: point[1] is not None):
+    for is_finite, run in itertools.groupby(points, key=lambda point: point[1] is not None):
         stretch = list(run)
-        if not whole:
-            out += stretch
-            continue
         sums = [0.0, *itertools.accumulate(y for _, y in stretch if y is not None)]
-        for i, (x, _) in enumerate(stretch):
+        for i, point in enumerate(stretch):
             half = min(window // 2, i, len(stretch) - 1 - i)
-            out.append((x, (sums[i + half + 1] - sums[i - half]) / (2 * half + 1)))
+            mean = (sums[i + half + 1] - sums[i - half]) / (2 * half + 1) if is_finite else None
+            out.append((point[0], mean))
     return out
+
+
+def last(points: Sequence[Point]) -> Number | None:
+    """The last finite value."""
+    return next((y for _, y in reversed(points) if y is not None), None)
