@@ -4,27 +4,23 @@ from importlib.metadata import version
 
 import pytest
 
-import octavo.cli
-from octavo.cli import main
+import octavo
+from octavo.cli import main, make_parser
+
+COMMANDS = ("doctor", "plan", "verify", "quantize", "eval", "serve", "generate", "report", "completion")
 
 
 def test_help_names_the_commands_and_what_to_type_next(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     shown = capsys.readouterr().out
-    assert "doctor" in shown
+    assert all(command in shown for command in (*COMMANDS, "train", "compare"))
     assert "Next: octavo doctor" in shown
 
 
 def test_no_command_prints_the_help(capsys):
     assert main([]) == 0
     assert "usage: octavo" in capsys.readouterr().out
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert capsys.readouterr().out == f"octavo {version('octavo')}\n"
 
 
 def test_an_unknown_command_is_named(capsys):
@@ -38,14 +34,22 @@ def test_python_m_octavo():
     assert shown.stdout == f"octavo {version('octavo')}\n"
 
 
-def test_help_imports_neither_jax_nor_numpy():
-    script = f"""
-import sys, types
-package = types.ModuleType("octavo")
-package.__path__ = [{octavo.__path__[0]!r}]
-sys.modules["octavo"] = package
-import octavo.cli
-octavo.cli.main([])
-assert not {{"jax", "numpy", "octavo.cli.doctor"}} & set(sys.modules)
-"""
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert "xample" in capsys.readouterr().out or command == "doctor"
+
+
+def test_the_parser_of_all_commands_imports_neither_jax_nor_numpy():
+    script = "import sys, octavo.cli; octavo.cli.make_parser(); assert not {'jax', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    assert make_parser().prog == "octavo"
+
+
+def test_public_names_are_imported_when_they_are_used():
+    assert all(getattr(octavo, name) is not None for name in octavo.__all__)
+    assert set(octavo.__all__) <= set(dir(octavo))
+    assert octavo.kernels.status()
+    with pytest.raises(AttributeError, match="module 'octavo' has no attribute 'quantise'"):
+        _ = octavo.quantise

@@ -38,7 +38,7 @@ def test_requirements_are_read_from_metadata():
     lines = ["jax>=0.12", "no-such-thing>=1; extra == 'flax'", "mkdocs-material>=9; extra == 'docs'"]
     core, extra = read_requirements(lines)
     assert (core.name, core.bound, core.extra) == ("jax", ">=0.12", None)
-    assert core.met
+    assert core.is_met
     assert extra == Requirement("no-such-thing", ">=1", "flax", None)
 
 
@@ -114,13 +114,13 @@ def test_the_text_shows_speeds_reasons_and_fixes():
             "dots": {
                 "float32": {"runs": True, "speed": 1.0, "verdict": "reference"},
                 "int8": {"runs": True, "speed": 3.5, "verdict": "native"},
-                "int4": {"runs": False, "reason": "not supported", "verdict": "refused"},
+                "int4": {"runs": False, "reason": "not supported", "verdict": "unsupported"},
             },
             "missing": [{"problem": "extra 'flax': flax", "fix": "python -m pip install flax", "essential": False}],
         }
     )
     assert "int8            runs   3.50x  native" in text
-    assert "int4            refused       not supported" in text
+    assert "int4            unsupported   not supported" in text
     assert "2 x cpu (backend cpu)" in text
     assert "  kernels   CPU kernels in AVX2\n" in text
     assert "    python -m pip install flax" in text

@@ -92,18 +92,18 @@ def test_what_devices_send_with_rules_that_keep_state(capsys, tmp_path):
     )
 
 
-def test_nothing_is_sent_by_inputs_that_lie_nowhere(capsys):
+def test_inputs_without_shardings_send_nothing(capsys):
     assert refusal(capsys, "plan", "toy:predict", "--rules", "int8", "--sent") == (
-        "--sent: no input of toy:predict lies on several devices: give --inputs as module:callable that returns "
-        "arrays, or jax.ShapeDtypeStructs with sharding=, that do"
+        "--sent: no input of toy:predict is sharded over several devices: give --inputs as module:callable that "
+        "returns arrays, or jax.ShapeDtypeStructs with sharding=, that are"
     )
 
 
 @pytest.mark.standard_promotion
-def test_a_models_weights_lie_nowhere(capsys):
+def test_a_models_weights_have_no_shardings(capsys):
     text = refusal(capsys, "plan", "toy_models:linen", "--rules", "int8", "--inputs", "f32[8,16]", "--sent")
     assert text == (
-        "--sent is for functions: the shapes of the model toy_models:linen do not tell where its weights lie"
+        "--sent is for functions: the shapes of the model toy_models:linen have no shardings of its weights"
     )
 
 

@@ -36,7 +36,7 @@ say(dots={n: {"runs": True, "seconds": s} for n, s in {"float32": 4.0, "int8": 1
     assert found["dots"]["float16"]["verdict"] == "emulated or slower"
 
 
-def test_a_type_that_kills_the_process_is_refused_and_the_others_are_tried():
+def test_a_type_that_kills_the_process_is_unsupported_and_the_others_are_tried():
     found = probe(
         child("""
 say(platform="cpu", devices=["cpu"])
@@ -52,11 +52,11 @@ say(dots={n: {"runs": True, "seconds": 1.0} for n in ("float32", "int8")})
     )
     assert found["error"] is None
     assert found["dots"]["int8"]["runs"]
-    assert found["dots"]["int4"]["verdict"] == "refused"
+    assert found["dots"]["int4"]["verdict"] == "unsupported"
     assert "killed by signal 6" in found["dots"]["int4"]["reason"]
 
 
-def test_a_type_that_hangs_is_refused():
+def test_a_type_that_hangs_is_unsupported():
     found = probe(
         child("""
 if "int4" not in skip:

@@ -1,42 +1,65 @@
-"""The `octavo` command. Each subcommand's module is imported only when it runs, so that `--help` is instant."""
+"""The `octavo` command. A command's module holds its options and imports what it runs, so that `--help` is instant."""
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from octavo.cli.arguments import make_parser
+__all__ = ["main", "make_parser"]
 
-__all__ = ["main"]
-
-_WORDS = {"train": "train", "compare": "compare"}
-"""Commands that take key=value words and print their own help, by the module that runs them."""
-_COMMANDS = {
-    "doctor": "doctor",
-    "plan": "plan",
-    "verify": "verify",
-    "quantize": "quantize",
-    "eval": "evaluate",
-    "serve": "serve",
-    "generate": "generate",
-    "report": "report",
+_KEY_VALUE = {
+    "train": "train a language model in low precision",
+    "compare": "train in float and in recipes side by side, over seeds",
 }
+"""Commands that take key=value arguments and print their own help."""
+_COMMANDS = ("doctor", "plan", "verify", "quantize", "evaluate", "serve", "generate", "report", "completion")
+
+_EXAMPLES = """\
+to begin:
+  octavo train quantization=int8                       a small language model, trained in int8
+  octavo compare quantization=int8,fp8_full seeds=2    the same in float and in two recipes, with a table
+  octavo plan module:function --rules int8             what int8 would do to a function or model of yours
+  octavo quantize model.gguf int4 small                a pretrained model in four bits
+  octavo generate small --prompt "Once upon a time"    text from it
+  octavo COMMAND --help                                the rest
+
+Next: octavo doctor"""
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        from importlib.metadata import version
+
+        print(f"octavo {version('octavo')}")
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    if words and words[0] in _WORDS:
-        return _module(_WORDS[words[0]]).run(words[1:])
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments and arguments[0] in _KEY_VALUE:
+        return importlib.import_module(f"octavo.cli.{arguments[0]}").run(arguments[1:])
     parser = make_parser()
-    args = parser.parse_args(words)
-    if args.command == "completion":
-        return _module("completion").run(args, parser)
-    if args.command in _COMMANDS:
-        return _module(_COMMANDS[args.command]).run(args)
-    parser.print_help()
-    return 0
+    args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    return args.run(args)
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(f"octavo.cli.{name}")
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; those that take key=value arguments are in it by name only."""
+    parser = argparse.ArgumentParser(
+        prog="octavo",
+        description="Quantized training and inference for JAX.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for name, summary in _KEY_VALUE.items():
+        commands.add_parser(name, add_help=False, help=summary)
+    for name in _COMMANDS:
+        module = importlib.import_module(f"octavo.cli.{name}")
+        module.add_parser(commands).set_defaults(run=module.run)
+    return parser

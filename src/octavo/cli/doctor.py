@@ -1,4 +1,4 @@
-"""`octavo doctor`: what is here, what multiplies fast, what is missing and how to get it."""
+"""`octavo doctor`: what is installed here, which types have fast matmuls, what is missing and how to get it."""
 
 import argparse
 import dataclasses
@@ -6,6 +6,7 @@ import json
 import platform
 import re
 from importlib import metadata
+from typing import Any
 
 from octavo.cli import machine
 from octavo.cli.probe import SHAPE, probe
@@ -19,7 +20,7 @@ _REQUIREMENT = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Requirement:
-    """One requirement of Octavo, the extra it belongs to (None: the core), and the installed version if any."""
+    """A requirement of Octavo, the extra it belongs to (None: the core), and the installed version if any."""
 
     name: str
     bound: str
@@ -27,8 +28,21 @@ class Requirement:
     installed: str | None
 
     @property
-    def met(self) -> bool:
+    def is_met(self) -> bool:
         return self.installed is not None and at_least(self.installed, self.bound)
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the command and its options."""
+    parser = commands.add_parser(
+        "doctor",
+        help="what this machine has, which number types have fast matmuls, and what is missing",
+        description="Print versions, CPU and devices; time a matmul in each number type against float32 on the default "
+        "backend; list what is missing with the command that installs it. Takes a few seconds.",
+        epilog="Exit status 1 when something Octavo cannot run without is missing. Next: make train",
+    )
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,14 +53,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> dict:
-    """Everything the doctor knows, as plain data."""
+    """The report as JSON."""
     requirements = read_requirements(metadata.requires("octavo") or [])
     probed = probe()
-    versions = {name: installed(name) for name in ("jax", "jaxlib", *(r.name for r in requirements))}
     return {
         "octavo": metadata.version("octavo"),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {name: installed(name) for name in ("jax", "jaxlib", *(r.name for r in requirements))},
         "cpu": dataclasses.asdict(machine.cpu()),
         "compiler": machine.compiler(),
         **probed,
@@ -84,7 +97,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def missing(requirements: list[Requirement], probed: dict) -> list[dict]:
-    """What is missing, each with the command that mends it; essential is what Octavo cannot run without."""
+    """What is missing, each with the command that installs it; Octavo cannot run without what is essential."""
     found = []
 
     def add(problem: str, fix: str, essential: bool = False) -> None:
@@ -94,18 +107,15 @@ def missing(requirements: list[Requirement], probed: dict) -> list[dict]:
         add(f"Python {platform.python_version()} is too old", "uv python install 3.12", essential=True)
     if probed["error"]:
         add(f"JAX does not run: {probed['error']}", _pip("--upgrade", "jax"), essential=True)
-
-    by_extra: dict[str | None, list[Requirement]] = {}
-    for requirement in requirements:
-        if not requirement.met:
-            by_extra.setdefault(requirement.extra, []).append(requirement)
-    for extra, unmet in by_extra.items():
-        names = ", ".join(f"{r.name} {r.installed} (needs {r.bound})" if r.installed else r.name for r in unmet)
+    unmet = [requirement for requirement in requirements if not requirement.is_met]
+    for extra in dict.fromkeys(requirement.extra for requirement in unmet):
+        group = [requirement for requirement in unmet if requirement.extra == extra]
+        names = ", ".join(f"{r.name} {r.installed} (needs {r.bound})" if r.installed else r.name for r in group)
         label = "required" if extra is None else f"extra '{extra}'"
-        add(f"{label}: {names}", _pip(*(r.name + r.bound for r in unmet)), essential=extra is None)
-
+        add(f"{label}: {names}", _pip(*(r.name + r.bound for r in group)), essential=extra is None)
     if machine.compiler() is None:
-        add("no C++ compiler: the CPU kernels cannot be built", machine.compiler_fix())
+        fix = "xcode-select --install" if platform.system() == "Darwin" else "apt install g++"
+        add("no C++ compiler: the CPU kernels cannot be built", fix)
     elif probed["kernels"] and not probed["kernels"]["ready"]:
         add(probed["kernels"]["status"].partition(":")[0], "python -m octavo.kernels.build")
     for accelerator in machine.accelerators():
@@ -116,30 +126,29 @@ def missing(requirements: list[Requirement], probed: dict) -> list[dict]:
 
 
 def _pip(*words: str) -> str:
-    quoted = [f"'{word}'" if re.search(r"[<>\[]", word) else word for word in words]
-    return " ".join(["python -m pip install", *quoted])
+    return " ".join(["python -m pip install", *(f"'{w}'" if re.search(r"[<>\[]", w) else w for w in words)])
 
 
 def show(report: dict) -> str:
     """The report as text."""
-    cpu = report["cpu"]
-    lines = [f"octavo {report['octavo']}", f"  {'python':18}{report['python']}"]
-    lines += [f"  {name:18}{version or 'not installed'}" for name, version in report["versions"].items()]
-
-    lines += ["", "machine", f"  {'cpu':10}{cpu['model']}, {cpu['cores']} cores"]
-    lines += [f"  {'has':10}{' '.join(cpu['has']) or 'unknown'}", f"  {'lacks':10}{' '.join(cpu['lacks']) or '-'}"]
-    lines += [f"  {'compiler':10}{report['compiler'] or 'none'}"]
-    if report["kernels"]:
-        lines += [f"  {'kernels':10}{report['kernels']['status']}"]
+    cpu, kernels = report["cpu"], report["kernels"]
     kinds = {kind: report["devices"].count(kind) for kind in report["devices"]}
     devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
-    lines += [f"  {'devices':10}{devices} (backend {report['platform'] or 'none'})"]
-
+    hardware = {
+        "cpu": f"{cpu['model']}, {cpu['cores']} cores",
+        "has": " ".join(cpu["has"]) or "unknown",
+        "lacks": " ".join(cpu["lacks"]) or "-",
+        "compiler": report["compiler"] or "none",
+        **({"kernels": kernels["status"]} if kernels else {}),
+        "devices": f"{devices} (backend {report['platform'] or 'none'})",
+    }
+    lines = [f"octavo {report['octavo']}", f"  {'python':18}{report['python']}"]
+    lines += [f"  {name:18}{version or 'not installed'}" for name, version in report["versions"].items()]
+    lines += ["", "machine", *(f"  {name:10}{text}" for name, text in hardware.items())]
     if report["dots"]:
         rows, inner, columns = SHAPE
-        lines += ["", f"matrix products, {rows}x{inner} by {inner}x{columns}, speed against float32"]
+        lines += ["", f"matmuls, {rows}x{inner} by {inner}x{columns}, speed against float32"]
         lines += [_dot_line(name, dot) for name, dot in report["dots"].items()]
-
     lines += ["", "missing" if report["missing"] else "nothing is missing"]
     for item in report["missing"]:
         lines += [f"  {item['problem']}", f"    {item['fix']}"]
@@ -148,6 +157,6 @@ def show(report: dict) -> str:
 
 def _dot_line(name: str, dot: dict) -> str:
     if not dot["runs"]:
-        return f"  {name:16}refused       {dot['reason']}"
+        return f"  {name:16}unsupported   {dot['reason']}"
     speed = f"{dot['speed']:.2f}x" if dot["speed"] else "-"
     return f"  {name:16}runs  {speed:>6}  {dot['verdict']}"

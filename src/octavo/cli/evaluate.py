@@ -1,15 +1,38 @@
 """`octavo eval`: how good a model is on a text, and how far it is from its float original."""
 
+import argparse
 import json
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run"]
+from octavo.cli.options import MODEL, add_kv_cache
 
 
-def run(args: Namespace) -> int:
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the command and its options."""
+    parser = commands.add_parser(
+        "eval",
+        help="perplexity of a model on a text, and its distance to another",
+        description="Measure a model on a text: perplexity with its standard error; against another model of the same "
+        "vocabulary also the KL divergence, the RMS change of probabilities, how often both choose the same token, and "
+        "the signal to noise ratio of every layer. " + MODEL,
+        epilog="Example: octavo eval small --against model.gguf --text book.txt --max-tokens 20000",
+    )
+    parser.add_argument("model", metavar="MODEL", help="the model to measure")
+    parser.add_argument("--text", metavar="FILE", required=True, help="a text file")
+    parser.add_argument("--against", metavar="FLOAT", help="the model to compare with, such as the one in float")
+    parser.add_argument("--max-tokens", type=int, metavar="N", default=0, help="only the first N tokens of the text")
+    parser.add_argument("--length", type=int, metavar="N", default=256, help="tokens in a window (default 256)")
+    add_kv_cache(parser)
+    parser.add_argument(
+        "--out", metavar="DIR", help="where the report goes, with the figures as JSON (default: runs/eval-MODEL-TEXT)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
     """Evaluate as the arguments say, and return the exit status."""
     from octavo.pretrained import open_model
     from octavo.serve import KVConfig
@@ -45,13 +68,12 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _report(args: Namespace, source: Any, against: Any, found: Any) -> Path:
+def _report(args: argparse.Namespace, source: Any, against: Any, found: Any) -> Path:
     """Write the figures and the page about them to a directory of their own."""
     from octavo.pretrained.memory import peak_memory
-    from octavo.report import evaluation_report
-    from octavo.report.evaluation import read_evaluation
+    from octavo.report import render
+    from octavo.report.page import versions
     from octavo.report.record import EVALUATION, write_record
-    from octavo.report.tables import versions
 
     kv = "-".join(filter(None, (args.kv, args.kv_values))) if args.kv else ""
     name = "-".join(filter(None, ("eval", Path(args.model).resolve().name, Path(args.text).stem, kv)))
@@ -67,7 +89,7 @@ def _report(args: Namespace, source: Any, against: Any, found: Any) -> Path:
         **found.to_dict(),
     }
     write_record(directory / EVALUATION, record)
-    return evaluation_report(read_evaluation(directory), directory / "report.html")
+    return render(directory)
 
 
 def _progress(text: str) -> None:

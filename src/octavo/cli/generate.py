@@ -4,20 +4,51 @@ One prompt is answered token by token. Several are made side by side and printed
 all before it are done.
 """
 
+import argparse
 import json
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run"]
+from octavo.cli.options import MODEL, add_kv_cache
 
 _MOST_SLOTS = 8
 
 
-def run(args: Namespace) -> int:
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the command and its options."""
+    parser = commands.add_parser(
+        "generate",
+        help="go on from prompts with a model, token by token",
+        description="Print what a model makes of prompts, as it makes it; at the end, on stderr, how fast and in how "
+        "much memory. " + MODEL,
+        epilog="Example: octavo generate small --prompt 'Once upon a time' --max-tokens 64 --kv int8. Exit status 1: a "
+        "text ended in an error; 2: the model, a prompt or an option is wrong.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="the model to run")
+    parser.add_argument(
+        "--prompt", metavar="TEXT", action="append", help="what to go on from; several are done side by side"
+    )
+    parser.add_argument("--prompt-file", metavar="FILE", help="a prompt on each line; - reads standard input")
+    parser.add_argument("--chat", action="store_true", help="prompts are what a user says, in the model's template")
+    parser.add_argument("--max-tokens", type=int, metavar="N", default=128, help="tokens at most (default 128)")
+    parser.add_argument("--temperature", type=float, metavar="T", default=0.8, help="default 0.8; 0: likeliest token")
+    parser.add_argument("--top-k", type=int, metavar="K", default=0, help="only the K likeliest tokens (0: all)")
+    parser.add_argument("--top-p", type=float, metavar="P", default=1.0, help="only the likeliest that sum to P")
+    parser.add_argument("--min-p", type=float, metavar="P", default=0.0, help="only those with this share of the top")
+    parser.add_argument("--repetition-penalty", type=float, metavar="R", default=1.0, help="above 1: fewer repeats")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same number gives the same text")
+    parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text")
+    add_kv_cache(parser)
+    parser.add_argument("--slots", type=int, metavar="N", help="prompts done at a time (default: all, up to 8)")
+    parser.add_argument("--max-length", type=int, metavar="N", help="tokens of a prompt and its answer (default: fits)")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each prompt, when it is done")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
     """Generate as the arguments say, and return the exit status."""
     try:
         prompts = _prompts(args)
@@ -48,7 +79,7 @@ def run(args: Namespace) -> int:
     return 1 if clock.failed else 0
 
 
-def _prompts(args: Namespace) -> list[str]:
+def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt or ())
     if args.prompt_file is not None:
         text = sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text("utf-8")
@@ -58,7 +89,7 @@ def _prompts(args: Namespace) -> list[str]:
     return prompts
 
 
-def _params(args: Namespace) -> Any:
+def _params(args: argparse.Namespace) -> Any:
     from octavo.serve import SamplingParams
 
     return SamplingParams(
@@ -73,7 +104,7 @@ def _params(args: Namespace) -> Any:
     )
 
 
-def _engine(args: Namespace, prompts: Sequence[str]) -> tuple[Any, Any, list[list[int]]]:
+def _engine(args: argparse.Namespace, prompts: Sequence[str]) -> tuple[Any, Any, list[list[int]]]:
     from octavo.pretrained import open_model
     from octavo.serve import Engine, KVConfig
 

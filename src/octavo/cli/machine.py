@@ -1,4 +1,4 @@
-"""What the machine is made of: CPU and its vector extensions, accelerators on the bus, a C++ compiler."""
+"""The hardware of this machine: CPU and its vector extensions, accelerators on the bus, a C++ compiler."""
 
 import os
 import platform
@@ -10,18 +10,9 @@ from pathlib import Path
 
 # The extensions that decide which low-precision dots are fast, per instruction set.
 X86_FLAGS = (
-    "avx2",
-    "fma",
-    "avx512f",
-    "avx_vnni",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_int8",
-    "amx_bf16",
-)
+    "avx2", "fma", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16",
+)  # fmt: skip
 ARM_FLAGS = ("asimddp", "i8mm", "bf16", "sve", "sve2", "sme")
-
 # macOS's names for the Arm extensions above.
 _SYSCTL_ARM = {"feat_dotprod": "asimddp", "feat_i8mm": "i8mm", "feat_bf16": "bf16", "feat_sme": "sme"}
 
@@ -42,7 +33,7 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Hardware seen on the bus, the platform name JAX gives it, and the requirement that makes JAX use it."""
+    """An accelerator on the bus, the platform name JAX gives it, and the requirement that makes JAX use it."""
 
     name: str
     platform: str
@@ -57,10 +48,9 @@ def cpu() -> Cpu:
     elif platform.system() == "Darwin":
         model, flags = parse_sysctl(_output("sysctl", "machdep.cpu", "hw.optional"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if flags is None:
-        return Cpu(model, cores, (), ())
     known = ARM_FLAGS if platform.machine().lower() in ("arm64", "aarch64") else X86_FLAGS
-    return Cpu(model, cores, tuple(f for f in known if f in flags), tuple(f for f in known if f not in flags))
+    known = () if flags is None else known
+    return Cpu(model, cores, *(tuple(f for f in known if (f in (flags or ())) == has) for has in (True, False)))
 
 
 def parse_cpuinfo(text: str) -> tuple[str, set[str]]:
@@ -69,8 +59,7 @@ def parse_cpuinfo(text: str) -> tuple[str, set[str]]:
     for line in text.splitlines():
         key, _, value = line.partition(":")
         fields.setdefault(key.strip().lower(), value.strip())
-    flags = fields.get("flags") or fields.get("features") or ""
-    return fields.get("model name") or "unknown", set(flags.split())
+    return fields.get("model name") or "unknown", set((fields.get("flags") or fields.get("features") or "").split())
 
 
 def parse_sysctl(text: str) -> tuple[str, set[str]]:
@@ -80,11 +69,8 @@ def parse_sysctl(text: str) -> tuple[str, set[str]]:
     # macOS writes AVX512VNNI where Linux writes avx512_vnni.
     joined = {word.replace("_", "") for word in words.split()}
     flags = {flag for flag in X86_FLAGS if flag.replace("_", "") in joined}
-    for key, value in fields.items():
-        name = _SYSCTL_ARM.get(key.rpartition(".")[2].lower())
-        if name and value == "1":
-            flags.add(name)
-    return fields.get("machdep.cpu.brand_string", "unknown"), flags
+    arm = {_SYSCTL_ARM.get(key.rpartition(".")[2].lower()) for key, value in fields.items() if value == "1"}
+    return fields.get("machdep.cpu.brand_string", "unknown"), flags | {flag for flag in arm if flag}
 
 
 def accelerators(pci: Path = Path("/sys/bus/pci/devices"), kfd: Path = Path("/dev/kfd")) -> list[Accelerator]:
@@ -104,11 +90,6 @@ def accelerators(pci: Path = Path("/sys/bus/pci/devices"), kfd: Path = Path("/de
 def compiler() -> str | None:
     """The path of a C++ compiler, or None."""
     return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-
-
-def compiler_fix() -> str:
-    """The command that installs a C++ compiler on this system."""
-    return "xcode-select --install" if platform.system() == "Darwin" else "apt install g++"
 
 
 def _read(path: Path) -> str:

@@ -1,20 +1,18 @@
-"""`octavo plan`: what rules will do to each multiplication of a function or model."""
+"""`octavo plan`: what rules will do to each matmul of a function or model."""
 
 import argparse
 import importlib.util
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
+from octavo.cli.options import TARGET, add_target
 
-import octavo
-from octavo.cli.target import Asked, UsageError, answering, explaining
-from octavo.hlo import Communication, partitioned_hlo, read_communication
-from octavo.inspect import Plan
-from octavo.qarray import is_qarray
-from octavo.transform.arguments import argument_names, leaf_paths, weight_names
+if TYPE_CHECKING:
+    from octavo.cli.target import TargetCall
+    from octavo.hlo import Communication
+    from octavo.inspect import Plan
 
 _PAGE = """<!doctype html>
 <meta charset="utf-8">
@@ -24,24 +22,53 @@ _PAGE = """<!doctype html>
 """
 
 
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the command and its options."""
+    parser = commands.add_parser(
+        "plan",
+        usage="octavo plan TARGET --rules RULES [--inputs INPUT ...] [options]",
+        help="what rules will do to each matmul of a function or model",
+        description="Print each matmul of a function or model with the rule that matches it, the number types of its "
+        "forward and backward passes, its scales, and the bytes that it saves. Only shapes are used. " + TARGET,
+        epilog="Example: octavo plan my_model:make --rules int8 --inputs 'f32[8,128]'. Exit status 0: planned; 2: the "
+        "target, inputs or rules are wrong, or a rule matches nothing.",
+    )
+    add_target(parser)
+    parser.add_argument("--allow-unmatched", action="store_true", help="warn of a rule that matches nothing")
+    parser.add_argument(
+        "--sent",
+        action="store_true",
+        help="compile the quantized function for the devices that its inputs are sharded over, and print the "
+        "collective bytes of a device; octavo train prints the same for its step",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the plan as JSON")
+    form.add_argument("--html", metavar="FILE", help="write the plan to an HTML file")
+    return parser
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the plan and return the exit status."""
-    return answering(_plan, args, needs_rules="octavo plan --rules list prints the recipes")
+    from octavo.cli.target import run_on_target
+
+    return run_on_target(_plan, args, needs_rules="octavo plan --rules list prints the recipes")
 
 
-def _plan(asked: Asked, args: argparse.Namespace) -> int:
+def _plan(call: "TargetCall", args: argparse.Namespace) -> int:
+    import octavo
+    from octavo.cli.target import usage_errors
+    from octavo.inspect import Plan
+
     on_unmatched = "warn" if args.allow_unmatched else "error"
-    with explaining():
-        plan = octavo.plan(
-            asked.target.value, asked.rules, *asked.inputs, on_unmatched=on_unmatched, weights=asked.weights
-        )
+    with usage_errors():
+        plan = octavo.plan(call.target.value, call.rules, *call.inputs, on_unmatched=on_unmatched, weights=call.weights)
         if args.sent:
-            plan = plan.with_communication(_communication(asked))
+            plan = plan.with_communication(_communication(call))
     if args.json:
         print(plan.to_json())
         return 0
     if args.html:
-        _write(plan, args.html, asked.target.name)
+        _write(plan, args.html, call.target.name)
     else:
         # What the notes say was a warning already.
         _show(Plan(plan.rows, plan.rules, communication=plan.communication))
@@ -49,37 +76,46 @@ def _plan(asked: Asked, args: argparse.Namespace) -> int:
     return 0
 
 
-def _communication(asked: Asked) -> Communication:
-    """What a device sends in the target in low precision, compiled for the devices on which its inputs lie."""
-    fn, inputs, name = asked.target.value, asked.inputs, asked.target.name
-    if asked.target.framework is not None:
-        raise UsageError(f"--sent is for functions: the shapes of the model {name} do not tell where its weights lie")
+def _communication(call: "TargetCall") -> "Communication":
+    """The collectives of the quantized target, compiled for the devices that its inputs are sharded over."""
+    import jax
+
+    import octavo
+    from octavo.cli.target import UsageError
+    from octavo.hlo import partitioned_hlo, read_communication
+    from octavo.qarray import is_qarray
+    from octavo.transform.arguments import argument_names, leaf_paths, weight_names
+
+    fn, inputs, name = call.target.value, call.inputs, call.target.name
+    if call.target.framework is not None:
+        raise UsageError(f"--sent is for functions: the shapes of the model {name} have no shardings of its weights")
     flat = jax.tree_util.tree_leaves_with_path(inputs, is_leaf=is_qarray)
-    names = weight_names(
-        leaf_paths(fn, inputs, {}), [leaf for _, leaf in flat], asked.weights, argument_names(fn, len(inputs))
-    )
-    places = {"inputs" + jax.tree_util.keystr(path): leaf for path, leaf in flat}
-    weights = {place: name for place, name in zip(places, names, strict=True) if name is not None}
-    lie = {place: getattr(leaf, "sharding", None) for place, leaf in places.items()}
-    if not any(where is not None and where.num_devices > 1 for where in lie.values()):
+    leaves = [leaf for _, leaf in flat]
+    names = weight_names(leaf_paths(fn, inputs, {}), leaves, call.weights, argument_names(fn, len(inputs)))
+    keys = ["inputs" + jax.tree_util.keystr(path) for path, _ in flat]
+    weights = {key: name for key, name in zip(keys, names, strict=True) if name is not None}
+    shardings = {key: getattr(leaf, "sharding", None) for key, leaf in zip(keys, leaves, strict=True)}
+    if not any(sharding is not None and sharding.num_devices > 1 for sharding in shardings.values()):
         raise UsageError(
-            f"--sent: no input of {name} lies on several devices: give --inputs as module:callable that returns "
-            "arrays, or jax.ShapeDtypeStructs with sharding=, that do"
+            f"--sent: no input of {name} is sharded over several devices: give --inputs as module:callable that "
+            "returns arrays, or jax.ShapeDtypeStructs with sharding=, that are"
         )
-    cut = {weights[p]: where for p, where in lie.items() if p in weights and isinstance(where, jax.NamedSharding)}
-    low = octavo.quantized(fn, asked.rules, weights=asked.weights, on_unmatched="ignore", shardings=cut)
+    named = {weights[k]: s for k, s in shardings.items() if k in weights and isinstance(s, jax.NamedSharding)}
+    low = octavo.quantized(fn, call.rules, weights=call.weights, on_unmatched="ignore", shardings=named)
     state = jax.eval_shape(low.init, *inputs) if low.provider.stateful else {}
 
-    def run(state: Any, inputs: Any) -> Any:
+    def step(state: Any, inputs: Any) -> Any:
         return low.stateful(state, key=jax.random.key(0))(*inputs)
 
-    text = partitioned_hlo(jax.jit(run).lower(state, inputs))
+    text = partitioned_hlo(jax.jit(step).lower(state, inputs))
     return read_communication(
         text, weights=lambda argument: argument in weights or argument.rpartition(".")[0] in weights
     )
 
 
-def _write(plan: Plan, path: str, title: str) -> None:
+def _write(plan: "Plan", path: str, title: str) -> None:
+    from octavo.cli.target import UsageError
+
     try:
         Path(path).write_text(_PAGE.format(title=title, body=plan._repr_html_()), encoding="utf-8")
     except OSError as error:
@@ -87,7 +123,7 @@ def _write(plan: Plan, path: str, title: str) -> None:
     print(f"{path} written")
 
 
-def _show(plan: Plan) -> None:
+def _show(plan: "Plan") -> None:
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
 

@@ -1,7 +1,7 @@
-"""Which number types can this backend multiply, and how fast? Found out by trying.
+"""Which number types does this backend support in a dot, and how fast is it?
 
-The trying happens in a child process, `python -m octavo.cli.probe`: XLA prints stack traces for a dot it refuses and
-may abort on one it half supports. The child writes one JSON object a line; the parent reads what it managed to say.
+Measured in a child process, `python -m octavo.cli.probe`: XLA prints stack traces for a dot that it does not support
+and may abort on one that it half supports. The child writes one JSON object a line; the parent reads those that came.
 """
 
 import json
@@ -12,16 +12,8 @@ import time
 from collections.abc import Sequence
 
 DTYPES = (
-    "float32",
-    "bfloat16",
-    "float16",
-    "int8",
-    "uint8",
-    "int4",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float4_e2m1fn",
-)
+    "float32", "bfloat16", "float16", "int8", "uint8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn",
+)  # fmt: skip
 SHAPE = (512, 1024, 512)
 ROUNDS = 30
 # Timings of one dot spread by a few per cent between runs; less than this is not a gain.
@@ -33,25 +25,25 @@ _COMMAND = (sys.executable, "-m", "octavo.cli.probe")
 def probe(command: Sequence[str] = _COMMAND, timeout: float = 15.0) -> dict:
     """Try every type and return `{"error", "platform", "devices", "kernels", "dots"}`.
 
-    A type at which the child dies or hangs is reported as refused and left out of the next try.
+    A type at which the child dies or hangs is reported as unsupported and left out of the next try.
     """
-    refused: dict[str, str] = {}
+    unsupported: dict[str, str] = {}
     while True:
-        events, died = _child([*command, *refused], timeout)
-        told, dots, trying = {}, {}, None
+        events, died = _child([*command, *unsupported], timeout)
+        info, dots, trying = {}, {}, None
         for event in events:
             trying = event.pop("trying", None)
             dots |= event.pop("dots", {})
-            told |= event
-        if died is None or trying is None or trying in refused:
+            info |= event
+        if died is None or trying is None or trying in unsupported:
             break
-        refused[trying] = died
-    dots |= {name: _refusal(reason) for name, reason in refused.items()}
+        unsupported[trying] = died
+    dots |= {name: _unsupported(reason) for name, reason in unsupported.items()}
     return {
         "error": died,
-        "platform": told.get("platform"),
-        "devices": told.get("devices", []),
-        "kernels": told.get("kernels"),
+        "platform": info.get("platform"),
+        "devices": info.get("devices", []),
+        "kernels": info.get("kernels"),
         "dots": {name: _judged(dots[name], dots) for name in DTYPES if name in dots},
     }
 
@@ -81,7 +73,7 @@ def _events(output: bytes | None) -> list[dict]:
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
-def _refusal(reason: str) -> dict:
+def _unsupported(reason: str) -> dict:
     return {"runs": False, "reason": short_reason(reason)}
 
 
@@ -90,7 +82,7 @@ def _judged(dot: dict, dots: dict) -> dict:
     seconds = dot.get("seconds")
     reference = dots.get("float32", {}).get("seconds")
     if not dot["runs"]:
-        return {**dot, "verdict": "refused"}
+        return {**dot, "verdict": "unsupported"}
     if dot is dots.get("float32"):
         return {**dot, "speed": 1.0, "verdict": "reference"}
     if not (seconds and reference):
@@ -99,7 +91,7 @@ def _judged(dot: dict, dots: dict) -> dict:
     return {**dot, "speed": round(speed, 2), "verdict": "native" if speed >= GAIN else "emulated or slower"}
 
 
-def _say(**event) -> None:
+def _emit(**event) -> None:
     print(json.dumps(event), flush=True)
 
 
@@ -126,23 +118,23 @@ def _main(skip: Sequence[str]) -> None:
 
     from octavo import kernels
 
-    _say(platform=jax.default_backend(), devices=[device.device_kind for device in jax.devices()])
-    _say(kernels={"ready": kernels.available(), "status": kernels.status()})
+    _emit(platform=jax.default_backend(), devices=[device.device_kind for device in jax.devices()])
+    _emit(kernels={"ready": kernels.available(), "status": kernels.status()})
     dots = {}
     for name in (name for name in DTYPES if name not in skip):
-        _say(trying=name)
+        _emit(trying=name)
         try:
             dots[name] = _compiled(name)
         except Exception as error:  # Whatever the backend raises is the finding.
-            _say(dots={name: _refusal(str(error))})
-    _say(trying=None)
+            _emit(dots={name: _unsupported(str(error))})
+    _emit(trying=None)
     best = dict.fromkeys(dots, float("inf"))
     for _ in range(ROUNDS):  # Interleaved, so that a busy moment does not fall on one type alone.
         for name, dot in dots.items():
             start = time.perf_counter()
             dot()
             best[name] = min(best[name], time.perf_counter() - start)
-    _say(dots={name: {"runs": True, "seconds": seconds} for name, seconds in best.items()})
+    _emit(dots={name: {"runs": True, "seconds": seconds} for name, seconds in best.items()})
 
 
 if __name__ == "__main__":

@@ -1,16 +1,61 @@
 """`octavo quantize`: convert a model to low precision and write it, parameter by parameter."""
 
+import argparse
 import functools
 import shlex
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run"]
+from octavo.cli.options import MODEL
 
 
-def run(args: Namespace) -> int:
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the command and its options."""
+    parser = commands.add_parser(
+        "quantize",
+        help="convert a model to low precision, parameter by parameter",
+        description="Read a model one parameter at a time, quantize each by the recipe, and write the result with a "
+        "model card. The model is not run, and peak memory is little more than the size of the result. " + MODEL,
+        epilog="Examples: octavo quantize model.gguf int4 small; octavo quantize runs/mine trained served; "
+        "octavo quantize hf-folder int8 out.gguf --format gguf. Exit status 2: the model, the recipe or the output "
+        "path is invalid.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="the model to convert")
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help="a number format for the weights (int8, int4, int4:g64, int4:g32:mse, int3, int2, nf4, fp8, mxfp4, nvfp4, "
+        "...); or recipe:NAME, activations included; or a .json or .yml file of rules; or trained: the rules that the "
+        "model was trained with",
+    )
+    parser.add_argument("out", metavar="OUT", help="the output: a directory, or a file for gguf")
+    parser.add_argument(
+        "--head",
+        metavar="FORMAT",
+        default="",
+        help="the format of the embedding table and the logits; float keeps them (default: int8 where the weights have "
+        "fewer bits, else that of the weights)",
+    )
+    parser.add_argument(
+        "--format",
+        metavar="FORM",
+        default="octavo",
+        help="octavo (default), or for other programs: safetensors, compressed-tensors, gptq, awq, gguf",
+    )
+    parser.add_argument(
+        "--scales",
+        metavar="DTYPE",
+        choices=("", "float32", "bfloat16", "float16"),
+        default="",
+        help="the dtype of scales (default: bfloat16, for other programs float16, and with trained rules float32)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace what is at OUT")
+    parser.add_argument("--quiet", action="store_true", help="do not print a line for each parameter")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
     """Convert as the arguments say, and return the exit status."""
     from octavo.pretrained import Request, export_model, open_model
 
@@ -40,15 +85,13 @@ def run(args: Namespace) -> int:
 
 def _report(source: Any, done: Any, out: Path, request: Any) -> Path:
     """Write the report page: into the directory that was written, or beside the file."""
-    from octavo.report import conversion_report, record_conversion
-    from octavo.report.conversion import read_conversion
+    from octavo.report import record_conversion, render
 
     place = out / "conversion.json" if out.is_dir() else out.with_name(f"{out.name}.conversion.json")
     texts = {"recipe": request.recipe, "command": request.command}
-    record = read_conversion(record_conversion(source, done.params, done.summary, place, **texts))
-    return conversion_report(record, place.with_name(place.name.replace("conversion.json", "report.html")))
+    return render(record_conversion(source, done.params, done.summary, place, **texts))
 
 
-def _options(args: Namespace) -> list[str]:
+def _options(args: argparse.Namespace) -> list[str]:
     given = [("--head", args.head, ""), ("--format", args.format, "octavo"), ("--scales", args.scales, "")]
     return [word for name, value, default in given if value != default for word in (name, value)]

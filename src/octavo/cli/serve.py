@@ -1,20 +1,54 @@
 """`octavo serve`: a model behind an HTTP endpoint that OpenAI's clients can use."""
 
+import argparse
 import json
 import os
 import shlex
 import socket
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run"]
+from octavo.cli.options import MODEL, add_kv_cache
 
 _LONGEST = 2048
 
 
-def run(args: Namespace) -> int:
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the command and its options."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI's clients expect it",
+        description="Answer /v1/completions and /v1/chat/completions, streaming or not, for many clients at a time. "
+        "Stops in good order at SIGINT and SIGTERM. " + MODEL,
+        epilog="Example: octavo serve small --slots 8 --kv int8. Exit status 2: the model or an option is wrong, or "
+        "the port is taken.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="the model to serve")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="the address to listen on (default 127.0.0.1: this machine)"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="the port (default 8000); 0 takes a free one")
+    parser.add_argument("--name", help="what the model is called in requests (default: the name of the file)")
+    parser.add_argument("--slots", type=int, metavar="N", default=8, help="texts made at a time (default 8)")
+    parser.add_argument("--queue", type=int, metavar="N", default=64, help="texts that may wait (default 64)")
+    parser.add_argument(
+        "--max-length", type=int, metavar="N", help="tokens of a text (default: the model's, up to 2048)"
+    )
+    add_kv_cache(parser)
+    parser.add_argument("--timeout", type=float, metavar="S", default=600.0, help="seconds for an answer (default 600)")
+    parser.add_argument(
+        "--grace", type=float, metavar="S", default=10.0, help="seconds to finish answers when stopped (default 10)"
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="refuse requests without this key; better set OCTAVO_API_KEY, since others may see a command's arguments",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
     """Serve as the arguments say, until a signal ends it; return the exit status."""
     try:
         from octavo.serve.http import Limits, bind
@@ -33,7 +67,7 @@ def run(args: Namespace) -> int:
         return _serve(args, sock, limits, key)
 
 
-def _serve(args: Namespace, sock: socket.socket, limits: Any, key: str | None) -> int:
+def _serve(args: argparse.Namespace, sock: socket.socket, limits: Any, key: str | None) -> int:
     from octavo.serve.http import serve, url_of
 
     try:
@@ -57,7 +91,7 @@ def _serve(args: Namespace, sock: socket.socket, limits: Any, key: str | None) -
     return 0
 
 
-def _engine(args: Namespace) -> tuple[Any, str]:
+def _engine(args: argparse.Namespace) -> tuple[Any, str]:
     from octavo.pretrained import open_model
     from octavo.serve import Engine, KVConfig, SamplingParams
 

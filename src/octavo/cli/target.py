@@ -1,4 +1,4 @@
-"""What `octavo plan` and `octavo verify` are told on the command line: a target, its inputs, and rules."""
+"""The target of `octavo plan` and `octavo verify`, its inputs and its rules, from the command line."""
 
 import argparse
 import contextlib
@@ -33,7 +33,7 @@ _SHORT = {"f": "float", "bf": "bfloat", "i": "int", "s": "int", "u": "uint"}
 
 
 class UsageError(Exception):
-    """What is wrong, as the line that the author of the command line reads."""
+    """What is wrong with the command line, as the user reads it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """A target with what goes with it: inputs, which of them holds the weights, and rules, if any."""
+class TargetCall:
+    """A target with its inputs, which of them holds the weights, and rules, if any."""
 
     target: Target
     rules: tuple[QuantizationRule, ...] | None
@@ -56,34 +56,43 @@ class Asked:
     weights: str | int | None
 
 
-def answering(
-    command: Callable[[Asked, argparse.Namespace], int], args: argparse.Namespace, *, needs_rules: str | None = None
+def run_on_target(
+    command: Callable[[TargetCall, argparse.Namespace], int],
+    args: argparse.Namespace,
+    *,
+    needs_rules: str | None = None,
 ) -> int:
-    """The exit status of a command: 2, and a line on stderr, where it refuses; for `--rules list` the recipes.
+    """Run a command on the target of the command line; a `UsageError` is a line on stderr.
 
-    `needs_rules` is what to say to those who give no rules where there have to be some.
+    Args:
+      command: Takes the target call and the arguments, and returns the exit status.
+      args: The parsed arguments. With `--rules list` the recipes are printed instead.
+      needs_rules: Where the command needs rules, the end of the message for those who give none.
+
+    Returns:
+      The exit status, 2 after a `UsageError`.
     """
     try:
         with _importable(os.getcwd()), _warnings_as_lines():
             if args.rules == "list":
                 return print_recipes()
-            return command(_asked(args, needs_rules), args)
-    except UsageError as refusal:
-        print(refusal, file=sys.stderr)
+            return command(_target_call(args, needs_rules), args)
+    except UsageError as error:
+        print(error, file=sys.stderr)
         return 2
 
 
-def _asked(args: argparse.Namespace, needs_rules: str | None) -> Asked:
+def _target_call(args: argparse.Namespace, needs_rules: str | None) -> TargetCall:
     target = find_target(args.target, args.weights)
     if args.rules is None and needs_rules is not None:
         raise UsageError(f"--rules is missing: a recipe's name or a file; {needs_rules}")
     rules = None if args.rules is None else find_rules(args.rules)
     inputs = find_inputs(target, args.inputs)
-    return Asked(target, rules, inputs, find_weights(target, inputs, args.weights))
+    return TargetCall(target, rules, inputs, find_weights(target, inputs, args.weights))
 
 
 def print_recipes() -> int:
-    """List all recipes with their sentences."""
+    """Print all recipes with their summaries."""
     width = max(map(len, recipes(aliases=True)))
     for name in recipes(aliases=True):
         print(f"{name:{width}}  {get_recipe(name).summary}")
@@ -94,12 +103,12 @@ def print_recipes() -> int:
 
 
 def find_target(name: str | None, weights: str | None = None) -> Target:
-    """The function or model that `module:attribute` names, made if it is a class or factory without arguments."""
+    """The function or model that `module:attribute` names, called if it is a class or factory without arguments."""
     if name is None:
         raise UsageError("TARGET is missing: module:function, or module:attribute for a model")
     value, module = _find(name, "TARGET")
     if framework_of(value) is None and _takes_nothing(value):
-        with explaining(f"{name} was called for the model that it makes, and failed: "):
+        with usage_errors(f"{name} was called for the model that it makes, and failed: "):
             made = value()
         value = value if framework_of(made) is None and not isinstance(value, type) else made
     if isinstance(value, type):
@@ -141,7 +150,7 @@ def _import(path: str, attributes: str) -> types.ModuleType:
 
 
 def _takes_nothing(value: Any) -> bool:
-    """Whether a class or function has no parameters but optional ones."""
+    """Whether a class or function can be called without arguments."""
     if not isinstance(value, type | types.FunctionType):
         return False
     try:
@@ -169,7 +178,7 @@ def find_inputs(target: Target, words: Sequence[str] | None) -> tuple[Any, ...]:
     else:
         return tuple(read_shape(shape) for word in words for shape in word.split())
     if callable(given):
-        with explaining(f"{name} failed: "):
+        with usage_errors(f"{name} failed: "):
             given = given()
     if not isinstance(given, tuple | list):
         raise UsageError(f"{name} gives {type(given).__name__}, not the tuple of arguments")
@@ -222,8 +231,8 @@ def find_weights(target: Target, inputs: Sequence[Any], text: str | None) -> str
 
 
 @contextlib.contextmanager
-def explaining(what: str = "") -> Iterator[None]:
-    """Within this, what Octavo objects to, and errors in the user's code, are refusals; other errors stay errors."""
+def usage_errors(what: str = "") -> Iterator[None]:
+    """Turn errors that Octavo raises on purpose, and errors in the user's code, into `UsageError`s."""
     try:
         yield
     except UsageError:
@@ -250,7 +259,7 @@ def _line(error: Exception) -> str:
 
 
 def _place(error: Exception) -> str:
-    """The innermost place of an error in code that is neither Octavo's nor a library's, if there is one."""
+    """The innermost line of the user's code in a traceback, if there is one."""
     libraries = (*_octavo(), *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
     own = [frame for frame in _frames(error) if not frame.filename.startswith(libraries)]
     return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
@@ -268,7 +277,7 @@ def _importable(directory: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    """Within this, a warning is a line on stderr, without the place in Octavo that gives it."""
+    """Print warnings as lines on stderr, without the line of Octavo that gives them."""
 
     def show(message: Any, *_: Any, **__: Any) -> None:
         print(f"warning: {message}", file=sys.stderr)

@@ -1,0 +1,38 @@
+"""Options that several commands share."""
+
+import argparse
+
+MODEL = """MODEL is an output of `octavo quantize`, a run of `octavo train` or one of its checkpoints, a Hugging Face
+directory (config.json and safetensors), or a GGUF file."""
+
+TARGET = """TARGET is module:function, or module:attribute for a Flax Linen, Flax NNX or Equinox model, or for a class
+or function that makes one without arguments. Modules are looked for in the current directory too."""
+
+_INPUTS = """shapes, one for each argument, such as 'f32[8,128]' 'i32[8,16]'; or module:callable, which returns the
+tuple of arguments as arrays or jax.ShapeDtypeStructs (nested parameters need this form); by default example_inputs in
+the target's module, such a callable or the tuple itself"""
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Add the target of `octavo plan` and `octavo verify`, its rules and its inputs."""
+    # `--rules list` needs no target, so its absence is an error of the command and not of the parser.
+    parser.add_argument("target", metavar="TARGET", nargs="?", help="module:function or module:attribute")
+    parser.add_argument(
+        "--rules",
+        metavar="RULES",
+        help=f"a recipe's name or a .json or .yml file; `{parser.prog} --rules list` prints the recipes",
+    )
+    parser.add_argument("--inputs", metavar="INPUT", nargs="+", help=_INPUTS)
+    parser.add_argument(
+        "--weights",
+        metavar="NAME",
+        help="the argument of a function that holds the weights, by its name or number; by default one called params, "
+        "variables, model or the like, and for gradients otherwise the first",
+    )
+
+
+def add_kv_cache(parser: argparse.ArgumentParser) -> None:
+    """Add the formats of the KV cache."""
+    parser.add_argument("--kv", metavar="FORMAT", help="keys and values in int8, int4 or fp8")
+    parser.add_argument("--kv-values", metavar="FORMAT", help="the format of values, where it is another")
+    parser.add_argument("--kv-axis", metavar="AXIS", default="dkv", help="dkv (the default), heads_and_dkv or kivi")
