@@ -3,42 +3,46 @@
 import ast
 import doctest
 import importlib
-import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 
-import octavo
 from octavo.calibration import registry as calibrations
 from octavo.numerics import registry as formats
 from octavo.rules import registry as recipes
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+SOURCE = ROOT / "src" / "octavo"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Pages that train by Optax, which relies on JAX's own promotion.
 STANDARD_PROMOTION = ("docs/train.md",)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+REGISTRIES = ((formats, "_formats"), (formats, "_aliases"), (calibrations, "_makers"), (recipes, "_recipes"))
 
 
 def modules():
-    for module in pkgutil.walk_packages(octavo.__path__, "octavo."):
-        # The library of CPU kernels lies among the modules, but is none.
-        if not module.name.endswith("__main__") and "-" not in module.name:
-            yield module.name
-    yield "octavo"
+    """The modules with examples, by package."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        if ">>>" in path.read_text() and path.name != "__main__.py":
+            parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+            name = ".".join(parts).removesuffix(".__init__")
+            found.setdefault(".".join(name.split(".")[:2]), []).append((name, path))
+    return found
+
+
+def pages():
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        if "```python" in path.read_text():
+            name = str(path.relative_to(ROOT))
+            yield pytest.param(name, marks=[pytest.mark.standard_promotion] * (name in STANDARD_PROMOTION))
 
 
 @pytest.fixture(autouse=True)
 def _registries(monkeypatch):
     """What an example registers is gone after it."""
-    for module, name in (
-        (formats, "_formats"),
-        (formats, "_aliases"),
-        (calibrations, "_makers"),
-        (recipes, "_recipes"),
-    ):
+    for module, name in REGISTRIES:
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
 
 
@@ -51,25 +55,18 @@ def run(text, names, where, line):
     names.update(test.globs)
 
 
-@pytest.mark.parametrize("name", list(modules()))
-@pytest.mark.sampled(8)
-def test_docstrings(name):
-    # Read from the source: doctest itself overlooks functions that a decorator has wrapped.
-    module = importlib.import_module(name)
-    source = Path(module.__file__)
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    for node in ast.walk(ast.parse(source.read_text())):
-        text = ast.get_docstring(node) if isinstance(node, kinds) else None
-        if text and ">>>" in text:
-            run(text, dict(vars(module)), f"{name}.{getattr(node, 'name', '')}", getattr(node, "lineno", 1))
+@pytest.mark.parametrize("package", list(modules()))
+def test_docstrings(package):
+    for name, path in modules()[package]:
+        module = importlib.import_module(name)
+        # Read from the source: doctest itself overlooks functions that a decorator has wrapped.
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.get_docstring(node) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) else None
+            if text and ">>>" in text:
+                run(text, dict(vars(module)), f"{name}.{getattr(node, 'name', '')}", getattr(node, "lineno", 1))
 
 
-def marked(page):
-    return pytest.param(page, marks=pytest.mark.standard_promotion) if page in STANDARD_PROMOTION else page
-
-
-@pytest.mark.parametrize("page", [marked(page) for page in PAGES])
-@pytest.mark.sampled(9)
+@pytest.mark.parametrize("page", list(pages()))
 def test_pages(page):
     text = (ROOT / page).read_text()
     names = {"__name__": "__main__"}

@@ -64,7 +64,7 @@ def quantize_equinox[M](
     >>> from octavo.transform import QtProvider
     >>> model = eqx.nn.Linear(4, 2, key=jax.random.key(0))
     >>> low = quantize_equinox(model, QtProvider(octavo.rules.QtRule(weight_qtype="int8", act_qtype="int8")))
-    >>> low(jnp.ones(4)).shape, low.weight is model.weight
+    >>> jax.jit(lambda x: low(x))(jnp.ones(4)).shape, low.weight is model.weight
     ((2,), True)
     """
     if not isinstance(model, eqx.Module):

@@ -91,7 +91,7 @@ class DotGeneral(_LinenOp):
 
     >>> import functools
     >>> dense = nn.Dense(4, dot_general_cls=functools.partial(DotGeneral, DotConfig.qt("int8")))
-    >>> dense.init_with_output(jax.random.key(0), jnp.ones((2, 8)))[0].shape
+    >>> jax.jit(dense.init_with_output)(jax.random.key(0), jnp.ones((2, 8)))[0].shape
     (2, 4)
     """
 
@@ -125,7 +125,8 @@ class Einsum(_LinenOp):
     Each contraction of two operands is a `DotGeneral` with its own ranges, named "product0", "product1", ...
 
     >>> model = Einsum(DotConfig.qt("int8"))
-    >>> model.init_with_output(jax.random.key(0), "bi,io->bo", jnp.ones((2, 8)), jnp.ones((8, 4)))[0].shape
+    >>> run = jax.jit(model.init_with_output, static_argnums=1)
+    >>> run(jax.random.key(0), "bi,io->bo", jnp.ones((2, 8)), jnp.ones((8, 4)))[0].shape
     (2, 4)
     """
 
@@ -146,7 +147,7 @@ class ConvGeneralDilated(_LinenOp):
 
     >>> import functools
     >>> conv = nn.Conv(4, (3, 3), conv_general_dilated_cls=functools.partial(ConvGeneralDilated, DotConfig.qt("int8")))
-    >>> conv.init_with_output(jax.random.key(0), jnp.ones((1, 8, 8, 2)))[0].shape
+    >>> jax.jit(conv.init_with_output)(jax.random.key(0), jnp.ones((1, 8, 8, 2)))[0].shape
     (1, 8, 8, 4)
     """
 

@@ -77,7 +77,8 @@ def quantize_nnx(
     >>> import jax.numpy as jnp, octavo
     >>> from octavo.transform import QtProvider
     >>> provider = QtProvider(octavo.rules.QtRule(weight_qtype="int8", act_qtype="int8"))
-    >>> quantize_nnx(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), provider)(jnp.ones((3, 4))).shape
+    >>> low = quantize_nnx(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), provider)
+    >>> jax.jit(lambda x: low(x))(jnp.ones((3, 4))).shape
     (3, 2)
     """
     if not isinstance(model, nnx.Module):

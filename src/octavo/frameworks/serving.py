@@ -31,7 +31,7 @@ def served(model: Any, rules: Any = ()) -> Any:
     ...     return octavo.dot(x, params["w"], config=octavo.DotConfig.qt("int8"))
     >>> params, x = {"w": jnp.eye(4)}, jnp.ones((2, 4))
     >>> low = convert(predict, params, x)
-    >>> bool((served(predict)(low, x) == predict(params, x)).all()), low["w"].qtype.name
+    >>> bool((jax.jit(served(predict))(low, x) == jax.jit(predict)(params, x)).all()), low["w"].qtype.name
     (True, 'int8')
     """
     if framework_of(model) is not None:

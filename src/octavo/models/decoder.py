@@ -155,7 +155,7 @@ class Decoder(nnx.Module):
     >>> from octavo.models import ModelConfig
     >>> sizes = dict(emb_dim=16, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
     >>> model = Decoder(ModelConfig(vocab_size=50, **sizes), rngs=nnx.Rngs(0))
-    >>> logits, aux = model(jnp.asarray([[3, 14, 15]]))
+    >>> logits, aux = jax.jit(lambda tokens: model(tokens))(jnp.asarray([[3, 14, 15]]))
     >>> logits.shape
     (1, 3, 50)
     """

@@ -70,7 +70,7 @@ def apply(
     >>> sizes = dict(emb_dim=16, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
     >>> config = ModelConfig(vocab_size=50, **sizes)
     >>> low = octavo.quantized(functools.partial(apply, config), octavo.recipe("int8", "decoder/.*layers.*"))
-    >>> logits, aux = low(init_params(config, jax.random.key(0)), jnp.asarray([[3, 14, 15]]))
+    >>> logits, aux = jax.jit(low)(init_params(config, jax.random.key(0)), jnp.asarray([[3, 14, 15]]))
     """
     inputs = {"tokens": tokens, "positions": positions, "segments": segments}
     arrays = {name: jnp.asarray(x) for name, x in inputs.items() if x is not None}

@@ -40,7 +40,8 @@ def dot_general(
 
     >>> import octavo
     >>> x, w = jnp.ones((2, 4)), jnp.eye(4)
-    >>> octavo.dot_general(x, w, (((1,), (0,)), ((), ())), config=octavo.DotConfig.qt("int8")).shape
+    >>> config = octavo.DotConfig.qt("int8")
+    >>> jax.jit(lambda x, w: octavo.dot_general(x, w, (((1,), (0,)), ((), ())), config=config))(x, w).shape
     (2, 4)
     """
     product = Dot.of(dimension_numbers, lhs.ndim, rhs.ndim)

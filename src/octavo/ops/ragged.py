@@ -47,9 +47,10 @@ def ragged_dot(
     `octavo.distributed.ExpertSharding`, each device has rows of its own, sorted, and `group_sizes` is [shards, groups
     of a device].
 
-    >>> import octavo
+    >>> import functools, octavo
     >>> x, w = jnp.ones((3, 4)), jnp.stack([jnp.eye(4), 2 * jnp.eye(4)])
-    >>> ragged_dot(x, w, jnp.asarray([1, 1]), config=octavo.DotConfig.qt("int8")).round(1)[:, 0].tolist()
+    >>> dot = jax.jit(functools.partial(ragged_dot, config=octavo.DotConfig.qt("int8")))
+    >>> dot(x, w, jnp.asarray([1, 1])).round(1)[:, 0].tolist()
     [1.0, 2.0, 0.0]
     """
     return _ragged_dot(

@@ -75,13 +75,14 @@ class KVCache:
     its row NaN, or is an error where positions are known.
 
     >>> from octavo.models import ModelConfig, apply, init_params
-    >>> sizes = dict(emb_dim=16, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
+    >>> sizes = dict(emb_dim=16, num_layers=1, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
     >>> config = ModelConfig(vocab_size=50, scan_layers=False, **sizes)
     >>> cache = KVCache.empty(config, slots=1, max_length=16)
     >>> params = init_params(config, jax.random.key(0))
-    >>> logits, aux, cache = apply(config, params, jnp.asarray([[3, 14, 15]]), cache=cache)
+    >>> run = jax.jit(lambda params, tokens, cache: apply(config, params, tokens, cache=cache))
+    >>> logits, aux, cache = run(params, jnp.asarray([[3, 14, 15]]), cache)
     >>> cache.lengths.tolist(), cache.bytes_per_token
-    ([3], 128.0)
+    ([3], 64.0)
     """
 
     layers: Mapping[str, Layer]

@@ -75,7 +75,7 @@ class Engine:
 
     >>> import jax
     >>> from octavo.models import init_params
-    >>> sizes = dict(emb_dim=16, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
+    >>> sizes = dict(emb_dim=16, num_layers=1, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
     >>> config = ModelConfig(vocab_size=50, scan_layers=False, **sizes)
     >>> engine = Engine(config, init_params(config, jax.random.key(0)), slots=2, max_length=32, chunk=8)
     >>> prompts = [[3, 14, 15], [9, 2, 6]]

@@ -40,7 +40,8 @@ def einsum(
 
     >>> import octavo
     >>> x, w = jnp.ones((2, 3, 4)), jnp.ones((4, 5))
-    >>> octavo.einsum("...d,df->...f", x, w, config=octavo.DotConfig.qt("int8")).shape
+    >>> run = jax.jit(octavo.einsum, static_argnums=0, static_argnames="config")
+    >>> run("...d,df->...f", x, w, config=octavo.DotConfig.qt("int8")).shape
     (2, 3, 5)
     """
     if config is not None and any(isinstance(x, QArray) for x in operands):
