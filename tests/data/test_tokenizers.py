@@ -1,4 +1,4 @@
-"""Bytes, a BPE learned from the text, and tokenizers from files."""
+"""Bytes, a BPE trained on the text, and tokenizers from files."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.data import make_dataset, make_tokenizer
-from octavo.data.subwords import learn, pieces
+from octavo.data.subwords import split_chunks, train_bpe
 from octavo.data.tokenizer import ByteTokenizer
 
 TEXT = "".join(f"def function_{i}(argument):\n    return argument + {i}\n\n" for i in range(300)) + "naïve: 日本\n"
@@ -24,8 +24,8 @@ def test_bytes_round_trip_and_never_hold_the_separator(text):
 
 
 @given(st.text(alphabet="ab\n", max_size=60), st.integers(1, 20))
-def test_pieces_are_the_text(text, size):
-    parts = list(pieces(text, size))
+def test_chunks_are_the_text(text, size):
+    parts = list(split_chunks(text, size))
     assert "".join(parts) == text
     assert all(0 < len(part) <= size for part in parts)
 
@@ -36,12 +36,12 @@ def book(tmp_path):
     return str(tmp_path / "book.txt")
 
 
-def test_a_bpe_is_learned_kept_and_shared_by_both_splits(config, book, cache, monkeypatch):
+def test_a_bpe_is_trained_cached_and_shared_by_both_splits(config, book, cache, monkeypatch):
     pytest.importorskip("tokenizers")
     wanted = config(dataset_path=book, tokenizer_type="bpe", vocab_size=300)
     train = make_dataset(wanted)
     assert len(list(cache.glob("bpe-*.json"))) == 1
-    monkeypatch.setattr("octavo.data.subwords.learn", lambda *_: pytest.fail("learned again"))
+    monkeypatch.setattr("octavo.data.subwords.train_bpe", lambda *_: pytest.fail("trained again"))
     rest = make_dataset(wanted, "eval")
     assert train.vocab_size == rest.vocab_size == 300
     assert train.describe()["bytes_per_token"] > 2
@@ -53,12 +53,12 @@ def test_a_bpe_is_learned_kept_and_shared_by_both_splits(config, book, cache, mo
     assert len(rest.decode(tokens)) > 500
 
 
-def test_learning_is_deterministic():
+def test_training_is_deterministic():
     pytest.importorskip("tokenizers")
-    assert learn([TEXT, TEXT[::-1]], 400) == learn([TEXT, TEXT[::-1]], 400)
+    assert train_bpe([TEXT, TEXT[::-1]], 400) == train_bpe([TEXT, TEXT[::-1]], 400)
 
 
-def test_a_bpe_holds_every_byte(config):
+def test_a_bpe_encodes_every_byte(config):
     pytest.importorskip("tokenizers")
     with pytest.raises(ValueError, match="tokenizer_type=bpe needs a vocab_size of at least 257, got 200"):
         make_tokenizer(config(tokenizer_type="bpe", vocab_size=200), lambda: [TEXT])
@@ -68,9 +68,9 @@ def test_a_bpe_holds_every_byte(config):
     assert tokenizer.tokenize("").size == 0
 
 
-def test_only_the_start_of_a_long_text_is_learned_from(config, monkeypatch):
+def test_only_the_start_of_a_long_text_is_used(config, monkeypatch):
     pytest.importorskip("tokenizers")
-    monkeypatch.setattr("octavo.data.subwords._LEARN_FROM", 1000)
+    monkeypatch.setattr("octavo.data.subwords._TRAIN_ON", 1000)
     wanted = config(tokenizer_type="bpe", vocab_size=280)
     short = make_tokenizer(wanted, lambda: [TEXT[:600], TEXT[600:1000], "never read"])
     long = make_tokenizer(wanted, lambda: [TEXT[:600], TEXT[600:], "something else"])
@@ -80,7 +80,7 @@ def test_only_the_start_of_a_long_text_is_learned_from(config, monkeypatch):
 def save(folder, specials, **settings):
     from tokenizers import Tokenizer
 
-    inner = Tokenizer.from_str(learn([TEXT], 300))
+    inner = Tokenizer.from_str(train_bpe([TEXT], 300))
     inner.add_special_tokens(specials)
     inner.enable_truncation(8)
     inner.save(str(folder / "tokenizer.json"))
@@ -97,7 +97,7 @@ def test_a_local_tokenizer_is_read_with_its_special_tokens(config, tmp_path):
     assert tokenizer.decode([300, *tokenizer.tokenize("text"), 301]) == "text"
 
 
-def test_bos_is_read_and_eos_predicted(config, tmp_path, book):
+def test_bos_is_an_input_and_eos_a_target(config, tmp_path, book):
     pytest.importorskip("tokenizers")
     save(tmp_path, ["<s>", "</s>"])
     path = str(tmp_path / "tokenizer.json")
@@ -107,14 +107,14 @@ def test_bos_is_read_and_eos_predicted(config, tmp_path, book):
     assert not (data.batch(0)["inputs"] == 301).any()
 
 
-def test_usual_names_are_found_where_none_is_given(config, tmp_path):
+def test_default_names_of_special_tokens(config, tmp_path):
     pytest.importorskip("tokenizers")
     save(tmp_path, ["</s>"])
     tokenizer = make_tokenizer(config(tokenizer_type="huggingface", tokenizer_path=str(tmp_path)), tuple)
     assert tokenizer.eos_id == tokenizer.bos_id == 300
 
 
-def test_a_tokenizer_without_an_end_is_refused(config, tmp_path):
+def test_a_tokenizer_without_eos_raises(config, tmp_path):
     pytest.importorskip("tokenizers")
     save(tmp_path, ["<s>"], eos_token="<none>")
     with pytest.raises(ValueError, match=r"no token ends a document; tokenizer_config.json beside it should name"):
@@ -122,13 +122,13 @@ def test_a_tokenizer_without_an_end_is_refused(config, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["", "gone", "."])
-def test_a_missing_tokenizer_is_said(config, path, tmp_path, monkeypatch):
+def test_a_missing_tokenizer_raises(config, path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=rf"a folder with one; tokenizer_path='{path}' is neither"):
         make_tokenizer(config(tokenizer_type="huggingface", tokenizer_path=path), tuple)
 
 
-def test_without_the_package_the_extra_is_named(config, monkeypatch):
+def test_a_missing_package_names_the_extra(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ModuleNotFoundError, match=r"tokenizer_type=bpe needs .*pip install 'octavo\[models\]'"):
         make_tokenizer(config(tokenizer_type="bpe"), lambda: [TEXT])

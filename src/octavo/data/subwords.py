@@ -1,4 +1,4 @@
-"""Subword tokenizers of the `tokenizers` package: one learned from the data, or one from a file."""
+"""Subword tokenizers of the `tokenizers` package: trained on the data, or read from a file."""
 
 import hashlib
 import json
@@ -14,9 +14,9 @@ from octavo.data.tokenizer import Texts, Tokenizer, register_tokenizer
 
 DEFAULT_VOCABULARY = 4096
 _END = "<|endoftext|>"
-_SMALLEST = 257  # all bytes and the end of a document
-_LEARN_FROM = 16_000_000  # characters: more of them hardly change the merges
-_PIECE = 1 << 16
+_MIN_VOCABULARY = 257  # all bytes and the end of a document
+_TRAIN_ON = 16_000_000  # characters: more of them hardly change the merges
+_CHUNK = 1 << 16
 _ENDS = ("</s>", _END, "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 _BEGINNINGS = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]")
 
@@ -52,8 +52,8 @@ class SubwordTokenizer(Tokenizer):
         self.vocab_size = 1 + max(self._inner.get_vocab(with_added_tokens=True).values())
 
     def tokenize(self, text: str) -> np.ndarray:
-        # A hundred megabytes at once would need gigabytes for offsets and the like.
-        parts = self._inner.encode_batch_fast(list(pieces(text)), add_special_tokens=False)
+        # 100 MB at once would need gigabytes for offsets.
+        parts = self._inner.encode_batch_fast(list(split_chunks(text)), add_special_tokens=False)
         return np.concatenate([np.empty(0, np.uint32), *(np.array(part.ids, np.uint32) for part in parts)])
 
     def _encode(self, text: str) -> list[int]:
@@ -72,10 +72,10 @@ class SubwordTokenizer(Tokenizer):
         return {"tokenizer.json": self._text.encode(), "octavo_tokenizer.json": settings.encode()}
 
 
-def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
-    """A text in pieces of about a size, cut after line ends where there are any.
+def split_chunks(text: str, size: int = _CHUNK) -> Iterator[str]:
+    """Split a text into chunks of at most a size, after line ends where possible.
 
-    >>> list(pieces("one\\ntwo\\nthree", 5))
+    >>> list(split_chunks("one\\ntwo\\nthree", 5))
     ['one\\n', 'two\\n', 'three']
     """
     start = 0
@@ -87,8 +87,8 @@ def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
         start = end
 
 
-def learn(texts: Iterable[str], vocab_size: int) -> str:
-    """The tokenizer.json of a byte-level BPE learned from texts: the same one for the same texts."""
+def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
+    """The tokenizer.json of a byte-level BPE trained on texts, deterministically."""
     package = _package("bpe")
     inner = package.Tokenizer(package.models.BPE())
     inner.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -99,21 +99,21 @@ def learn(texts: Iterable[str], vocab_size: int) -> str:
         initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    inner.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    inner.train_from_iterator((chunk for text in texts for chunk in split_chunks(text)), trainer)
     return inner.to_str()
 
 
 def make_bpe(config: Any, texts: Texts) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` ids, learned from the start of the training text and kept for the next run."""
+    """A byte-level BPE of `vocab_size` ids, trained on the start of the training text and cached for later runs."""
     size = getattr(config, "vocab_size", 0) or DEFAULT_VOCABULARY
-    if size < _SMALLEST:
-        raise ValueError(f"tokenizer_type=bpe needs a vocab_size of at least {_SMALLEST}, got {size}")
+    if size < _MIN_VOCABULARY:
+        raise ValueError(f"tokenizer_type=bpe needs a vocab_size of at least {_MIN_VOCABULARY}, got {size}")
     sample = list(_start(texts()))
-    seen = hashlib.sha256(f"bpe 1 {_package('bpe').__version__} {size}".encode())
+    digest = hashlib.sha256(f"bpe 1 {_package('bpe').__version__} {size}".encode())
     for text in sample:
-        seen.update(b"%d:" % len(text) + text.encode("utf-8", errors="replace"))
-    path = cached(f"bpe-{seen.hexdigest()[:32]}.json", lambda file: file.write(learn(sample, size).encode()))
-    text = path.read_text(encoding="utf-8") if path else learn(sample, size)
+        digest.update(b"%d:" % len(text) + text.encode("utf-8", errors="replace"))
+    path = cached(f"bpe-{digest.hexdigest()[:32]}.json", lambda file: file.write(train_bpe(sample, size).encode()))
+    text = path.read_text(encoding="utf-8") if path else train_bpe(sample, size)
     return SubwordTokenizer(text, name="bpe", bos_id=0, eos_ids=(0,), add_bos=True)
 
 
@@ -148,7 +148,7 @@ def _special(named: Any, usual: Sequence[str], known: dict[str, int]) -> int | N
 
 
 def _start(texts: Iterable[str]) -> Iterator[str]:
-    left = _LEARN_FROM
+    left = _TRAIN_ON
     for text in texts:
         yield text[:left]
         left -= len(text)

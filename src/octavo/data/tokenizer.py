@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from octavo._names import unknown_name
 from octavo._optional import import_optional
 from octavo.data.packing import Ids
-from octavo.numerics import nearest_names
 
 type Texts = Callable[[], Iterable[str]]
-"""Opens the training text, document by document, for tokenizers that learn from it."""
+"""Opens the documents of the training text, for tokenizers that are trained on it."""
 
 type Message = Mapping[str, Any]
 """A message of a conversation: `role` and `content`."""
@@ -151,7 +151,7 @@ _makers: dict[str, TokenizerMaker] = {}
 
 
 def register_tokenizer(name: str, maker: TokenizerMaker, *, replace: bool = False) -> None:
-    """Make a tokenizer known by a name; `maker` takes the configuration and what opens the training text."""
+    """Register a tokenizer by name; `maker` takes the configuration and a function that opens the training text."""
     if name in _makers and not replace:
         raise ValueError(f"a tokenizer named {name!r} exists; choose another name or pass replace=True")
     _makers[name] = maker
@@ -163,10 +163,10 @@ def tokenizers() -> tuple[str, ...]:
 
 
 def make_tokenizer(config: Any, texts: Texts) -> Tokenizer:
-    """The tokenizer that `tokenizer_type` names."""
+    """Make the tokenizer of a training configuration, by its `tokenizer_type`."""
     name = getattr(config, "tokenizer_type", "byte")
     if name not in _makers:
-        raise ValueError(f"unknown tokenizer_type {name!r}: {nearest_names(name, tokenizers())}")
+        raise ValueError(f"unknown tokenizer_type {name!r}: {unknown_name(name, _makers)}")
     return _makers[name](config, texts)
 
 
