@@ -1,8 +1,8 @@
 """Shardings that are part of an array's type: meshes with explicit axes, and operands that are `reduced`.
 
-An array that is reduced over an axis of a mesh is a copy there, of which every device takes its own part of the
-gradient: that is `unreduced`, a sum still to be taken. So a gradient crosses the network where it is asked for, once.
-In a `shard_map` an array is reduced over axes of that, and elsewhere over explicit ones.
+An array that is `reduced` over a mesh axis is replicated there, and its gradient is `unreduced`: each device has its
+own summand. So a gradient crosses devices where that is asked for, once. In a `shard_map` an array is reduced over
+manual axes, and elsewhere over explicit ones.
 """
 
 import math
@@ -55,7 +55,7 @@ def plain(sharding: Any) -> Any:
     return with_spec(sharding, PartitionSpec(*spec_of(sharding).partitions))
 
 
-def of_gradient(sharding: Any) -> Any:
+def gradient_sharding(sharding: Any) -> Any:
     """The sharding of an array's gradient: what is reduced in one is unreduced in the other."""
     if sharding is None:
         return sharding
@@ -64,7 +64,7 @@ def of_gradient(sharding: Any) -> Any:
 
 
 def is_unreduced(sharding: Spec | None) -> bool:
-    """Whether it is of a sum that was not taken."""
+    """Whether it is unreduced over a mesh axis."""
     return sharding is not None and bool(spec_of(sharding).unreduced)
 
 
@@ -73,8 +73,8 @@ def manual_axes(x: Any, kind: str) -> frozenset[str]:
     return frozenset(getattr(getattr(jax.typeof(x), "mat", None), kind, ()))
 
 
-def refuse_unreduced(x: jax.Array) -> None:
-    """Raise for an array that cannot be rounded, because it is not there yet."""
+def check_not_unreduced(x: jax.Array) -> None:
+    """Raise for an unreduced array: a sum that is not taken cannot be rounded."""
     typed = explicit(x)
     pending = manual_axes(x, "unreduced") | (frozenset() if typed is None else typed.spec.unreduced)
     if pending:
@@ -84,21 +84,21 @@ def refuse_unreduced(x: jax.Array) -> None:
         )
 
 
-def settled(x: jax.Array) -> jax.Array:
+def without_reduced(x: jax.Array) -> jax.Array:
     """An array that is reduced nowhere, with the same values on every device: codes are computed of this.
 
     Its gradient still is unreduced, but was summed on the way; an operation that is to save that needs a gradient of
-    its own. An array that is unreduced is refused.
+    its own. An unreduced array raises.
     """
-    refuse_unreduced(x)
+    check_not_unreduced(x)
     typed, inside = explicit(x), manual_axes(x, "reduced")
     if typed is not None and typed.spec.reduced:
         x = jax.sharding.reshard(x, plain(typed))
     return jax.lax.pcast(x, tuple(sorted(inside)), to="varying") if inside else x
 
 
-def beside(part: jax.Array, x: jax.Array) -> jax.Array:
-    """What is to be broadcast against `x`, a scale for one, cut along the axes that it shares with it and no others."""
+def reshard_for_broadcast(part: jax.Array, x: jax.Array) -> jax.Array:
+    """A scale, or anything that is broadcast against `x`, sharded along the axes that both have in full."""
     where = explicit(x)
     if where is None:
         return part
@@ -107,31 +107,31 @@ def beside(part: jax.Array, x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(part, NamedSharding(where.mesh, spec))
 
 
-def placed(x: Any, sharding: Any) -> Any:
-    """An array whose type is to have a sharding; as it is where types have none."""
+def reshard_if_explicit(x: Any, sharding: Any) -> Any:
+    """An array resharded on a mesh with explicit axes; as it is elsewhere."""
     where = explicit(x)
     if sharding is None or where is None or spec_of(sharding) == where.spec:
         return x
     return jax.sharding.reshard(x, sharding)
 
 
-def restored(x: jax.Array, where: NamedSharding | None) -> jax.Array:
-    """What was computed of a settled array, reduced again where that was."""
-    return placed(x, where) if where is not None and where.spec.reduced else x
+def restore_reduced(x: jax.Array, where: NamedSharding | None) -> jax.Array:
+    """A result of `without_reduced(x)`, reduced again over the mesh axes of x."""
+    return reshard_if_explicit(x, where) if where is not None and where.spec.reduced else x
 
 
-def joined(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
-    """An array that is not cut along some axes, or along none."""
+def replicate_axes(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
+    """An array that is replicated along some of its axes, or along all."""
     where = explicit(x)
     if where is None:
         return x
     gone = range(x.ndim) if axes is None else axes
     parts = (None if axis in gone else part for axis, part in enumerate(partitions(where, x.ndim)))
-    return placed(x, with_spec(where, PartitionSpec(*parts, reduced=where.spec.reduced)))
+    return reshard_if_explicit(x, with_spec(where, PartitionSpec(*parts, reduced=where.spec.reduced)))
 
 
 def repeat(x: jax.Array, times: int, axis: int) -> jax.Array:
-    """`jnp.repeat`, which does not know where the result of an explicit sharding is to lie."""
+    """`jnp.repeat`, which cannot infer an explicit sharding of its result."""
     if explicit(x) is None:
         return jnp.repeat(x, times, axis=axis)
     wide = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), (*x.shape[: axis + 1], times, *x.shape[axis + 1 :]))
@@ -139,7 +139,7 @@ def repeat(x: jax.Array, times: int, axis: int) -> jax.Array:
 
 
 def split(x: jax.Array, cuts: Sequence[Sequence[int]]) -> jax.Array:
-    """An array with each axis cut into these; the first of them lies as the axis did, if its devices share it evenly.
+    """An array with each axis split into these; the first of them keeps the mesh axes, if they divide it.
 
     >>> split(jnp.ones((4, 6)), [(4,), (2, 3)]).shape
     (4, 2, 3)
@@ -151,7 +151,7 @@ def split(x: jax.Array, cuts: Sequence[Sequence[int]]) -> jax.Array:
     for axis, cut in enumerate(cuts):
         if len(cut) > 1 and cut[0] % math.prod(sizes[name] for name in names(parts[axis])):
             parts[axis] = None
-    x = placed(x, with_spec(where, PartitionSpec(*parts, reduced=where.spec.reduced)))
+    x = reshard_if_explicit(x, with_spec(where, PartitionSpec(*parts, reduced=where.spec.reduced)))
     spread = [p for cut, part in zip(cuts, parts, strict=True) for p in (part, *(None,) * (len(cut) - 1))]
     spec = PartitionSpec(*spread, reduced=where.spec.reduced)
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(where.mesh, spec))
@@ -171,8 +171,8 @@ def merge(x: jax.Array, widths: Sequence[int]) -> jax.Array:
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(where.mesh, spec))
 
 
-def yielding(sharding: Spec, parts: Sequence[Any], first: Sequence[int]) -> Spec:
-    """A sharding with other parts, in which the mesh axes of the `first` array axes are nowhere else."""
+def drop_axes_used_by(sharding: Spec, parts: Sequence[Any], first: Sequence[int]) -> Spec:
+    """A sharding with other partitions, in which the mesh axes of the `first` array axes are used nowhere else."""
     taken = {name for axis in first for name in names(parts[axis])}
 
     def rest(axis: int, part: Any) -> Any:

@@ -13,7 +13,7 @@ import octavo
 from octavo import DotConfig
 from octavo.distributed import GradReduce
 from octavo.ops import Placement, dot_general, init_scaling
-from octavo.ops.training import ERROR_FEEDBACK
+from octavo.ops.vjp import ERROR_FEEDBACK
 
 MESH = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 ROWS = ("data", "fsdp")

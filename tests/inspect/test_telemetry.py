@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import octavo
 from octavo.inspect import Stats, by_class, probe, summarize
-from octavo.ops.watch import SUMS, fit
+from octavo.ops.telemetry import SUMS, fit
 from tests.arrays import normal
 
 INT8 = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")

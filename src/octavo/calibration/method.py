@@ -218,7 +218,7 @@ class Percentile(Calibration):
             raise ValueError(f"a percentile is above 0 and at most 100, got {self.percent}")
 
     def measure(self, x, *, axes, mask=None, round_trip=None):
-        magnitude = _sharding.joined(jnp.abs(x))
+        magnitude = _sharding.replicate_axes(jnp.abs(x))
         if mask is None:
             return {"absmax": jnp.percentile(magnitude, self.percent, axis=axes, keepdims=True).astype(x.dtype)}
         magnitude = jnp.where(mask, magnitude, jnp.nan)

@@ -18,7 +18,7 @@ from octavo.distributed.collectives import transfer
 from octavo.distributed.expert_sharding import ExpertSharding
 from octavo.numerics import FormatLike
 from octavo.ops.marker import mark
-from octavo.ops.training import trace_of
+from octavo.ops.vjp import tangent_probe
 from octavo.qarray import Quantizer
 
 
@@ -130,7 +130,7 @@ def dispatch(x: Array, order: Array, config: ExpertParallel, *, anchor: Array | 
     By `anchor`, a weight of the experts, a rule finds this and may set the format in which tokens are dispatched.
     """
     # Nothing of the weight but its name: it is neither saved for the gradient nor has one here.
-    args = (x, order) if anchor is None else (x, order, jax.lax.stop_gradient(trace_of(anchor)))
+    args = (x, order) if anchor is None else (x, order, jax.lax.stop_gradient(tangent_probe(anchor)))
     return _dispatch(DispatchCall(config), *args)
 
 

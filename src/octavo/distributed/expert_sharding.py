@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from octavo._typing import Array
 from octavo.distributed.grad_reduce import GradReduce
 from octavo.ops.codes import shard_map_operand
-from octavo.ops.training import ERROR_FEEDBACK
+from octavo.ops.vjp import ERROR_FEEDBACK
 
 SHARE = "octavo.share."
 """The scope that says which fraction of the rows is expected to have an expert on their device: one in so many."""
@@ -110,7 +110,7 @@ class ExpertSharding:
 
         return self._reduced(fn, reduce, (lhs, rhs, sizes, scales, None), self.scattered, PartitionSpec())[0]
 
-    def by_rows_as(
+    def by_rows_reduced(
         self,
         reduction: GradReduce,
         fn: Callable[..., Array],

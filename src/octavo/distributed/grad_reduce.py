@@ -18,9 +18,9 @@ from octavo import _sharding
 from octavo._typing import Array
 from octavo.distributed.collectives import quantized_psum, quantized_psum_scatter
 from octavo.numerics import FormatLike
-from octavo.ops.codes import Factor, shard_map_operand
+from octavo.ops.codes import ArrayOrQArray, shard_map_operand
 from octavo.ops.dims import Dims
-from octavo.ops.training import ERROR_FEEDBACK
+from octavo.ops.vjp import ERROR_FEEDBACK
 
 
 def is_error_feedback(path: Sequence[Any]) -> bool:
@@ -98,9 +98,9 @@ class GradReduce:
 
     def sum(
         self,
-        product: Callable[[Factor, Factor], Array],
-        lhs: Factor,
-        rhs: Factor,
+        product: Callable[[ArrayOrQArray, ArrayOrQArray], Array],
+        lhs: ArrayOrQArray,
+        rhs: ArrayOrQArray,
         dims: Dims,
         transpose: Any,
         scaling: dict[str, Any],
@@ -125,7 +125,7 @@ class GradReduce:
         axis, names = self.scatter
         error, out = self.error_spec, [(*other, *(names if a == axis else ())) for a, other in enumerate(others)]
 
-        def local(lhs: Factor, rhs: Factor, error: Any) -> tuple[Array, Any]:
+        def local(lhs: ArrayOrQArray, rhs: ArrayOrQArray, error: Any) -> tuple[Array, Any]:
             out, error = self.reduce(transpose.arrange_out(product(lhs, rhs)), error[0] if self.feedback else None)
             return out, error[None] if self.feedback else None
 

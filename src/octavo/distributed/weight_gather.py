@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo import _sharding
 from octavo.distributed.collectives import transfer
-from octavo.ops.codes import Factor
+from octavo.ops.codes import ArrayOrQArray
 from octavo.qarray import QArray
 
 
@@ -26,15 +26,15 @@ class WeightGather:
     used: NamedSharding
     left: bool = False
 
-    def shard_codes(self, x: Factor) -> Factor:
+    def shard_codes(self, x: ArrayOrQArray) -> ArrayOrQArray:
         """The codes of a weight, sharded as the weight is stored."""
         return self._constrain(x, self.stored)
 
-    def all_gather(self, x: Factor) -> Factor:
+    def all_gather(self, x: ArrayOrQArray) -> ArrayOrQArray:
         """The codes of a weight, sharded as the product uses them."""
         return self._constrain(self._constrain(x, self.stored), self.used)
 
-    def _constrain(self, x: Factor, sharding: NamedSharding) -> Factor:
+    def _constrain(self, x: ArrayOrQArray, sharding: NamedSharding) -> ArrayOrQArray:
         return x._map(lambda part: _constrain(part, sharding)) if isinstance(x, QArray) else x
 
 
@@ -61,5 +61,5 @@ def _constrain(x: Any, sharding: NamedSharding) -> Any:
     changed = not current.empty and (current.manual_axes or current.axis_types != mesh.axis_types)
     wanted = NamedSharding(current if changed else mesh, spec)
     if (typed := _sharding.explicit(x)) is not None:
-        return transfer(x, lambda y: _sharding.placed(y, NamedSharding(typed.mesh, spec)))
+        return transfer(x, lambda y: _sharding.reshard_if_explicit(y, NamedSharding(typed.mesh, spec)))
     return transfer(x, lambda y: jax.lax.with_sharding_constraint(y, wanted))

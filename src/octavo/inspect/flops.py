@@ -20,7 +20,7 @@ import numpy as np
 
 from octavo import kernels
 from octavo.distributed.expert_sharding import SHARE
-from octavo.ops.lowerings.grouped import TURNS
+from octavo.ops.lowerings.grouped import ITERATIONS
 from octavo.transform.jaxpr import (
     BACKWARD,
     PRODUCTS,
@@ -237,7 +237,7 @@ def _while(eqn: Equation, values: list[_Value], platform: str):
     done, carry = _settled(loop.body, values[loop.cond_consts : consts], values[consts:], [], platform)
     test, _ = _run(loop.cond, [*values[: loop.cond_consts], *carry], platform)
     done = done.plus(test)
-    if told := re.search(rf"{re.escape(TURNS)}(\d+)", scope(eqn)):
+    if told := re.search(rf"{re.escape(ITERATIONS)}(\d+)", scope(eqn)):
         return done.times(int(told[1])), carry
     return (done._replace(loops=(*done.loops, "while")) if done.products or done.opaque else done), carry
 

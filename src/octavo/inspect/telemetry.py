@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo._typing import PRNGKeyArray
-from octavo.ops.watch import SUMS, watchable
+from octavo.ops.telemetry import SUMS, measured_operands
 from octavo.transform.api import Quantized, quantized
 from octavo.transform.arguments import Weights
 from octavo.transform.frame import Key
@@ -213,7 +213,7 @@ def _sum(value: Any) -> float:
 def _stats(site: Site, sums: Mapping[str, Any]) -> dict[str, Stats]:
     assert site.config is not None
     kinds = {side: "weight" if w else "activation" for side, w in zip(("lhs", "rhs"), site.weights, strict=True)}
-    operands = watchable(site.config)
+    operands = measured_operands(site.config)
     return {
         name: Stats(**sums[name], kind=kinds.get(name, "gradient"), qtype=operand.qtype.name)
         for name, operand in operands.items()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from octavo._sharding import joined
+from octavo._sharding import replicate_axes
 from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray, Shaped
 from octavo.models.remat import light, named
 from octavo.models.typed import look_up, product_sharding
@@ -63,7 +63,7 @@ class RMSNorm(nnx.Module):
         def norm(x: Array, scale: Array) -> Array:
             wide = x.astype(jnp.float32)
             normal = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-            return (normal * jnp.broadcast_to(joined(scale.astype(jnp.float32)), x.shape)).astype(x.dtype)
+            return (normal * jnp.broadcast_to(replicate_axes(scale.astype(jnp.float32)), x.shape)).astype(x.dtype)
 
         return light(norm)(x, self.scale[...])
 

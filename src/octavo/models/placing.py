@@ -31,7 +31,7 @@ def place[T](config: ModelConfig, x: T, *names: str | None) -> T:
     }
     spec = PartitionSpec(*(rules.get(name) or None for name in names))
     typed = _sharding.explicit(x) is not None
-    return _sharding.placed(x, spec) if typed else jax.lax.with_sharding_constraint(x, spec)
+    return _sharding.reshard_if_explicit(x, spec) if typed else jax.lax.with_sharding_constraint(x, spec)
 
 
 def cut_axes(config: ModelConfig, *names: str) -> tuple[tuple[str, ...], ...]:

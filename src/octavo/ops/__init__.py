@@ -14,7 +14,7 @@ from octavo.ops.products.einsum import einsum, init_einsum_scaling, pairwise
 from octavo.ops.products.ragged import Ragged
 from octavo.ops.ragged import gmm, ragged_dot, ragged_dot_general, tgmm
 from octavo.ops.sparsity import nm_mask
-from octavo.ops.training import RESIDUAL, trackers_of
+from octavo.ops.vjp import RESIDUAL, trackers_of
 
 __all__ = [
     "RESIDUAL",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
-from octavo.ops.codes import Factor
+from octavo.ops.codes import ArrayOrQArray
 from octavo.ops.config import DotConfig
 from octavo.ops.dims import Dims
 from octavo.ops.lowerings import describe, multiply
@@ -15,13 +15,13 @@ from octavo.ops.lowerings.conv import convolve
 from octavo.ops.product import UNPLACED, Call, Placement, Product, init_product_scaling, quantized_product
 from octavo.ops.products.conv import Conv, ConvDims
 from octavo.ops.products.dot import Dot
-from octavo.ops.training import Scaling
+from octavo.ops.vjp import Scaling
 from octavo.qarray import QArray
 
 
 def dot_general(
-    lhs: Factor,
-    rhs: Factor,
+    lhs: ArrayOrQArray,
+    rhs: ArrayOrQArray,
     dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
@@ -53,8 +53,8 @@ def dot_general(
 
 
 def dot(
-    a: Factor,
-    b: Factor,
+    a: ArrayOrQArray,
+    b: ArrayOrQArray,
     *,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
@@ -87,8 +87,8 @@ def dot(
 
 
 def conv_general_dilated(
-    lhs: Factor,
-    rhs: Factor,
+    lhs: ArrayOrQArray,
+    rhs: ArrayOrQArray,
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
@@ -165,6 +165,6 @@ def lowering_of(config: DotConfig, lhs: Any, rhs: Any, dimension_numbers: Any) -
     return said[0]
 
 
-def result_dtype(lhs: Factor, rhs: Factor, preferred: DTypeLike | None) -> Any:
+def result_dtype(lhs: ArrayOrQArray, rhs: ArrayOrQArray, preferred: DTypeLike | None) -> Any:
     """The dtype of a product: the preferred one, or what the operands' values promote to."""
     return jnp.dtype(preferred) if preferred is not None else jnp.promote_types(lhs.dtype, rhs.dtype)

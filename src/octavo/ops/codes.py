@@ -12,14 +12,14 @@ from octavo._typing import Array
 from octavo.numerics import BlockFormat, FloatFormat, Format, IntFormat
 from octavo.qarray import QArray, shardings
 
-type Factor = Array | QArray
+type ArrayOrQArray = Array | QArray
 
 
-def unpack(x: Factor) -> Factor:
+def unpack(x: ArrayOrQArray) -> ArrayOrQArray:
     """Unpacked, reduced over no axis of a mesh, and without padding."""
     if not isinstance(x, QArray):
-        return _sharding.settled(x)
-    x = x._map(_sharding.settled).unpack()
+        return _sharding.without_reduced(x)
+    x = x._map(_sharding.without_reduced).unpack()
     for axis, _ in x.padding:
         # Slicing to the array's own length repeats the scale of a padded axis for single values.
         index = [slice(None)] * x.ndim
@@ -28,7 +28,7 @@ def unpack(x: Factor) -> Factor:
     return x
 
 
-def kind(lhs: Factor, rhs: Factor) -> Any:
+def accumulation_kind(lhs: ArrayOrQArray, rhs: ArrayOrQArray) -> Any:
     """ "int" for a product of integers, or the dtype in which all values are exact; None where there is none."""
     if isinstance(lhs, QArray) and isinstance(rhs, QArray):
         if is_integer(lhs) and is_integer(rhs):
@@ -39,7 +39,7 @@ def kind(lhs: Factor, rhs: Factor) -> Any:
     return None if carriers[0] is None or carriers[1] is None else wider(carriers[0], carriers[1])
 
 
-def is_weight_only(lhs: Factor, rhs: Factor) -> bool:
+def is_weight_only(lhs: ArrayOrQArray, rhs: ArrayOrQArray) -> bool:
     """Whether a float array meets symmetric integer codes, in the order of an activation and a weight."""
     return not isinstance(lhs, QArray) and isinstance(rhs, QArray) and is_integer(rhs) and rhs.zero_point is None
 
@@ -51,14 +51,16 @@ def wider(a: np.dtype, b: np.dtype) -> np.dtype:
     return np.dtype(np.float64 if np.float64 in (a, b) else np.float32)
 
 
-def dequantize(lhs: Factor, rhs: Factor) -> tuple[Array, Array]:
+def dequantize(lhs: ArrayOrQArray, rhs: ArrayOrQArray) -> tuple[Array, Array]:
     """Both operands as floats of one dtype."""
     wide = [x.dequantize() if isinstance(x, QArray) else x for x in (lhs, rhs)]
     common = wider(wide[0].dtype, wide[1].dtype)
     return wide[0].astype(common), wide[1].astype(common)
 
 
-def shard_map_operand(mesh: Any, x: Factor, spec: PartitionSpec, reduced: int | None = None) -> tuple[Factor, Any]:
+def shard_map_operand(
+    mesh: Any, x: ArrayOrQArray, spec: PartitionSpec, reduced: int | None = None
+) -> tuple[ArrayOrQArray, Any]:
     """An operand for a `shard_map`, and the partition specs of its arrays.
 
     Codes are dequantized first where shards would split their tiles, or where scales differ between devices along the
@@ -96,7 +98,7 @@ def integers(q: QArray) -> Array:
     return codes if fmt.has_zero else 2 * codes + jnp.int8(1)
 
 
-def zero_point(x: Factor) -> Array | None:
+def zero_point(x: ArrayOrQArray) -> Array | None:
     """The zero point of `integers`, as int32."""
     if not isinstance(x, QArray) or x.zero_point is None:
         return None
@@ -104,7 +106,7 @@ def zero_point(x: Factor) -> Array | None:
     return x.zero_point.astype(jnp.int32) - (128 if not fmt.signed and fmt.bits == 8 else 0)
 
 
-def values(x: Factor, kind: Any) -> Array:
+def values(x: ArrayOrQArray, kind: Any) -> Array:
     """Codes as the floats that they stand for, exactly."""
     if not isinstance(x, QArray):
         return x.astype(kind)
@@ -117,7 +119,7 @@ def values(x: Factor, kind: Any) -> Array:
     return exact.astype(kind)
 
 
-def scale(x: Factor, *, codes: bool) -> Array | None:
+def scale(x: ArrayOrQArray, *, codes: bool) -> Array | None:
     """The scale in float32: that of the codes as integers, or that of the values they stand for."""
     if not isinstance(x, QArray):
         return None
@@ -141,7 +143,7 @@ def _native_float8(q: QArray) -> bool:
     return isinstance(fmt, FloatFormat) and fmt.dtype is not None and fmt.bits == 8
 
 
-def _carrier(x: Factor) -> np.dtype | None:
+def _carrier(x: ArrayOrQArray) -> np.dtype | None:
     if not isinstance(x, QArray):
         return jnp.dtype(x.dtype) if x.dtype in (jnp.bfloat16, jnp.float16, jnp.float32) else None
     if x.zero_point is not None:

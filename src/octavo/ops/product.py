@@ -16,7 +16,7 @@ import numpy as np
 from octavo import _sharding
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import Bounds
-from octavo.ops.codes import Factor
+from octavo.ops.codes import ArrayOrQArray
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.dims import Dims
 from octavo.ops.hadamard import rotate
@@ -24,25 +24,25 @@ from octavo.ops.layout import explicit_shardings
 from octavo.ops.marker import mark
 from octavo.ops.scales import Scaled, move_scale, smooth
 from octavo.ops.sparsity import nm_mask
-from octavo.ops.training import (
+from octavo.ops.telemetry import measure_fit
+from octavo.ops.vjp import (
     Scaling,
-    as_input,
     check_scaling,
+    dequantize_if_fake_quant,
     finish,
     gradient_mask,
+    jit_if_tracing,
     masked,
     once_differentiable,
     quantize_operand,
     save,
-    settled,
-    six_keys,
-    trace_of,
-    traced_once,
+    split_operand_keys,
+    tangent_probe,
     trackers_of,
     updated_scaling,
     vary_alike,
+    without_reduced,
 )
-from octavo.ops.watch import seen_by
 from octavo.qarray import QArray
 
 
@@ -87,8 +87,8 @@ class Product:
 
     def multiply(
         self,
-        lhs: Factor,
-        rhs: Factor,
+        lhs: ArrayOrQArray,
+        rhs: ArrayOrQArray,
         *extra: Array,
         dtype: Any,
         precision: Any,
@@ -102,7 +102,7 @@ class Product:
 class Transpose(Product):
     """A transposed product: its operands are the incoming gradient and a residual."""
 
-    def arrange_residual(self, residual: Factor) -> Factor:
+    def arrange_residual(self, residual: ArrayOrQArray) -> ArrayOrQArray:
         """The residual in the layout in which it is quantized and multiplied."""
         return residual
 
@@ -114,8 +114,15 @@ class Transpose(Product):
         raise NotImplementedError
 
     def quantize(
-        self, matmul: Matmul, g: Any, residual: Factor, extra: tuple[Array, ...], keys: Any, scaling: Scaling, name: str
-    ) -> tuple[Factor, Factor, dict[str, Any], tuple[Array, ...]]:
+        self,
+        matmul: Matmul,
+        g: Any,
+        residual: ArrayOrQArray,
+        extra: tuple[Array, ...],
+        keys: Any,
+        scaling: Scaling,
+        name: str,
+    ) -> tuple[ArrayOrQArray, ArrayOrQArray, dict[str, Any], tuple[Array, ...]]:
         """Both operands, what was measured, and scales that belong to the result."""
         del extra
         left, right, seen = quantize_operands(matmul, g, residual, self.dims, keys, scaling, (name, None))
@@ -127,7 +134,14 @@ class Transpose(Product):
         return jnp.float32
 
     def reduce(
-        self, reduction: Any, lhs: Factor, rhs: Factor, extra: Any, scaling: Scaling, scales: Any, options: Any
+        self,
+        reduction: Any,
+        lhs: ArrayOrQArray,
+        rhs: ArrayOrQArray,
+        extra: Any,
+        scaling: Scaling,
+        scales: Any,
+        options: Any,
     ) -> tuple[Array, dict[str, Any]] | None:
         """The gradient summed over devices in low precision, and what `scaling` is to remember; None if none is."""
         raise NotImplementedError
@@ -174,7 +188,12 @@ class Call(NamedTuple):
 
 
 def quantized_product(
-    call: Call, lhs: Factor, rhs: Factor, *extra: Array, key: PRNGKeyArray | None, scaling: Scaling | None
+    call: Call,
+    lhs: ArrayOrQArray,
+    rhs: ArrayOrQArray,
+    *extra: Array,
+    key: PRNGKeyArray | None,
+    scaling: Scaling | None,
 ) -> Array:
     """The product of two float arrays, each quantized on the way, with quantized gradients."""
     config, product, scaling = call.config, call.product, scaling or {}
@@ -185,8 +204,8 @@ def quantized_product(
     lhs, rhs = vary_alike(lhs, rhs)
     if config.sparsity is not None:
         n, m = config.sparsity
-        kept = nm_mask(_sharding.settled(rhs), n, m, axis=product.dims.rhs_contract[-1])
-        rhs = masked(rhs, _sharding.restored(kept, _sharding.explicit(rhs)))
+        kept = nm_mask(_sharding.without_reduced(rhs), n, m, axis=product.dims.rhs_contract[-1])
+        rhs = masked(rhs, _sharding.restore_reduced(kept, _sharding.explicit(rhs)))
     if product.has_explicit_shardings:
         call = call._replace(operand_shardings=explicit_shardings(lhs, rhs))
     return _product(call, lhs, rhs, extra, key, scaling)
@@ -217,13 +236,17 @@ def _product(call: Call, lhs: Array, rhs: Array, extra: Any, key: PRNGKeyArray |
     return mark(_primal(call, lhs, rhs, extra, key, scaling), call, (lhs, rhs, extra, key, scaling))
 
 
-@traced_once
-def _primal(call: Call, lhs: Factor, rhs: Factor, extra: Any, key: PRNGKeyArray | None, scaling: Scaling) -> Array:
-    return _forward(call, *settled(lhs, rhs), extra, key, scaling)[0]
+@jit_if_tracing
+def _primal(
+    call: Call, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Any, key: PRNGKeyArray | None, scaling: Scaling
+) -> Array:
+    return _forward(call, *without_reduced(lhs, rhs), extra, key, scaling)[0]
 
 
-def _forward(call: Call, lhs: Factor, rhs: Factor, extra: Any, key: PRNGKeyArray | None, scaling: Scaling):
-    keys, config, product = six_keys(key), call.config, call.product
+def _forward(
+    call: Call, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Any, key: PRNGKeyArray | None, scaling: Scaling
+):
+    keys, config, product = split_operand_keys(key), call.config, call.product
     if config.smooth is not None:
         lhs, rhs = smooth(lhs, rhs, product.dims, config.smooth)
     left, right, seen = quantize_operands(config.fwd, lhs, rhs, product.dims, keys[:2], scaling, ("lhs", "rhs"))
@@ -232,8 +255,8 @@ def _forward(call: Call, lhs: Factor, rhs: Factor, extra: Any, key: PRNGKeyArray
         left, right = (gather.shard_codes(left), right) if gather.left else (left, gather.shard_codes(right))
         whole = (gather.all_gather(left), right) if gather.left else (left, gather.all_gather(right))
     out = product.multiply(
-        as_input(config.fwd.lhs, whole[0]),
-        as_input(config.fwd.rhs, whole[1]),
+        dequantize_if_fake_quant(config.fwd.lhs, whole[0]),
+        dequantize_if_fake_quant(config.fwd.rhs, whole[1]),
         *extra,
         dtype=call.dtype,
         accumulator=config.fwd.accumulator,
@@ -247,9 +270,9 @@ def _gather(call: Call) -> Any:
     return call.placement.gather if call.product.has_placement else None
 
 
-@traced_once
+@jit_if_tracing
 def _product_fwd(call: Call, lhs: Array, rhs: Array, extra: Any, key: PRNGKeyArray | None, scaling: Scaling):
-    lhs, rhs = settled(lhs, rhs)
+    lhs, rhs = without_reduced(lhs, rhs)
     out, (left, right, seen, keys, smoothed) = _forward(call, lhs, rhs, extra, key, scaling)
     config, dims = call.config, call.product.dims
     # Only what the gradients read is saved, in low precision wherever a gradient takes it so.
@@ -260,17 +283,17 @@ def _product_fwd(call: Call, lhs: Array, rhs: Array, extra: Any, key: PRNGKeyArr
         gradient_mask(config, operand, x, each, scaling.get(name))
         for operand, x, each, name in zip((config.fwd.lhs, config.fwd.rhs), smoothed, axes, ("lhs", "rhs"), strict=True)
     ]
-    return out, (save((lhs_saved, rhs_saved, masks)), extra, seen, keys, scaling, (trace_of(lhs), trace_of(rhs)))
+    saved, probes = save((lhs_saved, rhs_saved, masks)), (tangent_probe(lhs), tangent_probe(rhs))
+    return out, (saved, extra, seen, keys, scaling, probes)
 
 
-@traced_once
+@jit_if_tracing
 def _product_bwd(call: Call, residuals: Any, g: Array):
     (lhs, rhs, masks), extra, seen, keys, scaling, like = residuals
-    g, shardings = once_differentiable(_sharding.settled(g), *like), call.operand_shardings
+    g, shardings = once_differentiable(_sharding.without_reduced(g), *like), call.operand_shardings
     # What is masked is summed first: a sum that is not taken has no values to be zero.
-    wanted = [
-        _sharding.of_gradient(x if m is None else _sharding.plain(x)) for x, m in zip(shardings, masks, strict=True)
-    ]
+    summed = [x if m is None else _sharding.plain(x) for x, m in zip(shardings, masks, strict=True)]
+    wanted = [_sharding.gradient_sharding(x) for x in summed]
     dlhs, seen_dlhs = _gradient(call, True, g, rhs, extra, keys[2:4], scaling, like[0].dtype, wanted[0])
     drhs, seen_drhs = _gradient(call, False, g, lhs, extra, keys[4:6], scaling, like[1].dtype, wanted[1])
     grads = [finish(*each) for each in zip((dlhs, drhs), like, masks, shardings, strict=True)]
@@ -281,7 +304,15 @@ _product.defvjp(_product_fwd, _product_bwd)
 
 
 def _gradient(
-    call: Call, of_lhs: bool, g: Any, residual: Factor, extra: Any, keys, scaling: Scaling, dtype: Any, sharding: Any
+    call: Call,
+    of_lhs: bool,
+    g: Any,
+    residual: ArrayOrQArray,
+    extra: Any,
+    keys,
+    scaling: Scaling,
+    dtype: Any,
+    sharding: Any,
 ):
     """One of the two gradients, and what was measured on the way."""
     config, transpose = call.config, call.product.transpose(of_lhs)
@@ -293,7 +324,7 @@ def _gradient(
     )
     if (gather := _gather(call)) is not None and gather.left != of_lhs:
         right = gather.all_gather(right)
-    left, right = as_input(matmul.lhs, left), as_input(matmul.rhs, right)
+    left, right = dequantize_if_fake_quant(matmul.lhs, left), dequantize_if_fake_quant(matmul.rhs, right)
     options = call.options | {"accumulator": matmul.accumulator}
     reduction = call.placement.reduction if call.product.has_placement else None
     if reduction is not None and reduction.left == of_lhs:
@@ -309,8 +340,8 @@ def _gradient(
 
 
 def _use_residual(
-    transpose: Transpose, matmul: Matmul, forward: Operand | None, g: Array, residual: Factor, extra: Any
-) -> tuple[Any, Factor, Matmul]:
+    transpose: Transpose, matmul: Matmul, forward: Operand | None, g: Array, residual: ArrayOrQArray, extra: Any
+) -> tuple[Any, ArrayOrQArray, Matmul]:
     """The gradient, the residual as the matmul takes it, and the matmul with what is left to quantize."""
     if not isinstance(residual, QArray):
         return g, residual, matmul.replace(rhs=None) if matmul.residual == "reuse" else matmul
@@ -323,7 +354,7 @@ def _use_residual(
     return *folded, matmul.replace(rhs=None)
 
 
-def quantize_operands(matmul: Matmul, lhs: Any, rhs: Factor, dims: Dims, keys, scaling: Scaling, names):
+def quantize_operands(matmul: Matmul, lhs: Any, rhs: ArrayOrQArray, dims: Dims, keys, scaling: Scaling, names):
     """Both operands of a matmul, rotated and quantized as it says, and the bounds that were measured."""
     seen: dict[str, Bounds] = {}
     if matmul.rotate is not None:
@@ -332,7 +363,7 @@ def quantize_operands(matmul: Matmul, lhs: Any, rhs: Factor, dims: Dims, keys, s
         lhs = rotate(lhs, matmul.rotate, axis=dims.lhs_contract[-1])
         rhs = rotate(rhs, matmul.rotate, axis=dims.rhs_contract[-1])
 
-    def quantized(operand: Operand | None, x: Any, left: bool) -> Factor:
+    def quantized(operand: Operand | None, x: Any, left: bool) -> ArrayOrQArray:
         if operand is None or isinstance(x, QArray):
             return x.product() if isinstance(x, Scaled) else x
         contract, batch = (dims.lhs_contract, dims.lhs_batch) if left else (dims.rhs_contract, dims.rhs_batch)
@@ -340,7 +371,7 @@ def quantize_operands(matmul: Matmul, lhs: Any, rhs: Factor, dims: Dims, keys, s
         q, measured = quantize_operand(operand, x, contract, batch, key, scaling.get(name))
         if measured is not None:
             seen[name] = measured
-        seen.update(seen_by(scaling, name, x.product() if isinstance(x, Scaled) else x, q))
+        seen.update(measure_fit(scaling, name, x.product() if isinstance(x, Scaled) else x, q))
         return q
 
     if matmul.rhs is not None and matmul.rhs.dequant == "other":

@@ -8,7 +8,7 @@ from jax import lax
 
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.api import result_dtype
-from octavo.ops.codes import Factor, dequantize
+from octavo.ops.codes import ArrayOrQArray, dequantize
 from octavo.ops.config import DotConfig
 from octavo.ops.dims import Dims
 from octavo.ops.lowerings import multiply
@@ -16,7 +16,7 @@ from octavo.ops.lowerings.grouped import Rows
 from octavo.ops.lowerings.ragged import multiply_groups, multiply_rows
 from octavo.ops.product import UNPLACED, Call, Placement, quantized_product
 from octavo.ops.products.ragged import FloatCall, Ragged, float_ragged_dot
-from octavo.ops.training import Scaling, masked
+from octavo.ops.vjp import Scaling, masked
 from octavo.qarray import QArray
 
 GMM = "octavo.gmm"
@@ -24,8 +24,8 @@ GMM = "octavo.gmm"
 
 
 def ragged_dot(
-    lhs: Factor,
-    rhs: Factor,
+    lhs: ArrayOrQArray,
+    rhs: ArrayOrQArray,
     group_sizes: Array,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
@@ -71,8 +71,8 @@ def ragged_dot(
 
 
 def gmm(
-    lhs: Factor,
-    rhs: Factor,
+    lhs: ArrayOrQArray,
+    rhs: ArrayOrQArray,
     group_sizes: Array,
     preferred_element_type: DTypeLike | None = None,
     *,
@@ -103,8 +103,8 @@ def gmm(
 
 
 def tgmm(
-    lhs: Factor,
-    rhs: Factor,
+    lhs: ArrayOrQArray,
+    rhs: ArrayOrQArray,
     group_sizes: Array,
     preferred_element_type: DTypeLike | None = None,
     *,
@@ -130,8 +130,8 @@ def tgmm(
 
 
 def ragged_dot_general(
-    lhs: Factor,
-    rhs: Factor,
+    lhs: ArrayOrQArray,
+    rhs: ArrayOrQArray,
     group_sizes: Array,
     ragged_dot_dimension_numbers: Any,
     precision: Any = None,
@@ -242,7 +242,9 @@ def _ragged_dot(
     return out if first is None else jnp.roll(out, first, axis=0)
 
 
-def _check_shapes(lhs: Factor, rhs: Factor, sizes: Array, contract: int, offset: Any, sharding: Any = None) -> None:
+def _check_shapes(
+    lhs: ArrayOrQArray, rhs: ArrayOrQArray, sizes: Array, contract: int, offset: Any, sharding: Any = None
+) -> None:
     if sharding is not None:
         wanted = (sharding.num_shards, rhs.shape[0] // sharding.num_devices(sharding.experts))
         if sizes.shape != wanted or lhs.shape[0] % sharding.num_shards or offset is not None:
@@ -260,11 +262,11 @@ def _check_shapes(lhs: Factor, rhs: Factor, sizes: Array, contract: int, offset:
         )
 
 
-def _roll(x: Factor, shift: Array) -> Factor:
+def _roll(x: ArrayOrQArray, shift: Array) -> ArrayOrQArray:
     if not isinstance(x, QArray):
         return jnp.roll(x, shift, axis=0)
     return x[(jnp.arange(x.shape[0], dtype=jnp.int32) - shift) % x.shape[0]]
 
 
-def _transpose(x: Factor, order: tuple[int, ...]) -> Factor:
+def _transpose(x: ArrayOrQArray, order: tuple[int, ...]) -> ArrayOrQArray:
     return x if order == tuple(range(x.ndim)) else x.transpose(order)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from octavo import _sharding
 from octavo._typing import Array
-from octavo.ops.codes import Factor
+from octavo.ops.codes import ArrayOrQArray
 from octavo.ops.dims import Dims
 from octavo.qarray import QArray
 
@@ -18,7 +18,7 @@ class Scaled(NamedTuple):
     scale: Array
 
     def product(self, sign: int = 1) -> Array:
-        return self.value.astype(jnp.float32) * (sign * _sharding.beside(self.scale, self.value))
+        return self.value.astype(jnp.float32) * (sign * _sharding.reshard_for_broadcast(self.scale, self.value))
 
 
 def full_scale(q: QArray) -> Array:
@@ -39,7 +39,7 @@ def move_scale(q: QArray, other: Array, dims: Dims, *, from_left: bool) -> tuple
     return Scaled(other, _across(full_scale(q), mine, theirs, other.ndim)), without_scale(q)
 
 
-def smooth(lhs: Factor, rhs: Factor, dims: Dims, alpha: float) -> tuple[Array, Array]:
+def smooth(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims, alpha: float) -> tuple[Array, Array]:
     """Both operands with their outliers evened out along the contraction; their product stays what it is.
 
     Xiao et al., SmoothQuant (2022), equation 4, for each contracted index k (and each batch):
@@ -53,13 +53,13 @@ def smooth(lhs: Factor, rhs: Factor, dims: Dims, alpha: float) -> tuple[Array, A
     mine, theirs = (*dims.lhs_batch, *dims.lhs_contract), (*dims.rhs_batch, *dims.rhs_contract)
     left = jnp.max(jnp.abs(lhs), axis=dims.lhs_remaining, keepdims=True, initial=0)
     right = jnp.max(jnp.abs(rhs), axis=dims.rhs_remaining, keepdims=True, initial=0)
-    right = _sharding.beside(_across(right, theirs, mine, lhs.ndim), left)
+    right = _sharding.reshard_for_broadcast(_across(right, theirs, mine, lhs.ndim), left)
     s = left**alpha / right ** (1 - alpha)
     # What is not finite stays so, for its own row alone.
     s = jnp.where((s > 0) & jnp.isfinite(s), s, 1)
     # An index whose one side is all zeros adds nothing: the other side must not widen a range with it.
     used = ((left != 0) & (right != 0)).astype(wide)
-    return lhs * (used / s), rhs * _sharding.beside(_across(used * s, mine, theirs, rhs.ndim), rhs)
+    return lhs * (used / s), rhs * _sharding.reshard_for_broadcast(_across(used * s, mine, theirs, rhs.ndim), rhs)
 
 
 def _across(part: Array, mine: tuple[int, ...], theirs: tuple[int, ...], ndim: int) -> Array:

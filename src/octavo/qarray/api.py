@@ -79,7 +79,7 @@ def dequantize(array: QArray, *, arithmetic: str = "float32") -> Float[Array, ".
     """
     if arithmetic == "float32":
         return array.dequantize()
-    q = array._map(_sharding.settled).unpack()
+    q = array._map(_sharding.without_reduced).unpack()
     tiles = Tiles(q._stored_shape, q.tile_shape, q.scale.shape)
     zero_point = None if q.zero_point is None else tiles.split_scale(q.zero_point)
     scale = tiles.split_scale(q.scale).astype(q.dtype)
@@ -112,7 +112,7 @@ def fake_quant(
     """
     quantizer = quantizer if isinstance(quantizer, Quantizer) else Quantizer(quantizer)
     masked = clip_gradient and quantizer.calibration.may_clip
-    array = array if _sharding.explicit(array) is not None else _sharding.settled(array)
+    array = array if _sharding.explicit(array) is not None else _sharding.without_reduced(array)
     return _fake_quant(quantizer, masked, key, array)
 
 
@@ -126,13 +126,14 @@ def _fake_quant_jvp(quantizer: Quantizer, masked: bool, primals: tuple[Any, Arra
     (key, x), (_, dx) = primals, tangents
     out = _fake_quant(quantizer, masked, key, x)
     if masked:
-        dx = jax.lax.select(_sharding.restored(inside(quantizer, x), _sharding.explicit(x)), dx, jnp.zeros_like(dx))
+        kept = _sharding.restore_reduced(inside(quantizer, x), _sharding.explicit(x))
+        dx = jax.lax.select(kept, dx, jnp.zeros_like(dx))
     return out, dx.astype(out.dtype)
 
 
 def inside(quantizer: Quantizer, x: Float[Array, "..."], bounds: Bounds | None = None) -> Array:
     """Whether each value is within the calibrated range or the given bounds: the mask of a clipped gradient."""
-    tiles, x = quantizer.tiles(x.shape), _sharding.settled(x)
+    tiles, x = quantizer.tiles(x.shape), _sharding.without_reduced(x)
     bounds = quantizer.measure(x) if bounds is None else bounds
     split = tiles.split(x).astype(jnp.float32)
     high = tiles.split_scale(bounds["absmax" if "absmax" in bounds else "max"])

@@ -137,7 +137,7 @@ class QArray:
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """Dequantize: computed in float32, returned in `dtype` (by default the array's own)."""
         where = _sharding.explicit(self.qvalue)
-        q = self._map(_sharding.settled).unpack()
+        q = self._map(_sharding.without_reduced).unpack()
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
         compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
         tiles = Tiles(q._stored_shape, q.tile_shape, q.scale.shape)
@@ -150,7 +150,7 @@ class QArray:
         # A value at the end of the dtype's range may round to beyond it; only a scale that is not finite may say inf.
         limit = jnp.where(jnp.isfinite(scale), float(jnp.finfo(dtype).max), jnp.inf).astype(compute)
         x = jnp.clip(x * scale, -limit, limit)
-        return _sharding.restored(indexing.unpad(tiles.merge(x).astype(dtype), q.padding), where)
+        return _sharding.restore_reduced(indexing.unpad(tiles.merge(x).astype(dtype), q.padding), where)
 
     def astype(self, dtype: DTypeLike) -> "QArray":
         """The same codes and scales, with dequantized values of another dtype."""

@@ -135,9 +135,9 @@ class Quantizer(Config):
         Returns:
           The bounds, in the shape of the scale; NaN for groups that hold a NaN.
         """
-        tiles, x = self.tiles(x.shape), _sharding.settled(x)
+        tiles, x = self.tiles(x.shape), _sharding.without_reduced(x)
         split = tiles.split(x).astype(self._arithmetic.compute_dtype(_float_dtype(x)))
-        seen = split if witness is None else tiles.split(_sharding.settled(witness)).astype(split.dtype)
+        seen = split if witness is None else tiles.split(_sharding.without_reduced(witness)).astype(split.dtype)
         return {k: tiles.merge(v) for k, v in self._measure(split, tiles, x.dtype, seen).items()}
 
     def _measure(self, split: Array, tiles: Tiles, dtype: np.dtype, witness: Array) -> Bounds:
@@ -182,7 +182,7 @@ class Quantizer(Config):
         Returns:
           A `QArray` of the same shape.
         """
-        dtype, where, x = _float_dtype(x), _sharding.explicit(x), _sharding.settled(x)
+        dtype, where, x = _float_dtype(x), _sharding.explicit(x), _sharding.without_reduced(x)
         arithmetic, tiles = self._arithmetic, self.tiles(x.shape)
         fmt = arithmetic.format(self.qtype)
         split = tiles.split(x).astype(arithmetic.compute_dtype(dtype))
@@ -202,7 +202,7 @@ class Quantizer(Config):
         noise = None if noise is None else tiles.split(noise)
         codes = arithmetic.encode(split, fmt, scale if outer is None else scale * outer, zero_point, noise)
         return QArray(
-            _sharding.restored(tiles.merge(codes), where),
+            _sharding.restore_reduced(tiles.merge(codes), where),
             tiles.merge(scale.astype(stored)),
             None if zero_point is None else tiles.merge(zero_point),
             fmt,

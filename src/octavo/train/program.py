@@ -16,7 +16,7 @@ from octavo._tree import flatten_paths, path_str
 from octavo.data.packing import KEYS
 from octavo.inspect import Plan, Verification, plan, verify
 from octavo.models import ModelConfig, abstract_params
-from octavo.ops.training import ERROR_FEEDBACK
+from octavo.ops.vjp import ERROR_FEEDBACK
 from octavo.rules import QtRule, QuantizationRule, recipe
 from octavo.train import distributed, sharding
 from octavo.train.config import Config

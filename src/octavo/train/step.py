@@ -14,7 +14,7 @@ from octavo._tree import flatten_paths, path_str
 from octavo.distributed import is_error_feedback
 from octavo.models import ModelConfig, apply
 from octavo.ops.sparsity import nm_mask
-from octavo.ops.training import ERROR_FEEDBACK
+from octavo.ops.vjp import ERROR_FEEDBACK
 from octavo.train.config import Config
 from octavo.transform import Scheduled
 from octavo.transform.state import GRADIENT_STATE
@@ -104,7 +104,7 @@ def _target_logits(logits: jax.Array, targets: jax.Array) -> jax.Array:
         return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     # A gather along a sharded axis has no sharding in types; the sum of one logit and zeros does.
     chosen = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
-    return jnp.sum(jnp.where(_sharding.placed(chosen, sharding), logits, jnp.zeros_like(logits)), axis=-1)
+    return jnp.sum(jnp.where(_sharding.reshard_if_explicit(chosen, sharding), logits, jnp.zeros_like(logits)), axis=-1)
 
 
 # N:M sparsity of weights.

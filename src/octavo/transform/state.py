@@ -11,7 +11,7 @@ import numpy as np
 from octavo._typing import Array
 from octavo.calibration import Bounds, RunningMean
 from octavo.ops import DotConfig, Operand
-from octavo.ops.watch import init_watch, watched
+from octavo.ops.telemetry import init_telemetry, telemetry_name
 from octavo.qarray import QArray, Quantizer
 from octavo.rules import QuantizationRule
 from octavo.transform.frame import Frame, Key
@@ -150,10 +150,10 @@ def _remembered(frame: Frame, site: Site, name: str, how: Quantizer, x: Array, r
 
 def watch(site: Site, frame: Frame, config: DotConfig, operands: Sequence[Any]) -> dict[str, dict[str, Array]]:
     """What to add to the scaling of a product so that the gradient of the state is what the product saw."""
-    state = frame.read(Key(TELEMETRY, site.path, site.op_id), lambda: init_watch(config))
+    state = frame.read(Key(TELEMETRY, site.path, site.op_id), lambda: init_telemetry(config))
     varying = [getattr(getattr(jax.typeof(x), "mat", None), "varying", frozenset()) for x in operands]
     axes = tuple(sorted(frozenset().union(*varying)))
-    return {watched(name): _per_device(axes, zeros) if axes else zeros for name, zeros in state.items()}
+    return {telemetry_name(name): _per_device(axes, zeros) if axes else zeros for name, zeros in state.items()}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -17,7 +17,7 @@ import jax
 
 from octavo._names import unknown_name
 from octavo._typing import Array
-from octavo.ops.codes import Factor
+from octavo.ops.codes import ArrayOrQArray
 from octavo.ops.dims import Dims
 from octavo.ops.lowerings.cpu_ffi import CpuFfi
 from octavo.ops.lowerings.problem import DotProblem
@@ -68,8 +68,8 @@ def check_name(name: str) -> None:
 
 
 def multiply(
-    lhs: Factor,
-    rhs: Factor,
+    lhs: ArrayOrQArray,
+    rhs: ArrayOrQArray,
     dims: Dims,
     *,
     dtype: Any,
@@ -99,7 +99,7 @@ def choose(problem: DotProblem, name: str) -> Lowering:
     raise ValueError(f"lowering={name!r}: {reason}; lowering='auto' takes another way where it must")
 
 
-def describe(lhs: Factor, rhs: Factor, dims: Dims, lowering: str = "auto") -> str:
+def describe(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims, lowering: str = "auto") -> str:
     """In a few words, how `multiply` runs this dot."""
     problem = DotProblem(lhs, rhs, dims, None)
     return choose(problem, lowering).describe(problem)

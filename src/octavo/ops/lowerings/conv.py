@@ -19,14 +19,14 @@ from jax.sharding import PartitionSpec
 
 from octavo._typing import Array
 from octavo.ops import codes
-from octavo.ops.codes import Factor
+from octavo.ops.codes import ArrayOrQArray
 from octavo.ops.products.conv_dims import ConvDims
 from octavo.qarray import QArray
 
 
 def convolve(
-    lhs: Factor,
-    rhs: Factor,
+    lhs: ArrayOrQArray,
+    rhs: ArrayOrQArray,
     dims: ConvDims,
     *,
     dtype: Any,
@@ -39,7 +39,7 @@ def convolve(
         _float_conv, dims=dims, precision=precision, out_sharding=out_sharding, accumulator=accumulator
     )
     lhs, rhs = codes.unpack(lhs), codes.unpack(rhs)
-    kind = codes.kind(lhs, rhs)
+    kind = codes.accumulation_kind(lhs, rhs)
     if kind is None or not _is_outer(lhs, dims.lhs[0]) or not _is_outer(rhs, dims.rhs[0]):
         return float_conv(*codes.dequantize(lhs, rhs)).astype(dtype)
     if kind == "int":
@@ -99,7 +99,7 @@ def _place(part: Array, dims: ConvDims) -> Array:
     )
 
 
-def _is_outer(x: Factor, axis: int) -> bool:
+def _is_outer(x: ArrayOrQArray, axis: int) -> bool:
     """Whether scales and zero points run along this axis at most."""
     if not isinstance(x, QArray):
         return True
@@ -107,7 +107,9 @@ def _is_outer(x: Factor, axis: int) -> bool:
     return all(size == 1 for part in parts for a, size in enumerate(part.shape) if a != axis)
 
 
-def _correct(out: Array, left: Array, right: Array, lhs: Factor, rhs: Factor, dims: ConvDims, conv) -> Array:
+def _correct(
+    out: Array, left: Array, right: Array, lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: ConvDims, conv
+) -> Array:
     """An integer convolution of codes, with the terms that their zero points make."""
     zl, zr = codes.zero_point(lhs), codes.zero_point(rhs)
     if zl is None and zr is None:

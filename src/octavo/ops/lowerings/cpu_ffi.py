@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from octavo import kernels
 from octavo._typing import Array
 from octavo.numerics import Format, IntFormat
-from octavo.ops.codes import Factor, element, stored_shape
+from octavo.ops.codes import ArrayOrQArray, element, stored_shape
 from octavo.ops.dims import Dims
 from octavo.ops.layout import is_explicit, is_large, is_partitioned, is_transposed
 from octavo.ops.lowerings.problem import DotProblem
@@ -75,7 +75,7 @@ class CpuFfi:
 _XLA = Xla("auto")
 
 
-def unsupported(lhs: Factor, rhs: Factor, dims: Dims) -> str | None:
+def unsupported(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims) -> str | None:
     """Why the kernel cannot run this dot of a float array and a QArray; None if it can."""
     if isinstance(lhs, QArray) or not isinstance(rhs, QArray):
         return "the kernel multiplies a float array by a QArray, in this order"

@@ -24,7 +24,7 @@ from octavo.ops.dims import Dims
 from octavo.ops.lowerings import tokamax
 from octavo.ops.lowerings.xla import integer_dot
 
-TURNS = "octavo.turns."
+ITERATIONS = "octavo.iterations."
 _ROWS_BY_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
 
@@ -196,7 +196,7 @@ def _blocks_by_groups(lhs: Array, rhs: Array, sizes: Array, *, contract: int, pr
         return lax.dynamic_update_slice_in_dim(out, product, blocks.start[i], axis=0)
 
     out = _zeros((lhs.shape[0], rhs.shape[3 - contract]), lhs, rhs, sizes)
-    with jax.named_scope(turns(rows.count, blocks.size)):
+    with jax.named_scope(iterations(rows.count, blocks.size)):
         return lax.fori_loop(0, blocks.count, step, out)[: rows.count]
 
 
@@ -214,19 +214,19 @@ def _blocks_by_blocks(lhs: Array, rhs: Array, sizes: Array, *, precision: Any) -
         return lax.dynamic_update_index_in_dim(out, before + product, blocks.group[i], axis=0)
 
     out = _zeros((sizes.shape[0], lhs.shape[1], rhs.shape[1]), lhs, rhs, sizes)
-    with jax.named_scope(turns(rows.count, blocks.size)):
+    with jax.named_scope(iterations(rows.count, blocks.size)):
         return lax.fori_loop(0, blocks.count, step, out)
 
 
-def turns(rows: int, block: int) -> str:
+def iterations(rows: int, block: int) -> str:
     """The scope that tells how often a loop over blocks turns if every row has a group and groups fill their blocks.
 
     The loop's true length depends on the sizes of the groups; who counts FLOPs wants those of the rows.
 
-    >>> turns(1000, 128)
-    'octavo.turns.8'
+    >>> iterations(1000, 128)
+    'octavo.iterations.8'
     """
-    return f"{TURNS}{-(-rows // block)}"
+    return f"{ITERATIONS}{-(-rows // block)}"
 
 
 def _block_size(rows: Rows) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from octavo import _sharding
 from octavo._typing import Array
 from octavo.ops import codes
-from octavo.ops.codes import Factor
+from octavo.ops.codes import ArrayOrQArray
 from octavo.ops.dims import Dims
 from octavo.qarray import QArray
 
@@ -23,8 +23,8 @@ SMALLEST_TILE = 64
 class DotProblem:
     """What a lowering has to compute: `lhs . rhs` in `dtype`."""
 
-    lhs: Factor
-    rhs: Factor
+    lhs: ArrayOrQArray
+    rhs: ArrayOrQArray
     dims: Dims
     dtype: Any
     precision: Any = None
@@ -32,7 +32,7 @@ class DotProblem:
     accumulator: str | None = None
 
     @functools.cached_property
-    def operands(self) -> tuple[Factor, Factor]:
+    def operands(self) -> tuple[ArrayOrQArray, ArrayOrQArray]:
         """Both operands, unpacked and without padding."""
         return codes.unpack(self.lhs), codes.unpack(self.rhs)
 
@@ -41,7 +41,7 @@ class DotProblem:
         """The form in which codes are multiplied; None where the operands are dequantized first."""
         lhs, rhs = self.operands
         tiles = _contraction_tiles(lhs, rhs, self.dims)
-        kind = None if tiles is None else codes.kind(lhs, rhs)
+        kind = None if tiles is None else codes.accumulation_kind(lhs, rhs)
         if tiles is None or kind is None:
             return None
         left = Side(lhs, self.dims.lhs_contract, self.dims.lhs_batch, tiles)
@@ -65,7 +65,7 @@ class Split(NamedTuple):
     dims: Dims
 
 
-def _contraction_tiles(lhs: Factor, rhs: Factor, dims: Dims) -> tuple[int, ...] | None:
+def _contraction_tiles(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims) -> tuple[int, ...] | None:
     """The tile of each contracted axis in which both scales are constant; None if that is too short to be worth it."""
     tiles = []
     for a, b in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
@@ -85,7 +85,7 @@ def _part_tile(q: QArray, axis: int) -> int:
 class Side:
     """One operand with its contracted axes split into tiles; the counts of tiles are batch axes."""
 
-    def __init__(self, x: Factor, contract: tuple[int, ...], batch: tuple[int, ...], tiles: tuple[int, ...]):
+    def __init__(self, x: ArrayOrQArray, contract: tuple[int, ...], batch: tuple[int, ...], tiles: tuple[int, ...]):
         self.x = x
         self.own_contract, self.own_batch = contract, batch
         cut = {axis: tile for axis, tile in zip(contract, tiles, strict=True) if 0 < tile < x.shape[axis]}

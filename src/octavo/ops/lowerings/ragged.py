@@ -12,14 +12,14 @@ import jax.numpy as jnp
 
 from octavo._typing import Array
 from octavo.ops import codes
-from octavo.ops.codes import Factor
+from octavo.ops.codes import ArrayOrQArray
 from octavo.ops.lowerings.grouped import Rows, rows_by_groups, rows_by_rows
 from octavo.qarray import QArray
 
 
 def multiply_groups(
-    lhs: Factor,
-    rhs: Factor,
+    lhs: ArrayOrQArray,
+    rhs: ArrayOrQArray,
     rows: Rows,
     *,
     contract: int = 1,
@@ -36,14 +36,16 @@ def multiply_groups(
     lhs, rhs = codes.unpack(lhs), codes.unpack(rhs)
     if rows.sharding is not None:
 
-        def local(lhs: Factor, rhs: Factor, sizes: Array, over: tuple[str, ...]) -> Array:
+        def local(lhs: ArrayOrQArray, rhs: ArrayOrQArray, sizes: Array, over: tuple[str, ...]) -> Array:
             return multiply_groups(lhs, rhs, Rows(lhs.shape[0], sizes), dtype=dtype, over=over, **how)
 
         return rows.sharding.by_groups(local, lhs, rhs, rows.sizes, contract=contract, late=_is_exact(dtype))
     return _groups(lhs, rhs, rows, dtype, how, over)
 
 
-def _groups(lhs: Factor, rhs: Factor, rows: Rows, dtype: Any, how: dict[str, Any], over: tuple[str, ...] = ()) -> Array:
+def _groups(
+    lhs: ArrayOrQArray, rhs: ArrayOrQArray, rows: Rows, dtype: Any, how: dict[str, Any], over: tuple[str, ...] = ()
+) -> Array:
     contract = how["contract"]
     kind = _kind(lhs, rhs, 1, contract)
     if kind is None:
@@ -77,8 +79,8 @@ def _groups(lhs: Factor, rhs: Factor, rows: Rows, dtype: Any, how: dict[str, Any
 
 
 def multiply_rows(
-    lhs: Factor,
-    rhs: Factor,
+    lhs: ArrayOrQArray,
+    rhs: ArrayOrQArray,
     rows: Rows,
     *,
     dtype: Any,
@@ -91,17 +93,17 @@ def multiply_rows(
     lhs, rhs = codes.unpack(lhs), codes.unpack(rhs)
     if rows.sharding is not None and not _is_exact(dtype):
 
-        def local(lhs: Factor, rhs: Factor, sizes: Array, scales: tuple[Array, ...]) -> Array:
+        def local(lhs: ArrayOrQArray, rhs: ArrayOrQArray, sizes: Array, scales: tuple[Array, ...]) -> Array:
             return multiply_rows(lhs, rhs, Rows(lhs.shape[0], sizes), dtype=dtype, scales=scales, **how)
 
         return rows.sharding.by_rows(local, lhs, rhs, rows.sizes, scales)
     return _rows(lhs, rhs, rows, scales, dtype, how)
 
 
-def multiply_rows_as(
+def multiply_rows_reduced(
     reduction: Any,
-    lhs: Factor,
-    rhs: Factor,
+    lhs: ArrayOrQArray,
+    rhs: ArrayOrQArray,
     rows: Rows,
     scaling: dict[str, Any],
     *,
@@ -116,15 +118,17 @@ def multiply_rows_as(
             "as a whole are on no device in particular: give ragged_dot a sharding, or leave reduce_qtype out"
         )
 
-    def local(lhs: Factor, rhs: Factor, sizes: Array, scales: tuple[Array, ...]) -> Array:
+    def local(lhs: ArrayOrQArray, rhs: ArrayOrQArray, sizes: Array, scales: tuple[Array, ...]) -> Array:
         how = {"precision": precision, "lowering": lowering, "scales": scales}
         return multiply_rows(lhs, rhs, Rows(lhs.shape[0], sizes), dtype=jnp.float32, **how)
 
     lhs, rhs = codes.unpack(lhs), codes.unpack(rhs)
-    return rows.sharding.by_rows_as(reduction, local, lhs, rhs, rows.sizes, scales, scaling)
+    return rows.sharding.by_rows_reduced(reduction, local, lhs, rhs, rows.sizes, scales, scaling)
 
 
-def _rows(lhs: Factor, rhs: Factor, rows: Rows, scales: tuple[Array, ...], dtype: Any, how: dict[str, Any]) -> Array:
+def _rows(
+    lhs: ArrayOrQArray, rhs: ArrayOrQArray, rows: Rows, scales: tuple[Array, ...], dtype: Any, how: dict[str, Any]
+) -> Array:
     kind = None if _is_asymmetric(lhs) or _is_asymmetric(rhs) else _kind(lhs, rhs, 0, 0)
 
     def product(lhs: Array, rhs: Array) -> Array:
@@ -163,19 +167,19 @@ def _summed(x: Array, over: tuple[str, ...]) -> Array:
     return jax.lax.psum(x, over) if over else x
 
 
-def _kind(lhs: Factor, rhs: Factor, lhs_contract: int, rhs_contract: int) -> Any:
+def _kind(lhs: ArrayOrQArray, rhs: ArrayOrQArray, lhs_contract: int, rhs_contract: int) -> Any:
     """How codes multiply, as `codes.kind` says; None where they cannot, or a scale runs along the contraction."""
     quantized = [(x, axis) for x, axis in ((lhs, lhs_contract), (rhs, rhs_contract)) if isinstance(x, QArray)]
     parts = [(part, axis) for x, axis in quantized for part in (x.scale, x.zero_point, x.outer_scale)]
     constant = all(part is None or part.shape[axis] == 1 for part, axis in parts)
-    return codes.kind(lhs, rhs) if quantized and constant else None
+    return codes.accumulation_kind(lhs, rhs) if quantized and constant else None
 
 
-def _is_asymmetric(x: Factor) -> bool:
+def _is_asymmetric(x: ArrayOrQArray) -> bool:
     return isinstance(x, QArray) and x.zero_point is not None
 
 
-def _spread(part: Array | None, x: Factor) -> Array | None:
+def _spread(part: Array | None, x: ArrayOrQArray) -> Array | None:
     """A scale or zero point with one entry for all along an axis, or one per value: tiles are repeated."""
     if part is None:
         return None

@@ -82,7 +82,7 @@ def scale_result(p: DotProblem, s: Split, out: Array, *, is_codes: bool) -> Arra
     for side in (s.left, s.right):
         scale = side.scale(is_codes=is_codes)
         if scale is not None:
-            out = out * _sharding.beside(_beside(scale, s.dims, after=side is s.right), out)
+            out = out * _sharding.reshard_for_broadcast(_beside(scale, s.dims, after=side is s.right), out)
     counts = tuple(range(len(p.dims.lhs_batch), len(s.dims.lhs_batch)))
     if counts and p.accumulator is None:
         out = jnp.sum(out, axis=counts)
@@ -90,7 +90,7 @@ def scale_result(p: DotProblem, s: Split, out: Array, *, is_codes: bool) -> Arra
         # jnp.sum would widen it: devices that have a tile each reduce what is summed here.
         zero = jnp.zeros((), p.accumulator)
         out = jax.lax.reduce(out.astype(p.accumulator), zero, jax.lax.add, counts)
-    return _sharding.placed(out.astype(p.dtype), p.out_sharding)
+    return _sharding.reshard_if_explicit(out.astype(p.dtype), p.out_sharding)
 
 
 def _split_shardings(lhs: Array, rhs: Array, split: Dims, dims: Dims, wanted: Any) -> tuple[Array, Array, Any]:
@@ -106,12 +106,12 @@ def _split_shardings(lhs: Array, rhs: Array, split: Dims, dims: Dims, wanted: An
     ours, theirs = list(_sharding.partitions(left, lhs.ndim)), list(_sharding.partitions(right, rhs.ndim))
     for a, b in zip(split.lhs_batch[first:], split.rhs_batch[first:], strict=True):
         ours[a] = theirs[b] = ours[a] or theirs[b]
-    lhs = _sharding.placed(lhs, _sharding.yielding(left, ours, split.lhs_batch[first:]))
-    rhs = _sharding.placed(rhs, _sharding.yielding(right, theirs, split.rhs_batch[first:]))
+    lhs = _sharding.reshard_if_explicit(lhs, _sharding.drop_axes_used_by(left, ours, split.lhs_batch[first:]))
+    rhs = _sharding.reshard_if_explicit(rhs, _sharding.drop_axes_used_by(right, theirs, split.rhs_batch[first:]))
     if wanted is not None:
         parts = _sharding.partitions(wanted, dims.out_ndim)
         tiles = [ours[a] for a in split.lhs_batch[first:]]
-        wanted = _sharding.yielding(wanted, [*parts[:first], *tiles, *parts[first:]], range(first, last))
+        wanted = _sharding.drop_axes_used_by(wanted, [*parts[:first], *tiles, *parts[first:]], range(first, last))
     return lhs, rhs, wanted
 
 
@@ -129,7 +129,7 @@ def _beside(part: Array, dims: Dims, *, after: bool = False) -> Array:
 def _correct(out: Array, left: Side, right: Side, dims: Dims) -> Array:
     """An integer product of codes, with the terms that their zero points make."""
     zl, zr = left.zero_point(), right.zero_point()
-    at = lambda part: _sharding.beside(part, out)  # noqa: E731
+    at = lambda part: _sharding.reshard_for_broadcast(part, out)  # noqa: E731
     if zl is not None:
         sums = jnp.sum(right.integers().astype(jnp.int32), axis=dims.rhs_contract, keepdims=True)
         out = out - at(_beside(zl, dims)) * at(_beside(sums, dims, after=True))

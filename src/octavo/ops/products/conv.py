@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from octavo import _sharding
 from octavo._typing import Array
-from octavo.ops.codes import Factor
+from octavo.ops.codes import ArrayOrQArray
 from octavo.ops.config import DotConfig
 from octavo.ops.dims import Dims
 from octavo.ops.lowerings.conv import convolve, per_example, per_feature
@@ -48,7 +48,9 @@ class Conv(Product):
     def out_shape(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
         return jax.eval_shape(self.geometry, *(jax.ShapeDtypeStruct(x, jnp.float32) for x in (lhs, rhs))).shape
 
-    def multiply(self, lhs: Factor, rhs: Factor, *extra: Array, lowering: str = "auto", **options: Any) -> Array:
+    def multiply(
+        self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, *extra: Array, lowering: str = "auto", **options: Any
+    ) -> Array:
         del lowering  # of dots alone
         return convolve(lhs, rhs, self.geometry, **options)
 
@@ -126,13 +128,19 @@ class _ConvDlhs(_ConvTranspose):
     def _beside(self, scale: Array, g: Array) -> Array:
         return per_feature(scale, self.forward, g.shape)
 
-    def arrange_residual(self, residual: Factor) -> Factor:
+    def arrange_residual(self, residual: ArrayOrQArray) -> ArrayOrQArray:
         if isinstance(residual, QArray):
             return residual._replace(qvalue=self.forward.kernel(residual.qvalue))
         return self.forward.kernel(residual)
 
     def multiply(
-        self, lhs: Factor, rhs: Factor, *extra: Array, out_sharding: Any, lowering: str = "auto", **options: Any
+        self,
+        lhs: ArrayOrQArray,
+        rhs: ArrayOrQArray,
+        *extra: Array,
+        out_sharding: Any,
+        lowering: str = "auto",
+        **options: Any,
     ) -> Array:
         # Groups of examples come out as groups of features, with the shape and so the sharding of something else.
         sharding = _sharding.plain(out_sharding) if self.forward.batch_groups == 1 else None
@@ -151,7 +159,13 @@ class _ConvDrhs(_ConvTranspose):
         return per_example(scale, self.forward, g.shape)
 
     def multiply(
-        self, lhs: Factor, rhs: Factor, *extra: Array, out_sharding: Any, lowering: str = "auto", **options: Any
+        self,
+        lhs: ArrayOrQArray,
+        rhs: ArrayOrQArray,
+        *extra: Array,
+        out_sharding: Any,
+        lowering: str = "auto",
+        **options: Any,
     ) -> Array:
         return convolve(rhs, lhs, self.forward.drhs(), out_sharding=_sharding.plain(out_sharding), **options)
 

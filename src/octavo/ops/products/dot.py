@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo import _sharding
 from octavo._typing import Array
-from octavo.ops.codes import Factor
+from octavo.ops.codes import ArrayOrQArray
 from octavo.ops.config import DotConfig
 from octavo.ops.dims import Dims
 from octavo.ops.lowerings import multiply
@@ -49,7 +49,7 @@ class Dot(Product):
         left = (lhs[a] for a in (*self.axes.lhs_batch, *self.axes.lhs_remaining))
         return (*left, *(rhs[a] for a in self.axes.rhs_remaining))
 
-    def multiply(self, lhs: Factor, rhs: Factor, *extra: Array, **options: Any) -> Array:
+    def multiply(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, *extra: Array, **options: Any) -> Array:
         return multiply(lhs, rhs, self.axes, **options)
 
     def transpose(self, of_lhs: bool) -> "DotTranspose":
@@ -103,11 +103,13 @@ class DotTranspose(Transpose):
             return None
         return move_scale(residual, g, dims, from_left=False)
 
-    def multiply(self, lhs: Factor, rhs: Factor, *extra: Array, out_sharding: Any, **options: Any) -> Array:
+    def multiply(
+        self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, *extra: Array, out_sharding: Any, **options: Any
+    ) -> Array:
         sharding = self.out_sharding(out_sharding)
         return self.arrange_out(self._multiply(lhs, rhs, out_sharding=sharding, **options))
 
-    def _multiply(self, lhs: Factor, rhs: Factor, **options: Any) -> Array:
+    def _multiply(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, **options: Any) -> Array:
         if self.swapped:
             return multiply(rhs, lhs, self.axes.swap(), **options)
         return multiply(lhs, rhs, self.axes, **options)
@@ -124,7 +126,16 @@ class DotTranspose(Transpose):
         turned = (parts[self.order.index(a)] for a in range(len(self.order)))
         return NamedSharding(wanted.mesh, PartitionSpec(*turned, unreduced=spec.unreduced, reduced=spec.reduced))
 
-    def reduce(self, reduction: Any, lhs: Factor, rhs: Factor, extra: Any, scaling: Any, scales: Any, options: Any):
+    def reduce(
+        self,
+        reduction: Any,
+        lhs: ArrayOrQArray,
+        rhs: ArrayOrQArray,
+        extra: Any,
+        scaling: Any,
+        scales: Any,
+        options: Any,
+    ):
         lhs, rhs, dims = (rhs, lhs, self.axes.swap()) if self.swapped else (lhs, rhs, self.axes)
         if not dims.lhs_contract:
             return None

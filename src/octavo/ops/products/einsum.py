@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 from octavo import _sharding
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.api import dot_general, init_scaling
-from octavo.ops.codes import Factor
+from octavo.ops.codes import ArrayOrQArray
 from octavo.ops.config import DotConfig
-from octavo.ops.training import Scaling
+from octavo.ops.vjp import Scaling
 from octavo.qarray import QArray
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -49,7 +49,7 @@ def einsum(
     ranges = [scaling] if isinstance(scaling, Mapping) else [*(scaling or ())]
     done = 0
 
-    def product(lhs: Factor, rhs: Factor, numbers: Any, *, step: int, **kinds: Any) -> Array:
+    def product(lhs: ArrayOrQArray, rhs: ArrayOrQArray, numbers: Any, *, step: int, **kinds: Any) -> Array:
         nonlocal done
         own = None if key is None else jax.random.fold_in(key, step)
         given = ranges[done] if done < len(ranges) else None
@@ -118,12 +118,12 @@ def pairwise(
 class _Term:
     """An operand under way: an array, the index of each of its axes, and its place among the operands."""
 
-    def __init__(self, named: tuple[Factor, str], place: int):
+    def __init__(self, named: tuple[ArrayOrQArray, str], place: int):
         self.x, self.indices = named
         self.place = place
 
 
-def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[str], str, list[Factor]]:
+def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[str], str, list[ArrayOrQArray]]:
     if not isinstance(subscripts, str):
         subscripts, operands = _from_lists((subscripts, *operands))
     arrays = [x if isinstance(x, QArray) else jnp.asarray(x) for x in operands]
@@ -158,7 +158,9 @@ def _from_lists(parts: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
     return text if out is None else f"{text}->{name(out)}", tuple(pairs[::2])
 
 
-def _drop_ones(x: Factor, term: str, terms: list[str], operands: list[Factor]) -> tuple[Factor, str]:
+def _drop_ones(
+    x: ArrayOrQArray, term: str, terms: list[str], operands: list[ArrayOrQArray]
+) -> tuple[ArrayOrQArray, str]:
     """An operand with repeated indices made diagonal, and without axes of size one that others have larger."""
     if len(set(term)) < len(term):
         unique = "".join(dict.fromkeys(term))
@@ -239,5 +241,5 @@ def _finish(term: _Term, out: str, dtype: Any) -> Array:
     return x if dtype is None else x.astype(dtype)
 
 
-def _float(x: Factor) -> Array:
+def _float(x: ArrayOrQArray) -> Array:
     return x.dequantize() if isinstance(x, QArray) else x

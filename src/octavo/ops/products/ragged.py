@@ -15,18 +15,18 @@ import numpy as np
 
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import AbsMax
-from octavo.ops.codes import Factor
+from octavo.ops.codes import ArrayOrQArray
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.dims import Dims
 from octavo.ops.layout import materialize
 from octavo.ops.lowerings.grouped import Rows, group_absmax
-from octavo.ops.lowerings.ragged import multiply_groups, multiply_rows, multiply_rows_as
+from octavo.ops.lowerings.ragged import multiply_groups, multiply_rows, multiply_rows_reduced
 from octavo.ops.marker import mark
 from octavo.ops.product import Product, Transpose, quantize_operands
 from octavo.ops.products.conv import NO_SMOOTHING
 from octavo.ops.scales import full_scale, without_scale
-from octavo.ops.training import Scaling
-from octavo.ops.watch import seen_by
+from octavo.ops.telemetry import measure_fit
+from octavo.ops.vjp import Scaling
 from octavo.qarray import QArray
 
 NUMBERS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
@@ -77,7 +77,14 @@ class Ragged(_Grouped, Product):
         return (lhs[0], rhs[2])
 
     def multiply(
-        self, lhs: Factor, rhs: Factor, *extra: Array, dtype: Any, precision: Any, lowering: str, **_: Any
+        self,
+        lhs: ArrayOrQArray,
+        rhs: ArrayOrQArray,
+        *extra: Array,
+        dtype: Any,
+        precision: Any,
+        lowering: str,
+        **_: Any,
     ) -> Array:
         rows = self.rows(lhs.shape[0], *extra)
         return multiply_groups(lhs, rhs, rows, dtype=dtype, precision=precision, lowering=lowering)
@@ -107,7 +114,14 @@ class _RaggedDlhs(_Grouped, Transpose):
         return g.astype(jnp.float32) * scale, without_scale(q)
 
     def multiply(
-        self, lhs: Factor, rhs: Factor, *extra: Array, dtype: Any, precision: Any, lowering: str, **_: Any
+        self,
+        lhs: ArrayOrQArray,
+        rhs: ArrayOrQArray,
+        *extra: Array,
+        dtype: Any,
+        precision: Any,
+        lowering: str,
+        **_: Any,
     ) -> Array:
         rows = self.rows(lhs.shape[0], *extra)
         return multiply_groups(lhs, rhs, rows, contract=2, dtype=dtype, precision=precision, lowering=lowering)
@@ -132,7 +146,9 @@ class _RaggedDrhs(_Grouped, Transpose):
             return None
         return (g, q) if q.scale.shape[0] == 1 else (g.astype(jnp.float32) * full_scale(q), without_scale(q))
 
-    def quantize(self, matmul: Matmul, g: Any, residual: Factor, extra: Any, keys: Any, scaling: Scaling, name: str):
+    def quantize(
+        self, matmul: Matmul, g: Any, residual: ArrayOrQArray, extra: Any, keys: Any, scaling: Scaling, name: str
+    ):
         """One scale per group and column where measuring that takes one pass; those come in on the result."""
         matmul = matmul.replace(lhs=_without_tiles(matmul.lhs), rhs=_without_tiles(matmul.rhs))
         rows, scales, measured = self.rows(g.shape[0], *extra), (), {}
@@ -140,7 +156,7 @@ class _RaggedDrhs(_Grouped, Transpose):
         if matmul.lhs is not None and name not in scaling and _is_by_group(matmul.lhs):
             q, scale = _quantize_by_group(matmul.lhs, g, rows, keys[0])
             scales = (scale[:, None, :],)
-            measured = seen_by(scaling, name, g, q._replace(scale=rows.pick(scale)))
+            measured = measure_fit(scaling, name, g, q._replace(scale=rows.pick(scale)))
         if matmul.rhs is not None and not isinstance(residual, QArray) and _is_by_group(matmul.rhs):
             residual, scale = _quantize_by_group(matmul.rhs, residual, rows, keys[1])
             scales = (*scales, scale[:, :, None])
@@ -149,8 +165,8 @@ class _RaggedDrhs(_Grouped, Transpose):
 
     def multiply(
         self,
-        lhs: Factor,
-        rhs: Factor,
+        lhs: ArrayOrQArray,
+        rhs: ArrayOrQArray,
         *extra: Array,
         dtype: Any,
         precision: Any,
@@ -161,10 +177,19 @@ class _RaggedDrhs(_Grouped, Transpose):
         rows = self.rows(lhs.shape[0], *extra)
         return multiply_rows(rhs, lhs, rows, dtype=dtype, scales=scales, precision=precision, lowering=lowering)
 
-    def reduce(self, reduction: Any, lhs: Factor, rhs: Factor, extra: Any, scaling: Any, scales: Any, options: Any):
+    def reduce(
+        self,
+        reduction: Any,
+        lhs: ArrayOrQArray,
+        rhs: ArrayOrQArray,
+        extra: Any,
+        scaling: Any,
+        scales: Any,
+        options: Any,
+    ):
         rows = self.rows(lhs.shape[0], *extra)
         how = {"precision": options["precision"], "lowering": options["lowering"]}
-        return multiply_rows_as(reduction, rhs, lhs, rows, scaling, scales=scales, **how)
+        return multiply_rows_reduced(reduction, rhs, lhs, rows, scaling, scales=scales, **how)
 
 
 def _without_tiles(operand: Operand | None) -> Operand | None:

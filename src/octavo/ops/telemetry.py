@@ -1,8 +1,8 @@
 """How well a number format fits what it is given: sums over the values of an operand, as the product quantizes it.
 
-A product whose `scaling` has zeros under `watched(name)` returns these sums as their gradient. They are measured on the
-very codes that are multiplied, after a rotation, smoothing or a scale that was moved in, so that nothing is quantized
-twice, and they come out of loops and rematerialization as the state of delayed scaling does.
+A product whose `scaling` has zeros under `telemetry_name(name)` returns these sums as their gradient. They are measured
+on the very codes that are multiplied, after a rotation, smoothing or a scale that was moved in, so that nothing is
+quantized twice, and they come out of loops and rematerialization as the state of delayed scaling does.
 """
 
 from typing import Any
@@ -16,35 +16,35 @@ from octavo.qarray import QArray
 
 SUMS = ("count", "saturated", "underflowed", "signal", "noise", "scale", "largest_scale")
 """What is measured, of values that are not zero; all are sums over values but the last, a maximum."""
-_PREFIX = "watched_"
+_PREFIX = "telemetry_"
 
 
-def watched(name: str) -> str:
+def telemetry_name(name: str) -> str:
     """The name in a scaling under which the sums of an operand ("lhs", "rhs", "dlhs", "drhs") come out."""
     return f"{_PREFIX}{name}"
 
 
-def without_watched(names: Any) -> set[str]:
+def telemetry_operands(names: Any) -> set[str]:
     """The operands that names in a scaling are about."""
     return {name.removeprefix(_PREFIX) for name in names}
 
 
-def watchable(config: DotConfig) -> dict[str, Operand]:
+def measured_operands(config: DotConfig) -> dict[str, Operand]:
     """The operands that a product quantizes anew: both of the forward, and the gradient in each of the two others."""
     operands = {"lhs": config.fwd.lhs, "rhs": config.fwd.rhs, "dlhs": config.dlhs.lhs, "drhs": config.drhs.lhs}
     return {name: operand for name, operand in operands.items() if operand is not None}
 
 
-def init_watch(config: DotConfig) -> dict[str, dict[str, Array]]:
+def init_telemetry(config: DotConfig) -> dict[str, dict[str, Array]]:
     """Zeros for every operand that a product quantizes."""
-    return {name: {part: jnp.zeros((), jnp.float32) for part in SUMS} for name in watchable(config)}
+    return {name: {part: jnp.zeros((), jnp.float32) for part in SUMS} for name in measured_operands(config)}
 
 
-def seen_by(scaling: dict[str, Any], name: str | None, x: Array, q: Any) -> dict[str, dict[str, Array]]:
+def measure_fit(scaling: dict[str, Any], name: str | None, x: Array, q: Any) -> dict[str, dict[str, Array]]:
     """The sums of an operand, if they are asked for."""
-    if name is None or watched(name) not in scaling or not isinstance(q, QArray):
+    if name is None or telemetry_name(name) not in scaling or not isinstance(q, QArray):
         return {}
-    return {watched(name): fit(x, q)}
+    return {telemetry_name(name): fit(x, q)}
 
 
 def fit(x: Array, q: QArray) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""What every op with quantized gradients shares: operands, ranges from outside, masks, and the backward pass."""
+"""Parts of the custom_vjp of a product: operands, ranges from outside, masks, residuals."""
 
 import functools
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from jax.ad_checkpoint import checkpoint_name
 from octavo import _sharding
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import AbsMax, Bounds
-from octavo.ops.codes import Factor
+from octavo.ops.codes import ArrayOrQArray
 from octavo.ops.config import DotConfig, Operand
 from octavo.ops.layout import materialize
 from octavo.ops.scales import Scaled
-from octavo.ops.watch import without_watched
+from octavo.ops.telemetry import telemetry_operands
 from octavo.qarray import QArray, Quantizer, inside
 
 RESIDUAL = "octavo_residual"
@@ -28,7 +28,7 @@ type Scaling = dict[str, dict[str, Array]]
 """Ranges from outside: per operand ("lhs", "rhs", "dlhs", "drhs") bounds, or the state of its tracker."""
 
 
-def traced_once(fn: Callable[..., Any]) -> Callable[..., Any]:
+def jit_if_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function of something static and of arrays, traced once for all calls that look alike.
 
     A model multiplies the same shapes in every layer: one trace and one lowered function serve them all. Outside of any
@@ -51,7 +51,7 @@ def vary_alike(*arrays: Array) -> tuple[Array, ...]:
     it is reduced, it is that sum, not taken.
     """
     for x in arrays:
-        _sharding.refuse_unreduced(x)
+        _sharding.check_not_unreduced(x)
     varying = [_sharding.manual_axes(x, "varying") for x in arrays]
     every = frozenset().union(*varying, *(_sharding.manual_axes(x, "reduced") for x in arrays))
     return tuple(
@@ -60,9 +60,9 @@ def vary_alike(*arrays: Array) -> tuple[Array, ...]:
     )
 
 
-def settled[L: Factor, R: Factor](lhs: L, rhs: R) -> tuple[L, R]:
-    """Operands that are reduced nowhere; their gradients are told where they were."""
-    return jax.tree.map(_sharding.settled, lhs), jax.tree.map(_sharding.settled, rhs)
+def without_reduced[L: ArrayOrQArray, R: ArrayOrQArray](lhs: L, rhs: R) -> tuple[L, R]:
+    """Operands that are reduced over no mesh axis."""
+    return jax.tree.map(_sharding.without_reduced, lhs), jax.tree.map(_sharding.without_reduced, rhs)
 
 
 @jax.custom_vjp
@@ -95,7 +95,7 @@ def quantize_operand(operand: Operand, x: Array | Scaled, contract, batch, key, 
     return materialize(q), measured
 
 
-def as_input(operand: Operand | None, x: Factor) -> Factor:
+def dequantize_if_fake_quant(operand: Operand | None, x: ArrayOrQArray) -> ArrayOrQArray:
     return x.dequantize() if operand is not None and operand.dequant == "input" and isinstance(x, QArray) else x
 
 
@@ -119,7 +119,7 @@ def _bounds(operand: Operand, how: Quantizer, x: Array, given: dict[str, Array] 
     return operand.tracker.read(given or operand.tracker.init(measured), measured), measured
 
 
-def six_keys(key: PRNGKeyArray | None):
+def split_operand_keys(key: PRNGKeyArray | None):
     return (None,) * 6 if key is None else tuple(jax.random.split(key, 6))
 
 
@@ -130,7 +130,7 @@ def trackers_of(config: DotConfig):
 
 def check_scaling(config: DotConfig, scaling: Scaling, reduction: Any = None) -> None:
     """Raise for ranges that do not belong to a config, and for state that is missing."""
-    if unknown := without_watched(scaling) - {"lhs", "rhs", "dlhs", "drhs", ERROR_FEEDBACK}:
+    if unknown := telemetry_operands(scaling) - {"lhs", "rhs", "dlhs", "drhs", ERROR_FEEDBACK}:
         raise ValueError(f"scaling has ranges for lhs, rhs, dlhs and drhs; got {sorted(unknown)}")
     if reduction is not None and reduction.feedback and ERROR_FEEDBACK not in scaling:
         raise ValueError(
@@ -143,7 +143,7 @@ def check_scaling(config: DotConfig, scaling: Scaling, reduction: Any = None) ->
 
 
 def updated_scaling(config: DotConfig, scaling: Scaling, seen: dict[str, Bounds]) -> Scaling:
-    """The cotangent of the scaling: the new state of each tracker, what was watched, zeros for what is fixed."""
+    """The cotangent of the scaling: the new state of each tracker, telemetry, zeros for what is fixed."""
     trackers = trackers_of(config)
     fixed = {name: jax.tree.map(jnp.zeros_like, state) for name, state in scaling.items()}
     return {
@@ -153,9 +153,9 @@ def updated_scaling(config: DotConfig, scaling: Scaling, seen: dict[str, Bounds]
 
 
 def _tracked(tracker: Any, state: dict[str, Array], bounds: Bounds) -> dict[str, Array]:
-    """A tracker's new state; it lies as the old one."""
-    new = tracker.update(state, {name: _sharding.joined(x) for name, x in bounds.items()})
-    return {name: _sharding.placed(x, _sharding.explicit(state[name])) for name, x in new.items()}
+    """A tracker's new state, with the sharding of the old one."""
+    new = tracker.update(state, {name: _sharding.replicate_axes(x) for name, x in bounds.items()})
+    return {name: _sharding.reshard_if_explicit(x, _sharding.explicit(state[name])) for name, x in new.items()}
 
 
 def save(tree: Any) -> Any:
@@ -163,23 +163,23 @@ def save(tree: Any) -> Any:
     return jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), tree)
 
 
-def trace_of(x: Array) -> Array:
-    """Nothing of an operand, but its dtype, and a tangent where it has one."""
+def tangent_probe(x: Array) -> Array:
+    """A zero-size slice that carries the dtype and the tangent of x."""
     return jax.lax.slice(x, (0,) * x.ndim, (0,) * x.ndim)
 
 
 def finish(grad: Array, like: Array, mask: Array | None, sharding: Any = None) -> Array:
-    """A gradient in its operand's dtype, zero where the operand was clipped, lying as an operand of this sharding."""
+    """A gradient in its operand's dtype and sharding, zero where the operand was clipped."""
     grad = grad.astype(like.dtype)
     grad = grad if mask is None else jnp.where(mask, grad, jnp.zeros_like(grad))
-    return _sharding.placed(grad, _sharding.of_gradient(sharding))
+    return _sharding.reshard_if_explicit(grad, _sharding.gradient_sharding(sharding))
 
 
 @jax.custom_jvp
 def once_differentiable(g: Array, lhs: Array, rhs: Array) -> Array:
     """The incoming gradient, in a backward pass that must not be differentiated again.
 
-    It takes traces of the operands as well, because the residuals are codes, which have lost their tangents.
+    It takes tangent probes of the operands as well, because residuals are codes, which have no tangents.
     """
     del lhs, rhs
     return g

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import octavo
-from octavo.ops.watch import SUMS, fit
+from octavo.ops.telemetry import SUMS, fit
 
 
 def normal(seed, *shape, std=1.0):
