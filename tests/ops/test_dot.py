@@ -314,7 +314,7 @@ def test_integer_lowerings_agree_bit_for_bit(recipe, shapes):
     got = [
         run(RECIPES[recipe].replace(lowering=name), lhs, rhs, g, numbers)
         for name in octavo.ops.lowerings()
-        if name != "kernel"  # for few rows only: tests/ops/test_native.py
+        if name not in ("kernel", "tokamax")  # for few rows, and for ragged dots: test_native.py, test_tokamax.py
     ]
     for other in got[1:]:
         jax.tree.map(np.testing.assert_array_equal, got[0], other)

@@ -65,11 +65,7 @@ def test_it_says_why_not(standin, monkeypatch):
 
 def test_forced_where_it_does_not_apply_is_an_error():
     config = DotConfig.qt("int8").replace(lowering="tokamax")
-    with pytest.raises(
-        ValueError, match="lowering='tokamax': tokamax's kernels run on TPUs and GPUs, and this process"
-    ):
+    with pytest.raises(ValueError, match="lowering='tokamax': tokamax's kernels run on TPUs and GPUs, and this"):
         octavo.ragged_dot(X.astype(jnp.float32), W.astype(jnp.float32), SIZES, config=config)
-    with pytest.raises(
-        ValueError, match="lowering='tokamax': it is for ragged dots; lowering='auto' takes another way"
-    ):
+    with pytest.raises(ValueError, match="lowering='tokamax': it is for ragged dots; lowering='auto' takes"):
         octavo.dot(jnp.ones((4, 8)), jnp.ones((8, 4)), config=config)

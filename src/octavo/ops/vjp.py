@@ -138,7 +138,8 @@ def check_scaling(config: DotConfig, scaling: Scaling, reduction: Any = None) ->
         )
     if missing := set(trackers_of(config)) - set(scaling):
         raise ValueError(
-            f"the trackers of {sorted(missing)} need their state: pass scaling=octavo.ops.init_scaling(...)"
+            f"the trackers of {sorted(missing)} need their state: pass scaling=octavo.ops.init_scaling(...), or for an "
+            "einsum init_einsum_scaling(...)"
         )
 
 

@@ -21,7 +21,7 @@ from jax import lax
 from octavo._typing import Array
 from octavo.ops.codes import wider
 from octavo.ops.dims import Dims
-from octavo.ops.lowerings import tokamax
+from octavo.ops.lowerings import check_name, tokamax
 from octavo.ops.lowerings.xla import integer_dot
 
 ITERATIONS = "octavo.iterations."
@@ -172,7 +172,8 @@ def _choose(
 ) -> Array:
     if lowering in ("plain", "rows"):
         return (plain if lowering == "plain" else blocks)(lhs, rhs, sizes)
-    if lowering not in ("auto", "tokamax"):
+    check_name(lowering)
+    if lowering == "kernel":
         raise ValueError(f"lowering={lowering!r}: ragged products have no kernel; lowering='auto' takes another way")
     reason = tokamax.unsupported(lhs, rhs)
     if lowering == "tokamax" and reason is not None:
