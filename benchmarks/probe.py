@@ -15,7 +15,7 @@ import step
 from timing import Results, arguments, side_by_side, spreads
 
 import octavo
-from octavo.inspect import probe
+from octavo.inspect import telemetry
 
 RECIPES = ("int8", "fp8_full", "mxfp8", "te_fp8_currentscaling")
 
@@ -44,7 +44,7 @@ def main() -> None:
 
         calls = {
             "step": (jax.jit(train).lower(params, state, tokens).compile(), (params, state, tokens)),
-            "probe": (jax.jit(probe(loss, rules)).lower(params, tokens).compile(), (params, tokens)),
+            "probe": (jax.jit(telemetry(loss, rules)).lower(params, tokens).compile(), (params, tokens)),
         }
         t = side_by_side(calls, repeats=repeats)
         share = t["probe"].seconds / t["step"].seconds

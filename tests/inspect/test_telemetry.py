@@ -1,4 +1,4 @@
-"""How well number formats fit: against NumPy, in loops, with state, and without any influence on what is probed."""
+"""How well number formats fit: against NumPy, in loops, with state, and without any influence on what is measured."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import octavo
-from octavo.inspect import Stats, by_class, probe, summarize
+from octavo.inspect import Stats, by_class, summarize, telemetry
 from octavo.ops.telemetry import SUMS, fit
 from tests.arrays import normal
 
@@ -28,8 +28,8 @@ def linear(params, x, c=None):
 
 @functools.cache
 def plain():
-    """The probe of `linear` in int8."""
-    return jax.jit(probe(linear, INT8))(WEIGHT, X)
+    """The telemetry of `linear` in int8."""
+    return jax.jit(telemetry(linear, INT8))(WEIGHT, X)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -81,7 +81,7 @@ def test_one_product_by_hand():
 
 def test_saturation_of_a_fixed_range():
     rule = octavo.QtRule(weight_qtype="int8", act_qtype="int8", act_calibration_method="fixed,-0.1,0.1")
-    row = summarize(jax.jit(probe(linear, rule))(WEIGHT, X))["out/dot_general0"]
+    row = summarize(jax.jit(telemetry(linear, rule))(WEIGHT, X))["out/dot_general0"]
     assert abs(row["lhs"]["saturation"] - np.mean(np.abs(np.asarray(X)) > 0.1)) < 2e-3
     assert row["lhs"]["saturation"] > 0.9
     assert row["rhs"]["saturation"] == 0
@@ -92,7 +92,7 @@ def test_float8_activations_in_a_fixed_range(std, wanted):
     x = normal(1, 256, 1024, std=std)
     fixed = {f"{kind}_calibration_method": "fixed,-224,224" for kind in ("weight", "act", "bwd")}
     rule = octavo.QtRule(**dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), "float8_e4m3fn"), **fixed)
-    row = summarize(jax.jit(probe(linear, rule))({"out": {"w": normal(0, 1024, 8)}}, x))["out/dot_general0"]
+    row = summarize(jax.jit(telemetry(linear, rule))({"out": {"w": normal(0, 1024, 8)}}, x))["out/dot_general0"]
     assert abs(row["lhs"]["sqnr_db"] - wanted) < 0.5
 
 
@@ -117,7 +117,7 @@ def unrolled(params, x):
 
 @functools.cache
 def flat_layers():
-    return jax.jit(probe(unrolled, INT8))(LAYERS, INPUT)
+    return jax.jit(telemetry(unrolled, INT8))(LAYERS, INPUT)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def flat_layers():
 )
 def test_layers_of_a_scan_are_those_of_the_loop_unrolled(wrap):
     low, flat = (
-        jax.jit(probe(functools.partial(scanned, layer=wrap(layer)), INT8, weights=0))(LAYERS, INPUT),
+        jax.jit(telemetry(functools.partial(scanned, layer=wrap(layer)), INT8, weights=0))(LAYERS, INPUT),
         flat_layers(),
     )
     assert set(low) == {"layers/dot_general0", "out/dot_general0"}
@@ -143,8 +143,8 @@ def test_layers_of_a_scan_are_those_of_the_loop_unrolled(wrap):
 
 
 @pytest.mark.parametrize("fn", [scanned, pytest.param(unrolled, marks=pytest.mark.slow)])
-def test_probing_changes_neither_loss_nor_gradients(fn):
-    low, watched = octavo.quantized(fn, INT8), probe(fn, INT8)._low
+def test_telemetry_changes_neither_loss_nor_gradients(fn):
+    low, watched = octavo.quantized(fn, INT8), telemetry(fn, INT8)._low
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(watched.init, LAYERS, INPUT))
     plain = jax.jit(jax.value_and_grad(low))(LAYERS, INPUT)
     (loss, _), (grads, seen) = jax.jit(
@@ -157,20 +157,20 @@ def test_probing_changes_neither_loss_nor_gradients(fn):
 @pytest.mark.slow
 def test_aux_is_allowed_and_jit_is_eager():
     aux = lambda params, x: (linear(params, x), {"mean": jnp.mean(x)})  # noqa: E731
-    eager = probe(aux, INT8, weights=0)(WEIGHT, X)
+    eager = telemetry(aux, INT8, weights=0)(WEIGHT, X)
     for name, s in eager["out/dot_general0"].items():
         same(s, plain()["out/dot_general0"][name], rtol=1e-4)
 
 
 def test_only_what_is_quantized_has_an_entry():
-    weight_only = jax.eval_shape(probe(linear, octavo.QuantizationRule(weight_qtype="int4")), WEIGHT, X)
+    weight_only = jax.eval_shape(telemetry(linear, octavo.QuantizationRule(weight_qtype="int4")), WEIGHT, X)
     assert {k: s.qtype for k, s in weight_only["out/dot_general0"].items()} == {"rhs": "int4"}
-    qat = jax.jit(probe(linear, octavo.QuantizationRule(weight_qtype="int4", act_qtype="int8")))(WEIGHT, X)
+    qat = jax.jit(telemetry(linear, octavo.QuantizationRule(weight_qtype="int4", act_qtype="int8")))(WEIGHT, X)
     assert {k: s.qtype for k, s in qat["out/dot_general0"].items()} == {"lhs": "int8", "rhs": "int4"}
     assert set(by_class(qat)) == {"weight", "activation"}
     left = lambda params, x: jnp.sum(params["w"] @ x)  # noqa: E731
     swapped = jax.eval_shape(
-        probe(left, octavo.QuantizationRule(weight_qtype="int4")), {"w": WEIGHT["out"]["w"].T}, X.T
+        telemetry(left, octavo.QuantizationRule(weight_qtype="int4")), {"w": WEIGHT["out"]["w"].T}, X.T
     )
     assert [{k: s.kind for k, s in found.items()} for found in swapped.values()] == [{"lhs": "weight"}]
 
@@ -179,7 +179,7 @@ def test_only_what_is_quantized_has_an_entry():
 def test_block_formats(qtype):
     w, x = normal(0, 64, 32), normal(1, 16, 64)
     rule = octavo.QtRule(weight_qtype=qtype, act_qtype=qtype, bwd_qtype=qtype)
-    found = jax.jit(probe(linear, rule))({"out": {"w": w}}, x)["out/dot_general0"]
+    found = jax.jit(telemetry(linear, rule))({"out": {"w": w}}, x)["out/dot_general0"]
     wanted = {"lhs": (x, {1: None}), "rhs": (w, {0: None}), "dlhs": (normal(2, 16, 32), {1: None})}
     tile = octavo.get_format(qtype).tile
     for name, (values, axes) in wanted.items():
@@ -190,7 +190,7 @@ def test_block_formats(qtype):
 def test_delayed_scaling_uses_the_history():
     rules = octavo.recipe("te_fp8_delayedscaling", exclude=None)
     state = octavo.quantized(linear, rules).init(WEIGHT, X)
-    watch = jax.jit(lambda state: probe(linear, rules).stateful(state)(WEIGHT, X))
+    watch = jax.jit(lambda state: telemetry(linear, rules).stateful(state)(WEIGHT, X))
     fresh = watch(state)["out/dot_general0"]
     assert set(fresh) == {"lhs", "rhs", "dlhs", "drhs"}
     assert fresh["lhs"].saturated == 0
@@ -205,7 +205,7 @@ def test_static_ranges_are_those_of_the_state():
     rule = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
     low = octavo.quantized(linear, rule)
     _, state = jax.jit(low.stateful(low.init(WEIGHT, X)))(WEIGHT, X)
-    seen = jax.jit(probe(linear, rule).stateful(state, update=False))(WEIGHT, 2 * X)
+    seen = jax.jit(telemetry(linear, rule).stateful(state, update=False))(WEIGHT, 2 * X)
     mean = np.mean(np.max(np.abs(np.asarray(X)), axis=1))
     row = summarize(seen)["out/dot_general0"]["lhs"]
     np.testing.assert_allclose(row["scale"], mean / 127.5, rtol=1e-5)
@@ -215,8 +215,8 @@ def test_static_ranges_are_those_of_the_state():
 def test_stochastic_rounding_needs_the_key_and_has_more_noise():
     rule = octavo.QtRule(**INT8_FIELDS, bwd_stochastic_rounding="uniform")
     with pytest.raises(ValueError, match="rounds stochastically and needs a random key"):
-        jax.eval_shape(probe(linear, rule), WEIGHT, X)
-    seen = summarize(jax.jit(probe(linear, rule).stateful(key=jax.random.key(0)))(WEIGHT, X))["out/dot_general0"]
+        jax.eval_shape(telemetry(linear, rule), WEIGHT, X)
+    seen = summarize(jax.jit(telemetry(linear, rule).stateful(key=jax.random.key(0)))(WEIGHT, X))["out/dot_general0"]
     nearest = summarize(plain())["out/dot_general0"]
     assert 2 < nearest["dlhs"]["sqnr_db"] - seen["dlhs"]["sqnr_db"] < 4  # twice the noise is 3 dB
     assert seen["lhs"]["sqnr_db"] == pytest.approx(nearest["lhs"]["sqnr_db"])
@@ -232,7 +232,7 @@ def experts(params, x):
 
 @functools.cache
 def watched_experts():
-    watch = jax.jit(probe(experts, INT8))
+    watch = jax.jit(telemetry(experts, INT8))
     return lambda x: watch({"experts": {"w": normal(0, 3, 32, 16)}}, x)["experts/ragged_dot0"]
 
 
@@ -267,7 +267,7 @@ def test_convolutions():
         return jnp.sum(out * normal(5, *out.shape))
 
     w, x = normal(0, 8, 4, 3, 3), normal(1, 2, 4, 6, 6)
-    seen = jax.jit(probe(loss, INT8))({"conv": {"w": w}}, x)["conv/conv_general_dilated0"]
+    seen = jax.jit(telemetry(loss, INT8))({"conv": {"w": w}}, x)["conv/conv_general_dilated0"]
     wanted = {"lhs": x, "rhs": w}
     for name, values in wanted.items():
         how = octavo.Quantizer("int8", channelwise_axes=(0,))
@@ -283,7 +283,7 @@ def test_two_activations_and_names():
             return jnp.mean(jnp.einsum("qd,kd->qk", q, k) ** 2)
 
     params = {name: {"w": normal(i, 48, 32)} for i, name in enumerate("qk")}
-    seen = jax.eval_shape(probe(loss, INT8), params, X)
+    seen = jax.eval_shape(telemetry(loss, INT8), params, X)
     assert set(seen) == {"q/dot_general0", "k/dot_general0", "attention/einsum0"}
     assert {s.kind for n, s in seen["attention/einsum0"].items() if n in ("lhs", "rhs")} == {"activation"}
 
@@ -294,7 +294,7 @@ def test_a_branch_that_is_not_taken_has_seen_nothing():
         return jnp.sum(jax.lax.cond(flag, a, b, x))
 
     params = {name: {"w": normal(i, 48, 32)} for i, name in enumerate("ab")}
-    seen = jax.jit(probe(loss, INT8))(params, X, True)
+    seen = jax.jit(telemetry(loss, INT8))(params, X, True)
     assert int(seen["a/dot_general0"]["lhs"].count) == X.size
     row = summarize(seen)["b/dot_general0"]["lhs"]
     assert all(math.isnan(value) for value in row.values())
@@ -311,7 +311,7 @@ def test_devices_of_a_shard_map_see_everything_together(check):
     mapped = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=P(), check_vma=check)
     c = normal(2, 24, 32)
     rule = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8")
-    many = summarize(jax.jit(probe(mapped, rule, weights=0))(WEIGHT, X, c))["out/dot_general0"]
+    many = summarize(jax.jit(telemetry(mapped, rule, weights=0))(WEIGHT, X, c))["out/dot_general0"]
     one = summarize(plain())["out/dot_general0"]
     for name in ("lhs", "rhs"):
         for ratio in ("saturation", "underflow", "sqnr_db", "scale") + ("largest_scale",) * check:
@@ -319,14 +319,14 @@ def test_devices_of_a_shard_map_see_everything_together(check):
 
 
 def test_microbatches_add_up():
-    watch = jax.jit(probe(linear, octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8")))
+    watch = jax.jit(telemetry(linear, octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8")))
     parts = [watch(WEIGHT, X[:12]), watch(WEIGHT, 3 * X[12:])]
     a, b = (p["out/dot_general0"]["lhs"] for p in parts)
     both = a + b
     assert int(both.count) == X.size
     np.testing.assert_allclose(both.signal, np.sum(np.asarray(X)[:12] ** 2) + 9 * np.sum(np.asarray(X)[12:] ** 2), 1e-5)
     assert both.largest_scale == b.largest_scale
-    with pytest.raises(ValueError, match="activation in int8 and of weight in int8 do not add up"):
+    with pytest.raises(ValueError, match="activation in int8 and of weight in int8 cannot be added"):
         a + parts[0]["out/dot_general0"]["rhs"]
 
 
@@ -334,7 +334,7 @@ def test_classes_and_the_worst_products():
     outlier = jnp.ones((1, 32)).at[0, 0].set(1e4)  # takes the range of the second product's input for itself
     bad = lambda params, x: jnp.mean((jnp.tanh(x @ params["a"]["w"]) * outlier @ params["b"]["w"]) ** 2)  # noqa: E731
     params = {"a": {"w": normal(0, 48, 32)}, "b": {"w": normal(1, 32, 8)}}
-    stats = jax.jit(probe(bad, INT8, weights=0))(params, X)
+    stats = jax.jit(telemetry(bad, INT8, weights=0))(params, X)
     rows, classes = summarize(stats), by_class(stats)
     assert list(classes) == ["weight", "activation", "gradient"]
     activation, lhs = classes["activation"], [rows[f"{name}/dot_general0"]["lhs"] for name in "ab"]
@@ -376,12 +376,12 @@ def test_a_quantized_function_and_a_provider_of_ones_own():
             return super().dot_general(*args, **kwargs) * 0.5
 
     provider = Halved([INT8])
-    seen = jax.jit(probe(octavo.quantized(linear, provider)))(WEIGHT, X)["out/dot_general0"]
+    seen = jax.jit(telemetry(octavo.quantized(linear, provider)))(WEIGHT, X)["out/dot_general0"]
     same(seen["rhs"], plain()["out/dot_general0"]["rhs"])
     np.testing.assert_allclose(4 * seen["dlhs"].signal, plain()["out/dot_general0"]["dlhs"].signal, rtol=1e-4)
     assert not provider.telemetry
     with pytest.raises(ValueError, match="has its rules and weights already"):
-        probe(octavo.quantized(linear, provider), INT8)
+        telemetry(octavo.quantized(linear, provider), INT8)
 
 
 @pytest.mark.parametrize(
@@ -397,16 +397,16 @@ def test_what_is_no_loss_is_refused(out, told):
         return out(x @ params["out"]["w"])
 
     with pytest.raises(TypeError, match=rf"predict has to return a scalar loss, or \(loss, aux\), not {told}"):
-        jax.eval_shape(probe(predict, INT8), WEIGHT, X)
+        jax.eval_shape(telemetry(predict, INT8), WEIGHT, X)
 
 
-def test_nothing_to_probe_is_refused():
-    with pytest.raises(ValueError, match="nothing to probe in linear: its rules quantize no product"):
-        jax.eval_shape(probe(linear, octavo.QuantizationRule(skip=True)), WEIGHT, X)
+def test_nothing_to_measure():
+    with pytest.raises(ValueError, match="linear has no telemetry: its rules quantize no matmul"):
+        jax.eval_shape(telemetry(linear, octavo.QuantizationRule(skip=True)), WEIGHT, X)
 
 
-def test_state_of_the_probe_is_no_state_of_the_function():
-    """What the probe adds to the state has a collection of its own, so that a training state serves it unchanged."""
+def test_state_of_telemetry_is_no_state_of_the_function():
+    """What telemetry adds to the state has a collection of its own, so that a training state serves it unchanged."""
     assert octavo.quantized(linear, INT8).init(WEIGHT, X) == {}
-    state = probe(linear, INT8)._low.init(WEIGHT, X)
+    state = telemetry(linear, INT8)._low.init(WEIGHT, X)
     assert set(state) == {"telemetry"}

@@ -2,19 +2,19 @@
 
 from octavo.inspect.cost import Cost, cost
 from octavo.inspect.plan import Plan, plan
-from octavo.inspect.telemetry import Probe, Stats, by_class, probe, summarize
+from octavo.inspect.telemetry import Stats, Telemetry, by_class, summarize, telemetry
 from octavo.inspect.verify import Verification, verify
 
 __all__ = [
     "Cost",
     "Plan",
-    "Probe",
     "Stats",
+    "Telemetry",
     "Verification",
     "by_class",
     "cost",
     "plan",
-    "probe",
     "summarize",
+    "telemetry",
     "verify",
 ]

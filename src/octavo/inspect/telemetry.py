@@ -1,4 +1,4 @@
-"""How well the number formats of a training step fit its tensors, product by product, measured while it trains.
+"""Telemetry: how well the number formats of a training step fit its tensors, measured in each matmul.
 
 The ratio `to_noise` of gradients is that of Chmiel, Fishman, Banner and Soudry, FP4 All the Way: Fully Quantized
 Training of LLMs (2025): where the norm of a gradient falls below about sqrt(3) times that of its quantization noise,
@@ -26,11 +26,20 @@ from octavo.transform.state import TELEMETRY, nested
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Sums over the values of one operand that are not zero; arrays with an axis for each loop around the product.
+    """Sums over the nonzero values of one operand, with an axis for each loop around the matmul.
 
-    `count` values, of which `saturated` lie beyond the end of the format and `underflowed` became zero; `signal` and
-    `noise`, the squares of the values and of their quantization errors; `scale`, the sum of every value's scale, and
-    `largest_scale`. `kind` is "weight", "activation" or "gradient". Statistics of microbatches add up: `a + b`.
+    The statistics of microbatches are added by `a + b`.
+
+    Attributes:
+        count: The number of values.
+        saturated: How many exceed the range of the format.
+        underflowed: How many become zero.
+        signal: The sum of squares of the values.
+        noise: The sum of squares of the quantization errors.
+        scale: The sum of the scales of all values.
+        largest_scale: The largest scale.
+        kind: "weight", "activation" or "gradient".
+        qtype: The name of the format.
     """
 
     count: Any
@@ -46,7 +55,7 @@ class Stats:
     def __add__(self, other: "Stats") -> "Stats":
         if (self.kind, self.qtype) != (other.kind, other.qtype):
             raise ValueError(
-                f"statistics of {self.kind} in {self.qtype} and of {other.kind} in {other.qtype} do not add up"
+                f"statistics of {self.kind} in {self.qtype} and of {other.kind} in {other.qtype} cannot be added"
             )
         sums = {name: getattr(self, name) + getattr(other, name) for name in SUMS}
         return dataclasses.replace(
@@ -56,34 +65,40 @@ class Stats:
 
 jax.tree_util.register_dataclass(Stats, data_fields=list(SUMS), meta_fields=["kind", "qtype"])
 
-type Fits = Mapping[str, Mapping[str, Stats]]
-"""Statistics by the name of the product (its path and its operation) and the name of the operand."""
+type SiteStats = Mapping[str, Mapping[str, Stats]]
+"""Statistics by the name of the matmul (its path and id) and that of the operand."""
 
 
-def probe(fn: Any, rules: Any = None, *, weights: Weights = None, on_unmatched: str = "error") -> "Probe":
-    """A function with the arguments of `fn`, a loss, that tells how well each number format fits what it is given.
+def telemetry(fn: Any, rules: Any = None, *, weights: Weights = None, on_unmatched: str = "error") -> "Telemetry":
+    """A function that measures how well each number format fits, with the arguments of the loss `fn`.
 
-    `fn` returns a scalar, or a pair of which the first is one; `rules` and `weights` are those of `quantized`, and `fn`
-    may also be what `quantized` made, without rules. The result maps the name of every quantized product to the Stats
-    of its operands: "lhs" and "rhs" of the forward, and the incoming gradient as "dlhs" and as "drhs", as each of these
-    two products quantizes it. It is pure, and meant for `jax.jit`; `summarize` and `by_class` read it.
+    Args:
+        fn: A loss that returns a scalar or (scalar, aux), or what `quantized` made of one.
+        rules: As for `quantized`; None if `fn` is quantized already.
+        weights: As for `quantized`.
+        on_unmatched: As for `quantized`.
+
+    Returns:
+        A pure function, to be jitted. It maps the name of every quantized matmul to the `Stats` of its operands: "lhs"
+        and "rhs" of the forward pass, and the cotangent as "dlhs" and "drhs", as either gradient quantizes it.
+        `summarize` and `by_class` reduce them.
 
     >>> import octavo
     >>> def loss(params, x):
     ...     return jnp.mean((x @ params["out"]["w"]) ** 2)
     >>> x, w = (jax.random.normal(jax.random.key(i), (64, 64)) for i in range(2))
-    >>> stats = jax.jit(probe(loss, octavo.recipe("int8", exclude=None)))({"out": {"w": w}}, x)
+    >>> stats = jax.jit(telemetry(loss, octavo.recipe("int8", exclude=None)))({"out": {"w": w}}, x)
     >>> {name: round(float(row["sqnr_db"])) for name, row in summarize(stats)["out/dot_general0"].items()}
     {'dlhs': 44, 'drhs': 43, 'lhs': 44, 'rhs': 44}
     """
     low = fn if isinstance(fn, Quantized) else quantized(fn, rules, weights=weights, on_unmatched=on_unmatched)
     if low is fn and (rules is not None or weights is not None):
-        raise ValueError("a quantized function has its rules and weights already: probe(fn) without them")
-    return Probe(low)
+        raise ValueError("a quantized function has its rules and weights already: telemetry(fn) without them")
+    return Telemetry(low)
 
 
-class Probe:
-    """See `probe`."""
+class Telemetry:
+    """See `telemetry`."""
 
     def __init__(self, low: Quantized):
         provider = copy.copy(low.provider)
@@ -97,23 +112,23 @@ class Probe:
             **low._options,  # pyrefly: ignore
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Fits:
+    def __call__(self, *args: Any, **kwargs: Any) -> SiteStats:
         return self.stateful()(*args, **kwargs)
 
     def stateful(
         self, state: Mapping[str, Any] | None = None, *, key: PRNGKeyArray | None = None, update: bool = True
-    ) -> Callable[..., Fits]:
-        """The probe of rules that keep state or round stochastically, given what the training step is given.
+    ) -> Callable[..., SiteStats]:
+        """The same for rules that keep state or round stochastically, with the state and key of the training step.
 
-        Ranges are those that the step would use. The state is read, and what becomes of it is dropped.
+        Ranges are those that the step would use. The new state is dropped.
         """
 
-        def call(*args: Any, **kwargs: Any) -> Fits:
+        def call(*args: Any, **kwargs: Any) -> SiteStats:
             context, known = self._low._discover(args, kwargs)
             zeros = {k: jax.tree.map(_zeros, x) for k, x in known.items() if k.collection == TELEMETRY}
             if not zeros:
                 raise ValueError(
-                    f"there is nothing to probe in {_name(self._low.fn)}: its rules quantize no product of float arrays"
+                    f"{_name(self._low.fn)} has no telemetry: its rules quantize no matmul of float arrays"
                 )
 
             def loss(zeros: dict[Key, Any]) -> Any:
@@ -121,29 +136,29 @@ class Probe:
                 return _scalar(out, self._low.fn)
 
             sites = {(site.path, site.op_id): site for site in context.sites.values()}
-            seen = jax.grad(loss)(zeros)
-            return {_site_name(k): _stats(sites[k.path, k.name], sums) for k, sums in seen.items()}
+            grads = jax.grad(loss)(zeros)
+            return {_site_name(k): _stats(sites[k.path, k.name], sums) for k, sums in grads.items()}
 
         return call
 
 
-def summarize(stats: Fits) -> dict[str, dict[str, dict[str, Any]]]:
-    """Ratios from sums, for each operand of each product: floats, or arrays with an entry for each turn of a loop.
+def summarize(stats: SiteStats) -> dict[str, dict[str, dict[str, Any]]]:
+    """Ratios from sums, for each operand of each matmul: floats, or arrays with an entry for each loop iteration.
 
-    `saturation` and `underflow` are shares of the values that are not zero; `sqnr_db` is the ratio of signal to
-    quantization noise in dB and `to_noise` that of their norms; `scale` is the mean of the scale and `largest_scale`
-    its maximum. Where nothing was counted, all are NaN; where nothing was lost, the ratios to noise are infinite.
+    `saturation` and `underflow` are shares of the nonzero values; `sqnr_db` is the signal-to-quantization-noise ratio
+    in dB and `to_noise` that of the norms; `scale` is the mean scale and `largest_scale` the maximum. All are NaN if
+    nothing was counted, and ratios to noise are infinite if all values are exact.
     """
     return {site: {name: _ratios(s) for name, s in operands.items()} for site, operands in stats.items()}
 
 
-def by_class(stats: Fits) -> dict[str, dict[str, Any]]:
-    """For weights, activations and gradients one row each, for a log: pooled shares, means, and the worst product.
+def by_class(stats: SiteStats) -> dict[str, dict[str, Any]]:
+    """One row each for weights, activations and gradients: pooled shares, means, and the worst matmul.
 
     `saturation` and `underflow` are shares of all values of the class; `sqnr_db`, `to_noise` and `scale` are means over
-    products in which each counts alike (geometric ones of the last two). `worst_site` has the lowest signal-to-noise
-    ratio, `worst_sqnr_db`, and `worst_underflow_site` the largest share of values that became zero: outliers make the
-    second worse and the first better. A name ends in the turn of the loop, if there is one, and the operand.
+    matmuls (geometric for the last two). `worst_site` has the lowest signal-to-noise ratio, `worst_sqnr_db`, and
+    `worst_underflow_site` the largest share of values that became zero: outliers raise both. A name ends in the index
+    of the loop iteration, if there is one, and the operand.
     """
     found: dict[str, list[tuple[str, Stats]]] = {}
     for site, operands in stats.items():
@@ -154,12 +169,12 @@ def by_class(stats: Fits) -> dict[str, dict[str, Any]]:
 
 def _class(rows: list[tuple[str, Stats]]) -> dict[str, Any]:
     total = {name: sum(_sum(getattr(s, name)) for _, s in rows) for name in SUMS}
-    turns = [turn for name, s in rows for turn in _turns(name, _ratios(s))]
-    decibels = [turn["sqnr_db"] for turn in turns if math.isfinite(turn["sqnr_db"])]
-    scales = [turn["scale"] for turn in turns if turn["scale"] > 0]
+    each = [row for name, s in rows for row in _iterations(name, _ratios(s))]
+    decibels = [row["sqnr_db"] for row in each if math.isfinite(row["sqnr_db"])]
+    scales = [row["scale"] for row in each if row["scale"] > 0]
     db = float(np.mean(decibels)) if decibels else math.nan
-    worst = min(turns, key=lambda turn: _or(turn["sqnr_db"], math.inf))
-    lost = max(turns, key=lambda turn: _or(turn["underflow"], -1.0))
+    worst = min(each, key=lambda row: _or(row["sqnr_db"], math.inf))
+    underflow = max(each, key=lambda row: _or(row["underflow"], -1.0))
     return {
         "saturation": _divide(total["saturated"], total["count"]),
         "underflow": _divide(total["underflowed"], total["count"]),
@@ -168,16 +183,16 @@ def _class(rows: list[tuple[str, Stats]]) -> dict[str, Any]:
         "scale": math.exp(np.mean(np.log(scales))) if scales else math.nan,
         "worst_sqnr_db": worst["sqnr_db"],
         "worst_site": worst["site"],
-        "worst_underflow": lost["underflow"],
-        "worst_underflow_site": lost["site"],
+        "worst_underflow": underflow["underflow"],
+        "worst_underflow_site": underflow["site"],
     }
 
 
-def _turns(name: str, ratios: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The ratios of each turn of the loops around a product."""
+def _iterations(name: str, ratios: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The ratios of each iteration of the loops around a matmul."""
     for at in np.ndindex(np.shape(ratios["scale"])):
-        turn = f"[{','.join(map(str, at))}]" if at else ""
-        yield {"site": name.format(turn), **{k: float(np.asarray(v)[at]) for k, v in ratios.items()}}
+        index = f"[{','.join(map(str, at))}]" if at else ""
+        yield {"site": name.format(index), **{k: float(np.asarray(v)[at]) for k, v in ratios.items()}}
 
 
 def _ratios(s: Stats) -> dict[str, Any]:
@@ -237,6 +252,6 @@ def _scalar(out: Any, fn: Any) -> Any:
     if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         kind = f"an array {loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
         raise TypeError(
-            f"a probe follows gradients: {_name(fn)} has to return a scalar loss, or (loss, aux), not {kind}"
+            f"telemetry follows gradients: {_name(fn)} has to return a scalar loss, or (loss, aux), not {kind}"
         )
     return loss

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from octavo._tree import flatten_paths
-from octavo.inspect.telemetry import by_class, probe, summarize
+from octavo.inspect.telemetry import by_class, summarize, telemetry
 from octavo.models.decoder import layer_groups
 from octavo.numerics import get_format
 from octavo.qarray import QArray, is_qarray
@@ -72,7 +72,7 @@ class Telemetry:
         return self._jitted(step, program)(dataclasses.replace(state, quant=quant), batch)
 
     def _jitted(self, step: int, program: Program) -> Any:
-        low = probe(program.train_step.loss.at(step)[0])
+        low = telemetry(program.train_step.loss.at(step)[0])
         spec = program.batch_sharding.spec
         axes = spec[0] if len(spec) else None
         # At least one row for each device that holds some.

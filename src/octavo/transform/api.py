@@ -1,4 +1,4 @@
-"""`quantized`: a function that computes in low precision, made from one that knows nothing of it."""
+"""`quantized`: a function in low precision, made from one in float."""
 
 import dataclasses
 import functools
@@ -32,14 +32,21 @@ def quantized(
     on_unmatched: str = "error",
     shardings: Mapping[str, Any] | None = None,
 ) -> "Quantized":
-    """`fn`, with the multiplications that the rules match done in low precision, and so their gradients.
+    """Quantize the matmuls of `fn` that the rules match, and their gradients.
 
-    `rules` is a recipe's name, a rule, a sequence of rules or a provider. Which inputs are weights is told by the
-    argument's name (`params`, `variables`, `model` and the like) or by `weights`: an argument's name or number, several
-    of them, or a function of a leaf's name and value. Weights may also come as QArrays. The result has the signature of
-    `fn` and composes with every transformation of JAX, before and after. Where the rules keep state (static ranges,
-    delayed scaling), or round stochastically, see `Quantized.init` and `Quantized.stateful`. `shardings` says by name
-    where weights lie on a mesh, as NamedShardings, for rules with `gather_axes`.
+    The result composes with every transformation of JAX, before and after. Where the rules keep state (static ranges,
+    delayed scaling) or round stochastically, see `Quantized.init` and `Quantized.stateful`.
+
+    Args:
+        fn: A function of arrays or QArrays.
+        rules: The name of a recipe, a rule, a sequence of rules or a `QuantizationProvider`.
+        weights: Which arguments hold weights: the name or the number of one, several of them, or a predicate of a
+            leaf's name and value. By default those named `params`, `variables`, `model` and the like.
+        on_unmatched: "error" raises if no rule matches any matmul; "warn" or "ignore".
+        shardings: NamedShardings of weights by name, for rules with `gather_axes` or `reduce_axes`.
+
+    Returns:
+        A function with the signature of `fn`.
 
     >>> import jax.numpy as jnp, octavo
     >>> def predict(params, x):
@@ -57,7 +64,7 @@ def quantized(
 
 
 class Inputs(NamedTuple):
-    """The flattened arguments of a call: arrays that are traced, and everything else as it is."""
+    """The flattened arguments of a call: arrays, which are traced, and static leaves."""
 
     leaves: list[Any]
     tree: Any
@@ -80,7 +87,7 @@ class Inputs(NamedTuple):
         return found
 
     def fill(self, arrays: list[Any]) -> Any:
-        """(args, kwargs) with other arrays."""
+        """(args, kwargs) with these arrays."""
         moving = iter(arrays)
         full = [next(moving) if moves else leaf for leaf, moves in zip(self.leaves, self.dynamic, strict=True)]
         return jax.tree.unflatten(self.tree, full)
@@ -113,7 +120,7 @@ class Quantized:
 
     @property
     def strict_paths(self) -> bool:
-        """Whether rules see the module's path only."""
+        """Whether rules match the path of a module only, and not the name of a weight."""
         return bool(self._options["strict_paths"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +135,7 @@ class Quantized:
         return self._run(args, kwargs, {}, None, True)[0]
 
     def init(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The first state for arguments like these, as nested dictionaries: collection, module path, name.
+        """The initial state for arguments of these shapes, as nested dictionaries: collection, module path, name.
 
         >>> import jax.numpy as jnp, octavo
         >>> rule = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
@@ -142,10 +149,14 @@ class Quantized:
     def stateful(
         self, state: Mapping[str, Any] | None = None, *, key: PRNGKeyArray | None = None, update: bool = True
     ) -> Callable[..., tuple[Any, dict[str, Any]]]:
-        """The function with state: its result is (out, new state).
+        """The function with state: it returns (out, new state).
 
-        `update=False` freezes statistics; a static range that was never calibrated is then an error. `key` drives
-        stochastic rounding. Delayed scaling updates its state through the gradient: that of the state is its new value.
+        Delayed scaling updates its state by the gradient: that of the state is its new value.
+
+        Args:
+            state: The state, as `init` made it.
+            key: The PRNG key of stochastic rounding.
+            update: Whether statistics are updated. A static range that was never calibrated is an error if not.
         """
 
         def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -154,21 +165,19 @@ class Quantized:
         return call
 
     def sites(self, *args: Any, **kwargs: Any) -> list[Site]:
-        """Every multiplication of the function for arguments like these; only shapes are used."""
+        """Every matmul of the function for arguments of these shapes."""
         return list(self._discover(args, kwargs)[0].sites.values())
 
     def stored_quantizers(self, *args: Any, **kwargs: Any) -> dict[str, Quantizer]:
-        """How each parameter that a rule quantizes is to be stored, by its name."""
+        """The quantizers of parameters, by name, for storing them in low precision."""
         inputs = self._inputs(args, kwargs)
         shapes = {n: leaf.shape for n, leaf in zip(inputs.names, inputs.leaves, strict=True) if n is not None}
         found: dict[str, Quantizer] = {}
         for site in self.sites(*args, **kwargs):
-            how = site_quantizer(site, shapes)
-            if how is not None:
-                found.setdefault(site.leaf or "", how)
+            quantizer = site_quantizer(site, shapes)
+            if quantizer is not None:
+                found.setdefault(site.leaf or "", quantizer)
         return found
-
-    # How it is done.
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_qarray)
@@ -194,7 +203,7 @@ class Quantized:
         return Context(self.provider, evaluate, **self._options, cache=self._cache, **changes)
 
     def _discover(self, args: tuple[Any, ...], kwargs: dict[str, Any], concrete: bool = False):
-        """The sites and the first state, from shapes alone unless the state is wanted as arrays."""
+        """The sites and the initial state: as shapes, or if `concrete` as arrays."""
         inputs = self._inputs(args, kwargs)
         traced = self._trace(inputs)
         context = dataclasses.replace(self._context(init=True, update=False), cache={})
@@ -227,13 +236,13 @@ class Quantized:
         return out, nested({**before, **frame.new})
 
     def _check(self, context: Context, traced: jaxprs.Traced) -> None:
-        """Refuse to do nothing without a word."""
+        """Raise if nothing would be quantized."""
         sites = list(context.sites.values())
         if not self.provider.rules:
             return
         if self.weights is None and self._names is None and sites and not any(any(s.weights) for s in sites):
             raise ValueError(
-                f"no multiplication of {getattr(self.fn, '__name__', 'the function')} has a weight: say which argument "
+                f"no matmul of {getattr(self.fn, '__name__', 'the function')} has a weight: say which argument "
                 f"holds the weights, by naming it one of {', '.join(PARAMETERS[:6])} or by quantized(..., weights='its "
                 "name'); weights=() if there are none"
             )
@@ -242,11 +251,11 @@ class Quantized:
         if any(site.rule is not None or any(site.quantized) for site in sites):
             return
         if not sites:
-            what = "it multiplies nothing that could be quantized (no dot_general, convolution or ragged_dot)"
+            reason = "it has no matmul (dot_general, convolution or ragged_dot)"
         else:
             paths = sorted({site.leaf or site.path for site in sites})
-            what = f"no rule matches any of its {len(sites)} multiplications, at {', '.join(map(repr, paths[:5]))}"
-        message = f"quantizing {getattr(self.fn, '__name__', 'the function')} would change nothing: {what}"
+            reason = f"no rule matches any of its {len(sites)} matmuls, at {', '.join(map(repr, paths[:5]))}"
+        message = f"quantizing {getattr(self.fn, '__name__', 'the function')} would change nothing: {reason}"
         if self.on_unmatched == "error":
             raise ValueError(message)
         warnings.warn(message, stacklevel=4)

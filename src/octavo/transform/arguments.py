@@ -1,4 +1,4 @@
-"""Names of input leaves: which arguments are parameters, and what each parameter is called."""
+"""Which leaves of the arguments are weights, and their names."""
 
 import inspect
 import re
@@ -22,13 +22,13 @@ PARAMETERS = (
     "theta",
     "self",
 )
-"""Arguments of these names hold weights."""
+"""Arguments with these names hold weights."""
 
 type Weights = str | int | Sequence[str | int] | Callable[[str, Any], bool] | None
 
 
 def key_name(entry: Any) -> str:
-    """One step of a pytree path, as a plain name."""
+    """The name of one key of a pytree path."""
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
@@ -36,7 +36,7 @@ def key_name(entry: Any) -> str:
 
 
 def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
-    """The names of positional arguments, as far as the signature tells."""
+    """The names of positional arguments, from the signature where there is one."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -51,7 +51,7 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 def leaf_paths(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The path of every leaf of (args, kwargs), beginning with its argument's name."""
+    """The path of every leaf of (args, kwargs), which begins with the name of its argument."""
     names = argument_names(fn, len(args))
     paths = []
     for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_qarray):
@@ -63,10 +63,10 @@ def leaf_paths(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def weight_names(paths: Sequence[tuple[str, ...]], leaves: Sequence[Any], weights: Weights, args: Sequence[str]):
-    """For every leaf the name of the parameter that it is, or None.
+    """For every leaf its name if it is a weight, or None.
 
-    Below an argument that holds parameters, a component called "params" marks them: what is beside it (batch
-    statistics, optimizer state) is none, and the name begins after it.
+    In an argument with a "params" collection only the leaves of that collection are weights, not batch statistics or
+    optimizer state, and their names begin below it.
     """
     chosen = _chooser(weights, args)
     collections = {path[0] for path in paths if "params" in path[1:3]}
@@ -77,7 +77,7 @@ def weight_names(paths: Sequence[tuple[str, ...]], leaves: Sequence[Any], weight
             continue
         inside = path[: _params_at(path) + 1] if path[0] in collections else path[:1]
         own = path[len(inside) :]
-        own = own[:-1] if own[-1:] in (("value",), ("raw_value",)) else own  # how boxes and NNX variables name content
+        own = own[:-1] if own[-1:] in (("value",), ("raw_value",)) else own  # the content of boxes and NNX variables
         name = "/".join(own) or path[0]
         if chosen is not None:
             is_weight = chosen(path, name, leaf)
@@ -98,9 +98,9 @@ def _chooser(weights: Weights, args: Sequence[str]) -> Callable[[tuple[str, ...]
         return None
     if callable(weights):
         return lambda path, name, leaf: bool(weights(name, leaf))
-    told = [weights] if isinstance(weights, str | int) else list(weights)
+    given = [weights] if isinstance(weights, str | int) else list(weights)
     wanted = set()
-    for argument in told:
+    for argument in given:
         if isinstance(argument, int):
             if not -len(args) <= argument < len(args):
                 raise ValueError(f"weights={argument} names no argument: there are {len(args)}")
@@ -113,10 +113,10 @@ _STEP = re.compile(r"\['((?:[^'\\]|\\.)*)'\]|\[(\d+)\]|\.?(\w+)")
 
 
 def weights_of_arguments(arguments: Iterable[str], weights: Iterable[str]) -> dict[str, str]:
-    """Which arguments of a compiled program are which weights, as far as their names tell.
+    """Which arguments of a compiled program are which weights, by name.
 
-    All weights of a function have one root among the arguments, such as `state.params`: the one under which most are
-    found, so that the end of another name is not taken for a weight. The arrays of a QArray are of one weight.
+    All weights are below one argument, such as `state.params`: that with the most matches, so that the end of another
+    name is not taken for a weight. The arrays of a QArray belong to one weight.
 
     >>> weights_of_arguments(["state.params['up']['w']", "state.params['down'].qvalue", "rows"], ["up/w", "down"])
     {"state.params['up']['w']": 'up/w', "state.params['down'].qvalue": 'down'}

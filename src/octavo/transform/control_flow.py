@@ -1,7 +1,7 @@
-"""Loops, branches, calls and regions: each is run again through JAX's own function for it, its body rewritten.
+"""Rewriting loops, branches, calls and shard_map: each is called again with a rewritten body.
 
-Going through `jax.lax.scan`, `jax.jit`, `jax.shard_map` and the like, rather than editing their equations, lets values
-be QArrays, adds inputs and outputs for state, and keeps to JAX's public interface.
+Calling `jax.lax.scan`, `jax.jit`, `jax.shard_map` and the like, rather than editing their equations, lets values be
+QArrays, adds inputs and outputs for state, and keeps to JAX's public interface.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ from octavo.transform.weights import ACTIVATION, Origin, combine, scanned
 
 
 def concerns(eqn: Equation, values: list[Value], frame: Frame) -> bool:
-    """Whether a body is to be looked into: it multiplies, or quantized weights or weights pass through it."""
+    """Whether to rewrite a body: it has a matmul, or weights pass through it."""
     if eqn.primitive.name == "cond" and eqn.params.get("branches_platforms"):
-        return False  # implementations of one thing for several platforms
+        return False  # lowerings of one function for several platforms
     opened = any(rule.inside_custom for rule in frame.context.provider.rules)
     if any(jaxprs.products_within(body, opened) for body in jaxprs.bodies(eqn)):
         return True
@@ -33,12 +33,12 @@ def concerns(eqn: Equation, values: list[Value], frame: Frame) -> bool:
 
 
 class Body:
-    """A jaxpr as a function of values, state and a random key; what it finds out is kept from the last trace."""
+    """A jaxpr as a function of values, state and a PRNG key; counters and origins are those of the last trace."""
 
     def __init__(self, jaxpr: Jaxpr, origins: list[Origin], frame: Frame, name: str, **changes: Any):
         self.jaxpr, self.origins, self.name, self.changes = jaxpr, origins, name, changes
         self.start = dict(frame.counters)
-        # A body may be traced again after its frame has gone, so the frame's own arrays are left out of it.
+        # A body may be traced again later, so it must not hold tracers of the frame.
         self.frame = frame.inner(name, state={}, key=None, **changes)
         self.end = self.start
         self.outs: list[Origin] = []
@@ -51,7 +51,7 @@ class Body:
         return [v.data for v in outs], inner.new
 
     def finish(self, frame: Frame) -> None:
-        """Let the frame count on after what the body has counted."""
+        """Set the counters of the frame to those after the body."""
         frame.counters.clear()
         frame.counters.update(self.end)
 
@@ -61,16 +61,16 @@ def _arrays(data: list[Any]) -> list[Any]:
 
 
 def _state_keys(rewrite: Any, eqn: Equation, values: list[Value], frame: Frame) -> list[Key]:
-    """The state that a body uses, found by an abstract run that initializes it."""
+    """The keys of the state that a body uses, by abstract evaluation."""
     context = frame.context
     if not context.stateful or context.init:
         return []
-    probing = dataclasses.replace(context, init=True, update=False, sites={}, cache={})
-    probe = frame.inner("", context=probing, counters=dict(frame.counters), state={}, key=None)
+    init = dataclasses.replace(context, init=True, update=False, sites={}, cache={})
+    inner = frame.inner("", context=init, counters=dict(frame.counters), state={}, key=None)
 
     def run(data):
-        rewrite(eqn, [Value(d, v.origin) for d, v in zip(data, values, strict=True)], probe)
-        return probe.new
+        rewrite(eqn, [Value(d, v.origin) for d, v in zip(data, values, strict=True)], inner)
+        return inner.new
 
     return list(jax.eval_shape(run, [v.data for v in values]))
 
@@ -98,7 +98,7 @@ def _jit(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
 
 
 def _jitted(eqn: Equation, origins: list[Origin], frame: Frame, keys: tuple[Key, ...]) -> tuple[Any, Body]:
-    """The compiled form of a nested jit, the same one whenever it is met again under the same circumstances."""
+    """The jitted form of a nested jit, cached so that equal calls compile once."""
     body, context = eqn.params["jaxpr"], frame.context
     place = (frame.scope, scope(eqn), tuple(sorted(frame.counters.items())), frame.manual_axes, frame.trips)
     cached = (body, tuple(origins), place, keys, context.update, eqn.params["name"])
@@ -137,7 +137,7 @@ def _remat(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
 
 
 def _keep_barrier(eqn: Equation, fn: Body, data: list[Any], state: Any, key: Any) -> Any:
-    """A recomputation that belongs to a backward pass already: it must not be merged with the first computation."""
+    """The rematerialization of a backward pass, kept apart from the forward computation by a barrier."""
     leaves, tree = jax.tree.flatten((data, state, key))
     leaves, barrier_tree = jax.tree.flatten(jax.lax.optimization_barrier(leaves))
     return fn(*jax.tree.unflatten(tree, jax.tree.unflatten(barrier_tree, leaves)))
@@ -176,7 +176,7 @@ def _scan(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
 
 
 def _stacked(data: Any, length: int) -> Any:
-    """A stack of layers whose scales are stacked as well, also where all layers share one."""
+    """Stacked weights with stacked scales, also where all layers share one."""
     if not isinstance(data, QArray):
         return data
     return data._map(lambda x: x if x.shape[0] == length else jnp.broadcast_to(x, (length, *x.shape[1:])))
@@ -191,7 +191,7 @@ def _while(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
     cond = Body(parts.cond, [*(v.origin for v in cond_consts), *kept], frame, scope(eqn))
     carry = _arrays([v.data for v in init])
     if frame.context.init:
-        # Only which state there is matters: the body is run once.
+        # Only the keys of the state matter: the body runs once.
         fn = Body(parts.body, [*(v.origin for v in body_consts), *kept], frame, scope(eqn))
         outs, new = fn([*(v.data for v in body_consts), *carry], {}, frame.key)
         fn.finish(frame)
@@ -200,17 +200,17 @@ def _while(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
     state = _state(_while, eqn, values, frame)
     fn = Body(parts.body, [*(v.origin for v in body_consts), *kept], frame, scope(eqn))
 
-    def go_on(loop):
+    def cond_fun(loop):
         outs, _ = cond([*(v.data for v in cond_consts), *loop[0]], {}, None)
         return outs[0]
 
-    def step(loop):
+    def body_fun(loop):
         carry, state, key = loop
-        now, later = (None, None) if key is None else tuple(jax.random.split(key))
+        now, rest = (None, None) if key is None else tuple(jax.random.split(key))
         outs, new = fn([*(v.data for v in body_consts), *carry], state, now)
-        return _arrays(outs), state | new, later
+        return _arrays(outs), state | new, rest
 
-    carry, new, _ = jax.lax.while_loop(go_on, step, (carry, state, frame.key))
+    carry, new, _ = jax.lax.while_loop(cond_fun, body_fun, (carry, state, frame.key))
     fn.finish(frame)
     frame.new.update(new)
     return _wrap(carry, [v.origin if same else o for v, same, o in zip(init, unchanged, fn.outs, strict=True)])

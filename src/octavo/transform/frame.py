@@ -1,4 +1,4 @@
-"""What the rewriting of one function carries along: rules, names, counters, and state that goes in and comes out."""
+"""The context of an evaluation: rules, names, counters and state."""
 
 import dataclasses
 import zlib
@@ -14,14 +14,14 @@ from octavo.transform.weights import Origin
 
 
 class Value(NamedTuple):
-    """An array or QArray in the course of evaluation, and where it comes from."""
+    """An array or QArray during evaluation, and its origin."""
 
     data: Any
     origin: Origin
 
 
 class Key(NamedTuple):
-    """The name of a piece of state: its collection, the module it belongs to, and its name there."""
+    """The key of a piece of state: its collection, the path of its module, and its name there."""
 
     collection: str
     path: str
@@ -49,29 +49,29 @@ class Provider(Protocol):
 
 
 type Host = Callable[["Frame", Site, Callable[[], Any]], Any]
-"""Runs an overridden operation in a place where a framework keeps state for it."""
+"""Runs an overridden operation where a framework keeps state for it."""
 
 
 @dataclasses.dataclass
 class Context:
-    """What stays the same while one call is rewritten."""
+    """What is the same for all frames of one call."""
 
     provider: Provider
     evaluate: Callable[[Any, list[Value], "Frame"], list[Value]]
-    """Evaluates a jaxpr; bodies of loops and calls are evaluated by the same function as the whole."""
+    """Evaluates a jaxpr, and the bodies of loops and calls."""
     strict_paths: bool = False
-    """Whether `module_path` means the module only; otherwise a weight's own name may be part of it."""
+    """Whether rules match the path of a module only, and not the name of a weight."""
     root: str | None = None
-    """The first scope name, if it is only the name of the whole model."""
+    """The outermost scope, if it is the name of the whole model."""
     modules: frozenset[str] | None = None
-    """The paths of all modules, if they are known: other names of scopes then say nothing."""
+    """The paths of all modules, if known; other scopes are ignored then."""
     init: bool = False
-    """Whether this is the pass that finds out which state there is."""
+    """Whether state is being initialized."""
     update: bool | frozenset[str] = True
-    """Whether statistics are collected; a set names the modules in which they are not."""
+    """Whether statistics are updated; a set names the modules in which they are frozen."""
     host: Host | None = None
     shardings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Where each weight lies, by its name, as far as that is known."""
+    """The shardings of weights by name, as far as they are known."""
     sites: dict[Any, Site] = dataclasses.field(default_factory=dict)
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class Context:
         return self.provider.stateful
 
     def updates(self, path: str) -> bool:
-        """Whether statistics are collected in a module."""
+        """Whether the statistics of a module are updated."""
         if isinstance(self.update, bool):
             return self.update
         return not any(f"{path}/".startswith(f"{frozen}/") for frozen in self.update)
@@ -100,12 +100,12 @@ class Frame:
     new: dict[Key, Any] = dataclasses.field(default_factory=dict)
 
     def inner(self, scope: str, **changes: Any) -> "Frame":
-        """The frame of a body at this scope."""
+        """The frame of a body within this scope."""
         joined = "/".join(s for s in (self.scope, scope) if s)
         return dataclasses.replace(self, scope=joined, **{"new": {}, **changes})
 
     def op_id(self, path: str, op: str) -> str:
-        """The name of the next operation of a kind in a module, counted as they come."""
+        """The id of the next operation of a kind in a module, such as "dot_general0"."""
         number = self.counters.get((path, op), 0)
         self.counters[path, op] = number + 1
         return f"{op}{number}"
@@ -115,7 +115,7 @@ class Frame:
         return None if self.key is None else jax.random.fold_in(self.key, zlib.crc32("/".join(names).encode()))
 
     def read(self, key: Key, init: Callable[[], Any]) -> Any:
-        """A piece of state, as it came in or was last written."""
+        """A piece of state as last written; initialized in the pass that does so."""
         if key in self.new:
             return self.new[key]
         if self.context.init:

@@ -1,4 +1,4 @@
-"""Rearranging quantized weights: what reshape, transpose, slice and lookup equations do to a QArray."""
+"""Reshape, transpose, slice and gather equations on a QArray."""
 
 import itertools
 from typing import Any
@@ -11,18 +11,18 @@ from octavo.transform.jaxpr import Equation
 
 
 def as_array(data: Any) -> Any:
-    """A value as an array, dequantized if need be."""
+    """A value as an array, dequantized if it is a QArray."""
     return data.dequantize() if isinstance(data, QArray) else data
 
 
 def rearranged(eqn: Equation, q: QArray, others: list[Any]) -> list[QArray] | None:
-    """The results of an equation whose first input is quantized; None if it does not merely rearrange."""
+    """The results of an equation whose first operand is a QArray; None if it does not only rearrange."""
     handler = _HANDLERS.get(eqn.primitive.name)
     if handler is None:
         return None
     try:
         out = handler(eqn, q, others)
-    except ValueError:  # tiles would be torn: the caller dequantizes
+    except ValueError:  # tiles would be split: the caller dequantizes
         return None
     return out if out is None or isinstance(out, list) else [out]
 
@@ -75,7 +75,7 @@ def _gather(eqn: Equation, q: QArray, others: list[Any]) -> QArray | None:
     ids = jnp.clip(index, 0, q.shape[axis] - 1)
     taken = q.transpose(axis, *rest)[ids]
     if eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP:
-        # What is out of range reads as NaN, which only a scale can say.
+        # An index out of range reads NaN, which only a scale can hold.
         known = (index == ids).reshape(index.shape + (1,) * len(rest))
         taken = taken._replace(scale=jnp.where(known, taken.scale, jnp.asarray(jnp.nan, taken.scale.dtype)))
     ndim = index.ndim + len(rest)

@@ -1,4 +1,4 @@
-"""A function whose precision changes over training: one quantized function for each stage of a schedule."""
+"""Functions whose quantization follows a schedule: one quantized function for each stage."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsIndex
@@ -20,10 +20,17 @@ def scheduled(
     on_unmatched: str = "error",
     shardings: Mapping[str, Any] | None = None,
 ) -> "Scheduled":
-    """`fn` in the precision that a schedule has for each step, which goes in as `step`, a Python int.
+    """Quantize `fn` by the rules that a schedule has for each step, passed as `step`, a Python int.
 
-    A step that is traced is an error: it would have every stage in every program. Under `jax.jit`, choose the stage
-    outside and pass it as a static argument, which compiles once for each stage:
+    A traced step is an error, since every program would hold every stage. Under `jax.jit`, choose the stage outside and
+    pass it as a static argument, which compiles once for each stage:
+
+    Args:
+        fn: The function.
+        schedule: A `Schedule` of rules.
+        weights: As for `quantized`.
+        on_unmatched: As for `quantized`.
+        shardings: As for `quantized`.
 
     >>> import functools, jax, octavo, jax.numpy as jnp
     >>> def predict(params, x):
@@ -46,22 +53,22 @@ def scheduled(
 
 
 class Scheduled:
-    """A function in the precision of each step; see `scheduled`. `stages` are its quantized functions."""
+    """A function that is quantized by a schedule; see `scheduled`. `stages` are its quantized functions."""
 
     def __init__(self, schedule: Schedule, stages: tuple[Quantized, ...]):
         self.schedule, self.stages = schedule, stages
 
     def at(self, step: SupportsIndex) -> tuple[Quantized, bool]:
-        """The quantized function of a step, one object for all of its stage, and whether ranges are updated then."""
+        """The quantized function of a step, the same object within a stage, and whether static ranges are updated."""
         return self.stages[self.schedule.stage(step)], self.schedule.updates(step)
 
     def __call__(self, *args: Any, step: SupportsIndex, **kwargs: Any) -> Any:
         return self.at(step)[0](*args, **kwargs)
 
     def init(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The first state for arguments like these, that of all stages together.
+        """The initial state of all stages together, for arguments of these shapes.
 
-        What two stages keep under one name they share, so that the ranges seen in one serve the next.
+        Stages share state of the same name, so that the ranges of one serve the next.
         """
         return nested(united(stage._initial(args, kwargs) for stage in self.stages))
 
@@ -73,10 +80,10 @@ class Scheduled:
         key: PRNGKeyArray | None = None,
         update: bool = True,
     ) -> Callable[..., tuple[Any, dict[str, Any]]]:
-        """The function of a step with state: its result is (out, new state).
+        """The function of a step with state: it returns (out, new state).
 
-        Statistics are frozen where the schedule or `update=False` says so. The state of other stages comes out as it
-        went in; the gradient of what delayed scaling keeps for them is that very state, as for an update.
+        Statistics are frozen by the schedule or by `update=False`. The state of other stages is returned unchanged, and
+        is its own gradient where delayed scaling updates state by the gradient.
         """
         stage, updates = self.at(step)
 
@@ -90,7 +97,7 @@ class Scheduled:
 
 
 def united(states: Iterable[Mapping[Key, Any]]) -> dict[Key, Any]:
-    """The state of stages together; what two keep under one name they share."""
+    """The union of the states of stages, which share what has the same key."""
     state: dict[Key, Any] = {}
     for each in states:
         for key, new in each.items():

@@ -24,7 +24,7 @@ TELEMETRY = "telemetry"
 
 
 def nested(state: Mapping[Key, Any]) -> dict[str, Any]:
-    """State by its keys, as nested dictionaries."""
+    """State by keys as nested dictionaries."""
     tree: dict[str, Any] = {}
     for key, value in state.items():
         place = tree.setdefault(key.collection, {})
@@ -35,7 +35,7 @@ def nested(state: Mapping[Key, Any]) -> dict[str, Any]:
 
 
 def flat(tree: Mapping[str, Any], known: Mapping[Key, Any]) -> dict[Key, Any]:
-    """The inverse of `nested`, for the keys that are known; what is missing raises."""
+    """The inverse of `nested` for these keys; raises if one is missing."""
     state = {}
     for key in known:
         place: Any = tree.get(key.collection, {})
@@ -51,7 +51,7 @@ def flat(tree: Mapping[str, Any], known: Mapping[Key, Any]) -> dict[Key, Any]:
 
 
 def check_calibrated(state: Mapping[Key, Any]) -> None:
-    """Refuse statistics that nothing was counted in, as far as that can be seen before anything runs."""
+    """Raise for concrete statistics that were never updated."""
     for key, value in state.items():
         count = value.get("count") if isinstance(value, Mapping) else None
         if count is None or isinstance(count, jax.core.Tracer):
@@ -64,14 +64,14 @@ def check_calibrated(state: Mapping[Key, Any]) -> None:
 
 
 def merged(old: Any, new: Any) -> Any:
-    """Nested dictionaries, the new over the old."""
+    """Nested dictionaries merged, `new` over `old`."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new
     return {**old, **{name: merged(old[name], new[name]) if name in old else new[name] for name in new}}
 
 
 def without(old: Any, new: Any) -> Any:
-    """Of nested dictionaries, what the new ones have not."""
+    """The entries of nested dictionaries that `new` has not."""
     if not isinstance(new, Mapping):
         return {}
     kept = {name: without(value, new[name]) if name in new else value for name, value in old.items()}
@@ -79,7 +79,7 @@ def without(old: Any, new: Any) -> Any:
 
 
 def keeping(out: Any, state: Any) -> Any:
-    """What a function returns, with a gradient for state that it has not used: itself, so that it is kept."""
+    """`out`, with unused state as its own gradient, so that an update by the gradient keeps it."""
     return _keeping(out, state) if jax.tree.leaves(state) else out
 
 
@@ -92,7 +92,7 @@ _keeping.defvjp(lambda out, state: (out, state), lambda state, g: (g, state))
 
 
 def kind_of(state: Any) -> Any:
-    """What has to be alike for one state to be used as another."""
+    """The structure, shapes and dtypes of state."""
     return jax.tree.structure(state), [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
 
 
@@ -103,7 +103,7 @@ def static_ranges(
     operands: Sequence[Any],
     quantizer: Callable[[Operand, Any, int], Quantizer],
 ) -> dict[str, Any]:
-    """The remembered range of each activation, for a rule with static scales, updated by what is seen now."""
+    """The static range of each activation operand, updated by its present value."""
     rule = site.rule
     if rule is None or not rule.act_static_scale or site.gradient is not None:
         return {}
@@ -112,13 +112,15 @@ def static_ranges(
         operand = (config.fwd.lhs, config.fwd.rhs)[side]
         if operand is None or site.weights[side] or isinstance(operands[side], QArray):
             continue
-        ranges[name] = _remembered(frame, site, name, quantizer(operand, operands[side], side), operands[side], rule)
+        ranges[name] = _static_range(frame, site, name, quantizer(operand, operands[side], side), operands[side], rule)
     return ranges
 
 
-def _remembered(frame: Frame, site: Site, name: str, how: Quantizer, x: Array, rule: QuantizationRule) -> Bounds:
+def _static_range(
+    frame: Frame, site: Site, name: str, quantizer: Quantizer, x: Array, rule: QuantizationRule
+) -> Bounds:
     axes = tuple(range(x.ndim)) if rule.act_batch_axes is None else tuple(a % x.ndim for a in rule.act_batch_axes)
-    measured = how.measure(jax.lax.stop_gradient(x))
+    measured = quantizer.measure(jax.lax.stop_gradient(x))
     measured = {k: jnp.mean(v.astype(jnp.float32), axis=axes, keepdims=True) for k, v in measured.items()}
     if frame.manual_axes:
         measured = {k: jax.lax.pmean(v, frame.manual_axes) for k, v in measured.items()}
@@ -149,7 +151,7 @@ def _remembered(frame: Frame, site: Site, name: str, how: Quantizer, x: Array, r
 
 
 def watch(site: Site, frame: Frame, config: DotConfig, operands: Sequence[Any]) -> dict[str, dict[str, Array]]:
-    """What to add to the scaling of a product so that the gradient of the state is what the product saw."""
+    """Zeros to add to the scaling of a matmul; their gradient is its telemetry."""
     state = frame.read(Key(TELEMETRY, site.path, site.op_id), lambda: init_telemetry(config))
     varying = [getattr(getattr(jax.typeof(x), "mat", None), "varying", frozenset()) for x in operands]
     axes = tuple(sorted(frozenset().union(*varying)))
@@ -158,13 +160,13 @@ def watch(site: Site, frame: Frame, config: DotConfig, operands: Sequence[Any]) 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _per_device(axes: tuple[str, ...], zeros: dict[str, Array]) -> dict[str, Array]:
-    """Zeros for each device of a shard_map, which together see what all of them see."""
+    """Zeros on each device of a shard_map, whose gradients are reduced over all of them."""
     return {name: jax.lax.pcast(x, axes, to="varying") for name, x in zeros.items()}
 
 
-def _together(axes: tuple[str, ...], _: None, sums: dict[str, Array]) -> tuple[dict[str, Array]]:
+def _reduce_telemetry(axes: tuple[str, ...], _: None, sums: dict[str, Array]) -> tuple[dict[str, Array]]:
     reduce = {"largest_scale": jax.lax.pmax}
     return ({name: reduce.get(name, jax.lax.psum)(x, axes) for name, x in sums.items()},)
 
 
-_per_device.defvjp(lambda axes, zeros: (_per_device(axes, zeros), None), _together)
+_per_device.defvjp(lambda axes, zeros: (_per_device(axes, zeros), None), _reduce_telemetry)

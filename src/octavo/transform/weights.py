@@ -1,9 +1,9 @@
-"""Where a value comes from: which weight it is, axis by axis, or which module computed it.
+"""Tracking weights through a jaxpr: which parameter a value is, axis by axis, or which module computed it.
 
 A value is a weight as long as nothing but parameters and constants went into it: reshaped, transposed, cast, sliced,
-normalized or masked weights are weights, and a row looked up by data is not. While it is only rearranged, each of its
-axes is known as factors of the parameter's own axes, so that scales chosen for the product can be laid out for the
-parameter as it is stored (stacked layers, fused heads, tied tables).
+normalized or masked weights are weights, and a row that is looked up by data is not. While a value is only rearranged,
+each of its axes is known as factors of the parameter's axes, so that the scales of a matmul's operand can be laid out
+for the parameter as it is stored (stacked layers, fused heads, tied embeddings).
 """
 
 import dataclasses
@@ -14,20 +14,27 @@ from typing import Any, NamedTuple
 from octavo.qarray import Quantizer
 
 
-class Part(NamedTuple):
-    """A part of a parameter's axis: of its index, the digit with this stride and size."""
+class Factor(NamedTuple):
+    """A factor of a parameter's axis: the digit of its index with this stride and size."""
 
     axis: int
     stride: int
     size: int
 
 
-type Axes = tuple[tuple[Part, ...], ...]
+type Axes = tuple[tuple[Factor, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What is known, before anything runs, about where a value comes from."""
+    """Where a value comes from.
+
+    Attributes:
+        leaves: The names of the parameters that it was computed from, if it is a weight.
+        axes: The factors of each axis, if it is one parameter rearranged.
+        module: The path of the module that computed it, or that a parameter belongs to.
+        constant: Whether only constants went into it.
+    """
 
     leaves: tuple[str, ...] = ()
     axes: Axes | None = None
@@ -40,7 +47,7 @@ class Origin:
 
     @property
     def is_stored(self) -> bool:
-        """Whether it is one parameter, rearranged and nothing else."""
+        """Whether it is one parameter, only rearranged."""
         return len(self.leaves) == 1 and self.axes is not None
 
 
@@ -50,12 +57,12 @@ ACTIVATION = Origin()
 
 def of_leaf(path: str, shape: Sequence[int], module: str | None = None) -> Origin:
     """The origin of a parameter itself."""
-    axes = tuple((Part(axis, 1, size),) for axis, size in enumerate(shape))
+    axes = tuple((Factor(axis, 1, size),) for axis, size in enumerate(shape))
     return Origin((path,), axes, path.rpartition("/")[0] if module is None else module)
 
 
 def common_module(origins: Sequence[Origin]) -> str | None:
-    """The innermost module that all these values belong to, of those that say."""
+    """The innermost module that contains the modules of all these values, as far as they are known."""
     paths = [o.module.split("/") for o in origins if o.module is not None]
     if not paths:
         return None
@@ -68,7 +75,7 @@ def common_module(origins: Sequence[Origin]) -> str | None:
 
 
 def combine(origins: Sequence[Origin]) -> Origin:
-    """The origin of something computed from values of these origins."""
+    """The origin of a value that is computed from values of these origins."""
     if all(o.constant for o in origins):
         return CONSTANT
     known = [o for o in origins if not o.constant]
@@ -79,7 +86,7 @@ def combine(origins: Sequence[Origin]) -> Origin:
 
 
 def flow(eqn: Any, origins: Sequence[Origin]) -> list[Origin]:
-    """The origins of an equation's results; `eqn` has no body that is looked into."""
+    """The origins of the results of an equation without a body."""
     name, first = eqn.primitive.name, origins[0] if origins else CONSTANT
     if name in _KEEP and first.is_weight:
         axes = None if first.axes is None else _KEEP[name](first.axes, eqn)
@@ -115,7 +122,7 @@ def _broadcast(axes: Axes, eqn: Any) -> Axes | None:
 
 
 def _resized(sizes: Sequence[int], axes: Axes, old: Sequence[int]) -> Axes | None:
-    """Axes cut to other lengths: one part can be cut, several merged ones cannot."""
+    """Axes sliced to other sizes: a single factor can be sliced, merged ones cannot."""
     out = []
     for parts, size, before in zip(axes, sizes, old, strict=True):
         if size == before:
@@ -136,13 +143,13 @@ def _split(axes: Axes, eqn: Any) -> Any:
 
 
 def _reshape(axes: Axes, eqn: Any) -> Axes | None:
-    """Factors regrouped into the new shape, split where a new axis ends inside one."""
+    """Factors regrouped into the new shape, and split where a new axis ends inside one."""
     if eqn.params.get("dimensions") is not None:
         return None
     parts = [p for axis in axes for p in axis if p.size != 1]
-    out: list[tuple[Part, ...]] = []
+    out: list[tuple[Factor, ...]] = []
     for size in eqn.outvars[0].aval.shape:
-        group: list[Part] = []
+        group: list[Factor] = []
         left = size
         while left > 1:
             if not parts:
@@ -153,8 +160,8 @@ def _reshape(axes: Axes, eqn: Any) -> Axes | None:
                 left //= part.size
             elif part.size % left == 0:
                 inner = part.size // left
-                group.append(Part(part.axis, part.stride * inner, left))
-                parts.insert(0, Part(part.axis, part.stride, inner))
+                group.append(Factor(part.axis, part.stride * inner, left))
+                parts.insert(0, Factor(part.axis, part.stride, inner))
                 left = 1
             else:
                 return None
@@ -186,7 +193,7 @@ _KEEP = {
 
 
 def _gathered(table: Origin, index: Origin, eqn: Any) -> Origin:
-    """Matrices picked from a stack are weights still; rows looked up by data are activations."""
+    """Matrices gathered from a stack are weights; rows looked up by data are activations."""
     kept = [size for size in eqn.params["slice_sizes"] if size > 1]
     if len(kept) >= 2 or index.constant or index.is_weight:
         return dataclasses.replace(table, axes=None)
@@ -194,20 +201,19 @@ def _gathered(table: Origin, index: Origin, eqn: Any) -> Origin:
 
 
 def scanned(origin: Origin) -> Origin:
-    """One layer of a stack, as the body of a loop sees it."""
+    """The origin of one layer of a stack, in the body of a scan."""
     return origin if origin.axes is None else dataclasses.replace(origin, axes=origin.axes[1:])
 
 
-def stored_quantizer(how: Quantizer, origin: Origin, shape: Sequence[int], leaf_ndim: int) -> Quantizer | None:
-    """A quantizer of a product's operand, laid out for the parameter that the operand was rearranged from.
+def stored_quantizer(quantizer: Quantizer, origin: Origin, shape: Sequence[int], leaf_ndim: int) -> Quantizer | None:
+    """The quantizer of a parameter that gives the same codes as that of an operand which is the parameter rearranged.
 
-    None if no layout of the parameter gives the same groups, for example where a reshape put a kept axis inside a
-    contracted one.
+    None if there is none, for example where a reshape merged a contracted axis with another one.
     """
     if origin.axes is None:
         return None
-    sizes = how.tiles(tuple(shape)).sizes
-    grouped: dict[int, list[tuple[Part, bool]]] = {axis: [] for axis in range(leaf_ndim)}
+    sizes = quantizer.tiles(tuple(shape)).sizes
+    grouped: dict[int, list[tuple[Factor, bool]]] = {axis: [] for axis in range(leaf_ndim)}
     for axis, parts in enumerate(origin.axes):
         inner = sizes[axis]
         for part in reversed(parts):
@@ -220,8 +226,8 @@ def stored_quantizer(how: Quantizer, origin: Origin, shape: Sequence[int], leaf_
                 return None
             else:
                 if inner > 1:
-                    grouped[part.axis].append((Part(part.axis, part.stride, inner), False))
-                grouped[part.axis].append((Part(part.axis, part.stride * inner, -(-part.size // inner)), True))
+                    grouped[part.axis].append((Factor(part.axis, part.stride, inner), False))
+                grouped[part.axis].append((Factor(part.axis, part.stride * inner, -(-part.size // inner)), True))
                 inner = 1
     kept, tiled = [], {}
     for axis, parts in grouped.items():
@@ -234,4 +240,4 @@ def stored_quantizer(how: Quantizer, origin: Origin, shape: Sequence[int], leaf_
             kept.append(axis)
         elif True in roles:
             tiled[axis] = math.prod(part.size for part in shared)
-    return how.replace(channelwise_axes=tuple(kept), tiled_axes=tiled or None)
+    return quantizer.replace(channelwise_axes=tuple(kept), tiled_axes=tiled or None)
