@@ -27,7 +27,7 @@ def verified(capsys, *argv):
 
 
 def passes(found):
-    return [product["backward"] for product in found["products"]]
+    return [product["backward"] for product in found["matmuls"]]
 
 
 def test_a_function_as_it_is(capsys):
@@ -49,7 +49,7 @@ def test_a_function_that_is_low_precision_by_itself(capsys):
     argv = ["toy:already_low", "--inputs", "f32[8,32]", "f32[32,16]", "--grad"]
     found = verified(capsys, *argv)
     # The gradient of `weights`, the second argument, in float; none of `x`, the first.
-    assert [(p["lhs"], p["rhs"], p["lhs_dtype"]) for p in found["products"]] == [
+    assert [(p["lhs"], p["rhs"], p["lhs_dtype"]) for p in found["matmuls"]] == [
         ([8, 32], [32, 16], "int8"),
         ([8, 32], [8, 16], "float32"),
     ]
@@ -59,7 +59,7 @@ def test_a_function_that_is_low_precision_by_itself(capsys):
 @pytest.mark.parametrize(("weights", "other"), [([], [4, 2]), (["--weights=0"], [4, 2]), (["--weights=rhs"], [8, 4])])
 def test_gradients_are_those_of_the_first_argument_unless_told(capsys, weights, other):
     found = verified(capsys, "toy:product", "--inputs", "f32[8,4]", "f32[4,2]", "--grad", *weights)
-    forward, backward = found["products"]
+    forward, backward = found["matmuls"]
     assert (forward["backward"], backward["backward"]) == (False, True)
     # The gradient of one operand is a product with the other.
     assert other in (backward["lhs"], backward["rhs"])

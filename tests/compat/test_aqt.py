@@ -653,7 +653,7 @@ def test_aqt_18_int4_runs_as_the_plan_says_on_every_platform(platform):
     assert row.fwd == "int4 x int4"
     assert row.lowering == "int8 -> int32"
     found = octavo.verify(fn, {"w": w}, x, platform=platform)
-    assert [(p.lhs_dtype, p.rhs_dtype, p.out_dtype) for p in found.products] == [("int8", "int8", "int32")]
+    assert [(p.lhs_dtype, p.rhs_dtype, p.out_dtype) for p in found.matmuls] == [("int8", "int8", "int32")]
     assert {tuple(t.split("x")[-1] for t in (r.lhs, r.rhs, r.out)) for r in found.lowered} == {("i8", "i8", "i32")}
     codes = [octavo.quantize(a, config.fwd.lhs.qtype, channelwise_axes=[i]) for i, a in ((0, x), (1, w))]
     assert {str(q.qvalue.dtype) for q in codes} == {"int4"}

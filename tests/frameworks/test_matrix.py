@@ -226,7 +226,7 @@ def check(kind, scanned, remat, way, recipe):
     if way != "jit" and not remat:
         assert seen.share(backward, backward=True) == 1.0
     # With remat the backward pass computes forward products again: all are those of the function by hand.
-    rows = lambda v: sorted((p.backward, p.kind, p.lhs, p.rhs, p.count) for p in v.products)  # noqa: E731
+    rows = lambda v: sorted((p.backward, p.kind, p.lhs, p.rhs, p.count) for p in v.matmuls)  # noqa: E731
     assert rows(seen) == rows(octavo.verify(hand, stack, X))
 
 

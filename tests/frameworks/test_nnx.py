@@ -130,7 +130,7 @@ def test_everything_is_quantized_forward_and_backward(low):
     graphdef, params, rest = nnx.split(low, nnx.Param, ...)
     found = verify(jax.grad(lambda p, x: nnx.merge(graphdef, p, rest)(x).sum()), params, X)
     assert (found.forward, found.backward) == (1.0, 1.0)
-    assert {p.path for p in found.products} == {"first", "layers/0", "layers/0/query", "layers/1", "layers/1/query"}
+    assert {p.path for p in found.matmuls} == {"first", "layers/0", "layers/0/query", "layers/1", "layers/1/query"}
 
 
 def test_products_without_weights_have_exact_paths(model):

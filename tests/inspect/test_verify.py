@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import octavo
 from octavo import DotConfig
-from octavo.inspect.verify import Verification, read_stablehlo, verify
+from octavo.inspect.stablehlo import read_stablehlo
+from octavo.inspect.verify import Verification, verify
 
 PLAIN = (((1,), (0,)), ((), ()))
 X, W = jax.ShapeDtypeStruct((16, 64), jnp.float32), jax.ShapeDtypeStruct((64, 32), jnp.float32)
@@ -32,7 +33,7 @@ def training(fn, argnums=(0, 1)):
 
 
 def rows(v):
-    return [(p.kind, p.backward, p.count, p.flops) for p in v.products]
+    return [(p.kind, p.backward, p.count, p.flops) for p in v.matmuls]
 
 
 def test_a_float_function_has_no_low_precision():
@@ -75,7 +76,7 @@ def test_mixed_precision_by_hand():
         return quantized(x, w) @ v  # 16 x 64 x 32 in int8, then 16 x 32 x 8 in float
 
     v = verify(model, X, W, jax.ShapeDtypeStruct((32, 8), jnp.float32))
-    assert [p.flops for p in v.products] == [65536, 8192]
+    assert [p.flops for p in v.matmuls] == [65536, 8192]
     assert v.share("native") == v.forward == 65536 / 73728
     assert v.flops() == 73728
     assert v.share("float", backward=True) == 0
@@ -95,9 +96,9 @@ def test_names_lengths_and_directions_through_scan_remat_and_jit():
 
     v = verify(training(model), X, jax.ShapeDtypeStruct((5, 64, 64), jnp.float32))
     each = 5 * 2 * 16 * 64 * 64
-    assert {(p.path, p.count, p.flops) for p in v.products} == {("stack/mlp", 5, each)}
+    assert {(p.path, p.count, p.flops) for p in v.matmuls} == {("stack/mlp", 5, each)}
     # The float product recomputes nothing; the int8 one is done again for the gradient of the sine.
-    assert sorted((p.kind, p.backward) for p in v.products) == [
+    assert sorted((p.kind, p.backward) for p in v.matmuls) == [
         ("float", False),
         ("float", True),
         ("float", True),
@@ -128,8 +129,8 @@ def test_codes_are_followed_through_scans_and_calls():
 def test_arithmetic_that_does_not_decode_ends_the_claim(spoil):
     codes = jax.ShapeDtypeStruct(W.shape, jnp.int8)
     fn = lambda change, x, w: x @ change(w.astype(jnp.float32))  # noqa: E731
-    assert verify(fn, lambda w: w * 0.5 - 1, X, codes).products[0].kind == "weight_only"
-    assert verify(fn, spoil, X, codes).products[0].kind == "float"
+    assert verify(fn, lambda w: w * 0.5 - 1, X, codes).matmuls[0].kind == "weight_only"
+    assert verify(fn, spoil, X, codes).matmuls[0].kind == "float"
 
 
 def test_a_carry_that_stops_being_codes_is_float():
@@ -166,8 +167,8 @@ def test_of_a_platform_choice_the_platform_s_branch_counts():
     def model(x, w):
         return jax.lax.platform_dependent(x, w, tpu=quantized, default=lambda x, w: (x @ w) * 2)
 
-    assert [p.kind for p in verify(model, X, W).products] == ["float"]
-    assert [p.kind for p in verify(model, X, W, platform="tpu").products] == ["native"]
+    assert [p.kind for p in verify(model, X, W).matmuls] == ["float"]
+    assert [p.kind for p in verify(model, X, W, platform="tpu").matmuls] == ["native"]
 
 
 @pytest.mark.parametrize("axes", [("a",), ("a", "b")])
@@ -194,7 +195,7 @@ def test_digits_count_as_the_integer_product_that_they_are():
 
 def test_what_no_result_depends_on_does_not_count():
     loss = training(quantized, argnums=1)
-    assert [(p.backward, p.lhs, p.rhs) for p in verify(loss, X, W, platform="tpu").products] == [
+    assert [(p.backward, p.lhs, p.rhs) for p in verify(loss, X, W, platform="tpu").matmuls] == [
         (False, (16, 64), (64, 32)),
         (True, (16, 64), (16, 32)),
     ]
@@ -240,7 +241,7 @@ def test_ragged_matmuls_by_hand():
     v = verify(training(jax.lax.ragged_dot), X, experts, sizes, platform="tpu")
     # Every row meets one expert, whatever their number; so does every row in the experts' gradients.
     assert rows(v) == [("float", False, 1, ONE), ("float", True, 1, ONE), ("float", True, 1, ONE)]
-    assert {p.op for p in v.products} == {"ragged_dot"}
+    assert {p.op for p in v.matmuls} == {"ragged_dot"}
     assert [(r.op, r.count, r.flops) for r in v.lowered] == [("ragged_dot", 1, ONE)] * 3
     codes = [jax.ShapeDtypeStruct(x.shape, jnp.int8) for x in (X, experts)]
     ragged = functools.partial(jax.lax.ragged_dot, preferred_element_type=jnp.int32)
@@ -323,22 +324,22 @@ def test_kernels_are_listed_not_counted():
             return pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name="double")(x)
 
     v = verify(model, SQUARE)
-    assert v.products == ()
+    assert v.matmuls == ()
     assert v.opaque == ("kernel/double/pallas_call",)
     assert str(v).splitlines() == ["not counted, opaque: kernel/double/pallas_call", "no matmuls found"]
 
 
 def test_nothing_to_count():
     v = verify(jnp.sin, X)
-    assert (v.products, v.share(), v.flops()) == ((), 0, 0)
+    assert (v.matmuls, v.share(), v.flops()) == ((), 0, 0)
     assert str(v) == "no matmuls found"
 
 
 def test_json_html_and_merged_rows():
     v = verify(lambda x, w: [x @ w, jnp.sin(x) @ w], X, W)
-    assert len(v.products) == 2
+    assert len(v.matmuls) == 2
     assert str(v).splitlines()[1].split()[-3:] == ["2", "1.311e+05", "float"]
-    assert json.loads(v.to_json())["products"][0] == {
+    assert json.loads(v.to_json())["matmuls"][0] == {
         "path": "",
         "op": "dot_general",
         "lhs": [16, 64],

@@ -187,7 +187,7 @@ def test_integers_are_bit_equal(transposed):
 def test_verify_counts_what_the_kernel_does():
     x, q = rows(2), quantized("int4", group=32)
     found = octavo.verify(lambda x: octavo.dot(x, q), x)
-    (product,) = found.products
+    (product,) = found.matmuls
     assert (product.kind, product.flops, found.opaque) == ("weight_only", 2 * 2 * DEPTH * COLUMNS, ())
 
 

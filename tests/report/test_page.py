@@ -111,7 +111,7 @@ def test_shares_of_both_passes(tmp_path):
             (40, "float", True),
         )
     ]
-    (run / "verify.json").write_text(json.dumps({"products": products}))
+    (run / "verify.json").write_text(json.dumps({"matmuls": products}))
     page = read(write_report(run))
     assert tile(page, "FLOPs quantized") == ("75.0 %", "90.0 % forward, 60.0 % backward")
 

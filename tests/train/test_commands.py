@@ -69,7 +69,7 @@ def check(process, directory):
     assert all(math.isfinite(row["learning/loss"]) for row in rows)
     assert [round(row["learning/loss"], 3) for row in rows] == list(losses.values())
     assert [row["step"] for row in rows if "eval/avg_loss" in row] == [1, 3]
-    products = json.loads((directory / "verify.json").read_text())["products"]
+    products = json.loads((directory / "verify.json").read_text())["matmuls"]
     for backward in (False, True):
         low = [p for p in products if p["backward"] == backward and p["kind"] in ("native", "emulated")]
         assert sum(p["flops"] for p in low) > 0

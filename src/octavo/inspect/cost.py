@@ -1,7 +1,7 @@
-"""What a function costs by number format: multiply-adds weighted by their operands' bits, and the bits of its weights.
+"""The cost of a function by number format: MACs weighted by the bits of their operands, and the bits of weights.
 
 Zhang, Zhang and Lew, "PokeBNN: A Binary Pursuit of Lightweight Accuracy", CVPR 2022 (arXiv 2112.00133), measure the
-effort of arithmetic, ACE, by the multiply-adds n_ij between numbers of i and of j bits:
+arithmetic computation effort, ACE, by the multiply-adds n_ij between numbers of i and of j bits:
 
     ACE = sum_ij n_ij i j
 """
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from octavo._text import format_table
-from octavo.inspect.flops import tally
+from octavo.inspect.flops import count_flops
 from octavo.numerics import FormatLike, get_format
 from octavo.qarray import QArray, is_qarray
 from octavo.transform.arguments import Weights, argument_names, leaf_paths, weight_names
@@ -56,8 +56,8 @@ class Memory:
 class Cost:
     """Multiply-adds and weights by number format, the dearest first; printed as a table.
 
-    `opaque` lists kernels that were not looked into, whose multiply-adds are missing here; `unknown_loops` those loops
-    whose bodies count once because nobody knows how often they turn.
+    `opaque` are kernels, whose multiply-adds are missing here; `unknown_loops` are loops of unknown trip count, whose
+    bodies count once.
 
     >>> Cost((Compute("int8", "int4", 8, 4, macs=100),), ()).ace
     3200
@@ -128,13 +128,15 @@ class Cost:
 def cost(fn: Any, *args: Any, formats: Mapping[str, FormatLike] | None = None, weights: Weights = None) -> Cost:
     """What `fn(*args)` costs by number format, without running it.
 
-    Arguments are arrays, QArrays, `jax.ShapeDtypeStruct`s or trees of them. Multiply-adds are those of `octavo.verify`:
-    matmuls and convolutions, every turn of a scan. Weights are the arguments that `octavo.quantized` takes for weights;
-    those in QArrays count with the bits of their format, packed, and with their scales.
+    Multiply-adds are those of `octavo.verify`: of matmuls and convolutions, in every iteration of a scan. An operand
+    has the bits of the codes that it was computed from, in whatever dtype it is multiplied: those of the format for a
+    QArray, those of the dtype for codes made inside.
 
-    An operand has the bits of the codes that it was computed from, in whatever dtype it is multiplied: the format's for
-    a QArray, the dtype's for codes made inside, which are wider where no dtype is as narrow as the format (6-bit floats
-    in uint8). `formats` says what codes of such a dtype are: `{"uint8": "fp6"}`.
+    Args:
+        fn: The function.
+        *args: Arrays, QArrays, `jax.ShapeDtypeStruct`s or trees of them.
+        formats: Formats of codes by dtype, where no dtype is as narrow as the format: `{"uint8": "fp6"}`.
+        weights: Which arguments are weights, as for `quantized`. QArrays count with their packed bits and scales.
 
     >>> import octavo
     >>> def predict(params, x):
@@ -153,9 +155,9 @@ def cost(fn: Any, *args: Any, formats: Mapping[str, FormatLike] | None = None, w
     codes = _codes(whole)
     known = {q.qtype.name: q.qtype for q in codes.values()} | dict(formats or {})
     jaxpr, names = live(*of_arrays(fn, args, {})), {i: q.qtype.name for i, q in codes.items()}
-    found = tally(jaxpr, platform=this_platform(), formats=names)
+    found = count_flops(jaxpr, platform=this_platform(), formats=names)
     macs: dict[tuple[tuple[str, int], ...], int] = {}
-    for p, (lhs, rhs) in zip(found.products, found.codes, strict=True):
+    for p, (lhs, rhs) in zip(found.matmuls, found.codes, strict=True):
         sides = _named(lhs or p.lhs_dtype, known), _named(rhs or p.rhs_dtype, known)
         macs[sides] = macs.get(sides, 0) + p.flops // 2
     rows = [Compute(lhs, rhs, i, j, n) for ((lhs, i), (rhs, j)), n in macs.items()]
@@ -166,7 +168,7 @@ def cost(fn: Any, *args: Any, formats: Mapping[str, FormatLike] | None = None, w
 
 
 def _codes(whole: list[Any]) -> dict[int, QArray]:
-    """The QArrays by the place that their codes have among all arrays."""
+    """The QArrays by the index of their codes among all arrays."""
     place, found = 0, {}
     for x in whole:
         if isinstance(x, QArray):
@@ -189,7 +191,7 @@ def _memory(weights: list[Any], formats: Mapping[str, FormatLike]) -> tuple[Memo
 
 
 def _named(name: str, formats: Mapping[str, FormatLike]) -> tuple[str, int]:
-    """What codes are called, and their bits."""
+    """The name of the format of codes, and their bits."""
     if name not in formats:
         return name, _bits(name)
     fmt = get_format(formats[name])

@@ -1,12 +1,12 @@
-"""Which matmuls a jaxpr does, how many FLOPs each costs, and what their operands are made of.
+"""The matmuls of a jaxpr, their FLOPs, and whether their operands are low precision.
 
-A product is `native` where both operands enter it in eight bits or fewer, `emulated` where both are wider but were
-computed from such codes, `weight_only` where one of them was, and `float` otherwise. To tell, every value carries
+A matmul is `native` where both operands have eight bits or fewer, `emulated` where both are wider but were computed
+from such codes, `weight_only` where one of them was, and `float` otherwise. Forward dataflow gives every value
 
-* its span: how many entries it had before broadcasting, constants aside, so that a scale is known as one; and
-* its origin: the codes it was computed from, entry by entry, by arithmetic that decodes or by movement.
+* its span: the number of entries before broadcasting, constants aside, by which a scale is recognised; and
+* its codes: those that it was computed from elementwise, by decoding or by movement.
 
-Multiplying codes with a scale keeps their origin; mixing two arrays of about the same span loses it.
+Multiplying codes with a scale keeps them; combining two arrays of about the same span does not.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from octavo.distributed.expert_sharding import SHARE
 from octavo.ops.lowerings.grouped import ITERATIONS
 from octavo.transform.jaxpr import (
     BACKWARD,
-    PRODUCTS,
+    MATMULS,
     Equation,
     Jaxpr,
     bodies,
@@ -33,7 +33,7 @@ from octavo.transform.jaxpr import (
     scope_names,
     while_parts,
 )
-from octavo.transform.matmul_flops import product_flops
+from octavo.transform.matmul_flops import matmul_flops
 
 SCALE = 8  # codes, at least, for each entry of a scale
 
@@ -55,8 +55,8 @@ _JOINS = {"concatenate": None, "stack": None, "pad": 2, "dynamic_update_slice": 
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
-    """One matmul, convolution or ragged matmul: `flops` are those of all `count` times that it runs."""
+class CountedMatmul:
+    """One matmul, convolution or ragged dot; `flops` are those of all `count` executions."""
 
     path: str
     op: str
@@ -71,43 +71,47 @@ class Product:
     kind: str
 
 
-class Tally(NamedTuple):
-    """What a jaxpr does: its products, the kernels that cannot be looked into, the loops of unknown length.
+class FlopCount(NamedTuple):
+    """The matmuls of a jaxpr.
 
-    `codes` are, for both operands of each product, what they were computed from: a dtype, a format where that is known.
+    Attributes:
+        matmuls: All of them.
+        opaque: Kernels, whose matmuls are unknown.
+        loops: Loops of unknown trip count.
+        codes: For both operands of each matmul the dtype or format of the codes that it was computed from, if any.
     """
 
-    products: tuple[Product, ...] = ()
+    matmuls: tuple[CountedMatmul, ...] = ()
     opaque: tuple[str, ...] = ()
     loops: tuple[str, ...] = ()
     codes: tuple[tuple[str | None, str | None], ...] = ()
 
     @property
     def flops(self) -> int:
-        return sum(p.flops for p in self.products)
+        return sum(p.flops for p in self.matmuls)
 
-    def plus(self, other: "Tally") -> "Tally":
-        products, opaque, loops = self.products + other.products, self.opaque + other.opaque, self.loops + other.loops
-        return Tally(products, opaque, loops, self.codes + other.codes)
+    def plus(self, other: "FlopCount") -> "FlopCount":
+        matmuls, opaque, loops = self.matmuls + other.matmuls, self.opaque + other.opaque, self.loops + other.loops
+        return FlopCount(matmuls, opaque, loops, self.codes + other.codes)
 
-    def times(self, count: int) -> "Tally":
-        scaled = (dataclasses.replace(p, flops=p.flops * count, count=p.count * count) for p in self.products)
-        return self._replace(products=tuple(scaled))
+    def times(self, count: int) -> "FlopCount":
+        scaled = (dataclasses.replace(p, flops=p.flops * count, count=p.count * count) for p in self.matmuls)
+        return self._replace(matmuls=tuple(scaled))
 
-    def shared(self, count: int) -> "Tally":
-        """One in so many FLOPs of it."""
-        return self._replace(products=tuple(dataclasses.replace(p, flops=p.flops // count) for p in self.products))
+    def divided_by(self, count: int) -> "FlopCount":
+        """FLOPs divided among `count` devices."""
+        return self._replace(matmuls=tuple(dataclasses.replace(p, flops=p.flops // count) for p in self.matmuls))
 
-    def under(self, names: str) -> "Tally":
-        """The same, done by an equation with these names around it."""
+    def within_scope(self, names: str) -> "FlopCount":
+        """The same within a scope of these names."""
         path, backward = "/".join(scope_names(names)), BACKWARD in names
         join = lambda inner: "/".join(filter(None, (path, inner)))  # noqa: E731
-        moved = (dataclasses.replace(p, path=join(p.path), backward=backward or p.backward) for p in self.products)
-        return Tally(tuple(moved), tuple(map(join, self.opaque)), tuple(map(join, self.loops)), self.codes)
+        moved = (dataclasses.replace(p, path=join(p.path), backward=backward or p.backward) for p in self.matmuls)
+        return FlopCount(tuple(moved), tuple(map(join, self.opaque)), tuple(map(join, self.loops)), self.codes)
 
 
-def tally(jaxpr: Jaxpr, *, platform: str, formats: Mapping[int, str] | None = None) -> Tally:
-    """Everything that a jaxpr does when it runs on a platform; `formats` names those of inputs that are codes."""
+def count_flops(jaxpr: Jaxpr, *, platform: str, formats: Mapping[int, str] | None = None) -> FlopCount:
+    """Count the matmuls of a jaxpr on a platform; `formats` are those of inputs that are codes, by number."""
     inputs = [_fresh(v.aval) for v in jaxpr.invars]
     for i, name in (formats or {}).items():
         inputs[i] = inputs[i]._replace(origin=_Codes(name))
@@ -115,14 +119,14 @@ def tally(jaxpr: Jaxpr, *, platform: str, formats: Mapping[int, str] | None = No
 
 
 def is_low(dtype: Any) -> bool:
-    """Whether a dtype is a number of eight bits or fewer."""
+    """Whether a dtype has eight bits or fewer."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits <= 8
     return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits <= 8
 
 
 class _Codes:
-    """Codes as an origin; two are the same only if they are one object."""
+    """Codes, compared by identity."""
 
     def __init__(self, name: str):
         self.name = name
@@ -142,7 +146,7 @@ def _fresh(aval: Any) -> _Value:
 
 
 def _coded(value: _Value, aval: Any) -> _Value:
-    """The value as new codes, if it has their dtype and comes from no others."""
+    """The value as new codes, if it has a low-precision dtype and is not computed from codes."""
     is_new = value.origin is None and is_low(getattr(aval, "dtype", np.bool_))
     return _Value(_size(aval), _Codes(str(aval.dtype))) if is_new else value
 
@@ -151,68 +155,72 @@ def _within(value: _Value, aval: Any) -> _Value:
     return value._replace(span=min(value.span, _size(aval)))
 
 
-def _run(jaxpr: Jaxpr, inputs: Sequence[_Value], platform: str) -> tuple[Tally, list[_Value]]:
+def _run(jaxpr: Jaxpr, inputs: Sequence[_Value], platform: str) -> tuple[FlopCount, list[_Value]]:
     env: dict[Any, _Value] = {v: _fresh(v.aval) for v in jaxpr.constvars}
     env |= zip(jaxpr.invars, (_within(x, v.aval) for x, v in zip(inputs, jaxpr.invars, strict=True)), strict=True)
     read = lambda atom: _Value(0) if is_literal(atom) else env[atom]  # noqa: E731
-    done = Tally()
+    done = FlopCount()
     for eqn in jaxpr.eqns:
         found, outs = _equation(eqn, [read(v) for v in eqn.invars], platform)
-        done = done.plus(found.under(scope(eqn))) if any(found) else done
+        done = done.plus(found.within_scope(scope(eqn))) if any(found) else done
         env |= ((v, _coded(x, v.aval)) for v, x in zip(eqn.outvars, outs, strict=True))
     return done, [read(v) for v in jaxpr.outvars]
 
 
-def _equation(eqn: Equation, values: list[_Value], platform: str) -> tuple[Tally, list[_Value]]:
+def _equation(eqn: Equation, values: list[_Value], platform: str) -> tuple[FlopCount, list[_Value]]:
     name = eqn.primitive.name
     outs = [_fresh(v.aval) for v in eqn.outvars]
-    if name in PRODUCTS:
+    if name in MATMULS:
         lhs, rhs = (None if v.origin is None else v.origin.name for v in values[:2])
-        return Tally((_product(eqn, values),), codes=((lhs, rhs),)), outs
+        return FlopCount((_product(eqn, values),), codes=((lhs, rhs),)), outs
     if name == "ffi_call" and eqn.params["target_name"] in kernels.TARGETS:
         lhs, rhs = (None if v.origin is None else v.origin.name for v in values[:2])
-        return Tally((_kernel_product(eqn),), codes=((lhs, rhs),)), outs
+        return FlopCount((_kernel_product(eqn),), codes=((lhs, rhs),)), outs
     if name in _OPAQUE:
-        return Tally(opaque=(name,)), outs
+        return FlopCount(opaque=(name,)), outs
     if name in _CONTROL:
         return _CONTROL[name](eqn, values, platform)
     found = bodies(eqn)
     if len(found) == 1 and len(found[0].invars) == len(values) and len(found[0].outvars) == len(outs):
         return _run(found[0], values, platform)
-    done = Tally()
+    done = FlopCount()
     for body in found:
-        done = done.plus(tally(body, platform=platform))
+        done = done.plus(count_flops(body, platform=platform))
     return done, outs if found else _flow(eqn, values)
 
 
-def _product(eqn: Any, values: list[_Value]) -> Product:
+def _product(eqn: Any, values: list[_Value]) -> CountedMatmul:
     lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     if is_low(lhs.dtype) and is_low(rhs.dtype):
         kind = "native"
     else:
         kind = ("float", "weight_only", "emulated")[sum(v.origin is not None for v in values[:2])]
     op, dtypes = eqn.primitive.name, [str(x.dtype) for x in (lhs, rhs, out)]
-    flops = product_flops(op, eqn.params, lhs.shape, rhs.shape, out.shape)
-    return Product("", PRODUCTS[op], lhs.shape, rhs.shape, *dtypes, flops=flops, count=1, backward=False, kind=kind)
+    flops = matmul_flops(op, eqn.params, lhs.shape, rhs.shape, out.shape)
+    return CountedMatmul(
+        "", MATMULS[op], lhs.shape, rhs.shape, *dtypes, flops=flops, count=1, backward=False, kind=kind
+    )
 
 
-def _kernel_product(eqn: Any) -> Product:
-    """A product that a native kernel runs: of rows with codes as they are stored, packed ones with half the depth."""
+def _kernel_product(eqn: Any) -> CountedMatmul:
+    """A matmul by a CPU kernel, of rows with codes as stored: packed ones have half the depth."""
     lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     kind = "native" if is_low(lhs.dtype) else "weight_only"
     flops = 2 * math.prod(lhs.shape) * out.shape[1]
     dtypes = [str(x.dtype) for x in (lhs, rhs, out)]
-    return Product("", "dot_general", lhs.shape, rhs.shape, *dtypes, flops=flops, count=1, backward=False, kind=kind)
+    return CountedMatmul(
+        "", "dot_general", lhs.shape, rhs.shape, *dtypes, flops=flops, count=1, backward=False, kind=kind
+    )
 
 
 def _joined(a: _Value, b: _Value, aval: Any) -> _Value:
-    """What is known of a value that may be either; in a loop this settles, as spans grow but once."""
+    """The join of two values; in a loop this reaches a fixed point, as spans grow only once."""
     span = a.span if b.span <= a.span else _size(aval)
     return _Value(span, a.origin if b.origin is not None else None)
 
 
-def _settled(body: Jaxpr, before: list[_Value], carry: list[_Value], after: list[_Value], platform: str):
-    """Run the body of a loop with what holds for its carry in every turn."""
+def _fixed_point(body: Jaxpr, before: list[_Value], carry: list[_Value], after: list[_Value], platform: str):
+    """Run the body of a loop with the fixed point of its carry."""
     while True:
         done, outs = _run(body, [*before, *carry, *after], platform)
         places = body.invars[len(before) : len(before) + len(carry)]
@@ -226,7 +234,7 @@ def _scan(eqn: Equation, values: list[_Value], platform: str):
     scan = scan_parts(eqn)
     start = scan.consts + scan.carry
     xs = [_within(x, v.aval) for x, v in zip(values[start:], scan.body.invars[start:], strict=True)]
-    done, outs = _settled(scan.body, values[: scan.consts], values[scan.consts : start], xs, platform)
+    done, outs = _fixed_point(scan.body, values[: scan.consts], values[scan.consts : start], xs, platform)
     stacked = [y._replace(span=y.span * scan.length) for y in outs[scan.carry :]]
     return done.times(scan.length), [*outs[: scan.carry], *stacked]
 
@@ -234,12 +242,12 @@ def _scan(eqn: Equation, values: list[_Value], platform: str):
 def _while(eqn: Equation, values: list[_Value], platform: str):
     loop = while_parts(eqn)
     consts = loop.cond_consts + loop.body_consts
-    done, carry = _settled(loop.body, values[loop.cond_consts : consts], values[consts:], [], platform)
+    done, carry = _fixed_point(loop.body, values[loop.cond_consts : consts], values[consts:], [], platform)
     test, _ = _run(loop.cond, [*values[: loop.cond_consts], *carry], platform)
     done = done.plus(test)
     if told := re.search(rf"{re.escape(ITERATIONS)}(\d+)", scope(eqn)):
         return done.times(int(told[1])), carry
-    return (done._replace(loops=(*done.loops, "while")) if done.products or done.opaque else done), carry
+    return (done._replace(loops=(*done.loops, "while")) if done.matmuls or done.opaque else done), carry
 
 
 def _cond(eqn: Equation, values: list[_Value], platform: str):
@@ -264,16 +272,16 @@ def _shard_map(eqn: Equation, values: list[_Value], platform: str):
         for x, v, inner in zip(outs, eqn.outvars, body.outvars, strict=True)
     ]
     done = done.times(math.prod(mesh.shape[axis] for axis in eqn.params["newly_manual_axes"]))
-    # Of the rows that a device has room for, one in so many is expected to have an expert there.
+    # Devices have room for all rows, of which only this share is expected to have an expert there.
     told = next((told for inner in body.eqns if (told := re.search(rf"{re.escape(SHARE)}(\d+)", scope(inner)))), None)
-    return done if told is None else done.shared(int(told[1])), grown
+    return done if told is None else done.divided_by(int(told[1])), grown
 
 
 _CONTROL: dict[str, Callable[..., Any]] = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}
 
 
 def _flow(eqn: Equation, values: list[_Value]) -> list[_Value]:
-    """What an equation that is no product and has no body makes of its inputs."""
+    """The results of an equation without a body that is no matmul."""
     name, sizes = eqn.primitive.name, [_size(v.aval) for v in eqn.outvars]
     if name == "iota":
         return [_Value(0)]
@@ -302,7 +310,7 @@ def _flow(eqn: Equation, values: list[_Value]) -> list[_Value]:
 
 
 def _origin(values: list[_Value], *, lone: bool = False) -> _Codes | None:
-    """The codes that all of these come from, scales and constants aside; if `lone`, only one of them may."""
+    """The codes that all of these were computed from, scales and constants aside; if `lone`, only one may be."""
     most = max(v.span for v in values)
     large = [v.origin for v in values if v.span * SCALE > most]
     return large[0] if large and not (lone and len(large) > 1) and all(o is large[0] for o in large) else None

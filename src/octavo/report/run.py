@@ -84,7 +84,7 @@ class Run:
 
     def share(self, backward: bool | None = None) -> Number | None:
         """The share of matmul FLOPs in low precision, of both passes or of one, from the verification."""
-        matmuls = [p for p in (self.verification or {}).get("products", []) if backward in (None, p["backward"])]
+        matmuls = [p for p in (self.verification or {}).get("matmuls", []) if backward in (None, p["backward"])]
         total = sum(p["flops"] for p in matmuls)
         return sum(p["flops"] for p in matmuls if p["kind"] in ("native", "emulated")) / total if total else None
 

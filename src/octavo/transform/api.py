@@ -11,7 +11,7 @@ import numpy as np
 
 from octavo._typing import PRNGKeyArray
 from octavo.qarray import QArray, Quantizer, is_qarray
-from octavo.transform import jaxpr as jaxprs
+from octavo.transform import jaxpr
 from octavo.transform.arguments import PARAMETERS, Weights, argument_names, leaf_paths, weight_names
 from octavo.transform.evaluate import evaluate
 from octavo.transform.frame import Context, Frame, Host, Key, Value
@@ -190,14 +190,14 @@ class Quantized:
         dynamic = [isinstance(x, jax.Array | np.ndarray | QArray | jax.ShapeDtypeStruct) for x in leaves]
         return Inputs(leaves, tree, names, dynamic)
 
-    def _trace(self, inputs: Inputs) -> jaxprs.Traced:
+    def _trace(self, inputs: Inputs) -> jaxpr.Traced:
         def fn(*arrays):
             args, kwargs = inputs.fill(list(arrays))
             return self.fn(*args, **kwargs)
 
         leaves, tree = jax.tree.flatten((tuple(inputs.abstract), {}))
         with tracing(self.provider):
-            return jaxprs.trace(fn, leaves, tree)
+            return jaxpr.trace(fn, leaves, tree)
 
     def _context(self, **changes: Any) -> Context:
         return Context(self.provider, evaluate, **self._options, cache=self._cache, **changes)
@@ -235,7 +235,7 @@ class Quantized:
         out = jax.tree.unflatten(traced.out_tree, [as_array(v.data) for v in outs])
         return out, nested({**before, **frame.new})
 
-    def _check(self, context: Context, traced: jaxprs.Traced) -> None:
+    def _check(self, context: Context, traced: jaxpr.Traced) -> None:
         """Raise if nothing would be quantized."""
         sites = list(context.sites.values())
         if not self.provider.rules:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from octavo.qarray import QArray, shardings
-from octavo.transform import jaxpr as jaxprs
+from octavo.transform import jaxpr
 from octavo.transform.frame import Frame, Key, Value
 from octavo.transform.jaxpr import Equation, Jaxpr, scope
 from octavo.transform.rearrange import as_array
@@ -25,7 +25,7 @@ def concerns(eqn: Equation, values: list[Value], frame: Frame) -> bool:
     if eqn.primitive.name == "cond" and eqn.params.get("branches_platforms"):
         return False  # lowerings of one function for several platforms
     opened = any(rule.inside_custom for rule in frame.context.provider.rules)
-    if any(jaxprs.products_within(body, opened) for body in jaxprs.bodies(eqn)):
+    if any(jaxpr.has_matmul(body, opened) for body in jaxpr.bodies(eqn)):
         return True
     if any(isinstance(v.data, QArray) for v in values):
         return True
@@ -86,7 +86,7 @@ def _wrap(data: list[Any], origins: list[Origin]) -> list[Value]:
 def _jit(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
     body, origins = eqn.params["jaxpr"], [v.origin for v in values]
     opened = any(rule.inside_custom for rule in frame.context.provider.rules)
-    if not jaxprs.products_within(body, opened) or frame.context.init:
+    if not jaxpr.has_matmul(body, opened) or frame.context.init:
         inner = frame.inner(scope(eqn), new=frame.new)
         return inner.context.evaluate(body, values, inner)
     state = _state(_jit, eqn, values, frame)
@@ -105,7 +105,7 @@ def _jitted(eqn: Equation, origins: list[Origin], frame: Frame, keys: tuple[Key,
     if cached in context.cache:
         return context.cache[cached]
     fn = Body(body, origins, frame, scope(eqn))
-    options = jaxprs.jit_options(eqn)
+    options = jaxpr.jit_options(eqn)
     donated = options.pop("donate_argnums")
     ins, outs = options.pop("in_shardings", None), options.pop("out_shardings", None)
     if ins is not None:
@@ -144,7 +144,7 @@ def _keep_barrier(eqn: Equation, fn: Body, data: list[Any], state: Any, key: Any
 
 
 def _scan(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
-    parts = jaxprs.scan_parts(eqn)
+    parts = jaxpr.scan_parts(eqn)
     n, m = parts.consts, parts.consts + parts.carry
     consts, init, xs = values[:n], values[n:m], values[m:]
     unchanged = [parts.body.outvars[i] is parts.body.invars[n + i] for i in range(parts.carry)]
@@ -183,7 +183,7 @@ def _stacked(data: Any, length: int) -> Any:
 
 
 def _while(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
-    parts = jaxprs.while_parts(eqn)
+    parts = jaxpr.while_parts(eqn)
     n, m = parts.cond_consts, parts.cond_consts + parts.body_consts
     cond_consts, body_consts, init = values[:n], values[n:m], values[m:]
     unchanged = [parts.body.outvars[i] is parts.body.invars[parts.body_consts + i] for i in range(len(init))]

@@ -11,18 +11,18 @@ from octavo._typing import Array
 from octavo.distributed.expert_parallel import DispatchCall, dispatch
 from octavo.ops import marked_product
 from octavo.qarray import QArray
-from octavo.transform import control_flow as control
+from octavo.transform import control_flow
 from octavo.transform.frame import Frame, Value
 from octavo.transform.jaxpr import (
     CUSTOM,
-    PRODUCTS,
+    MATMULS,
     Equation,
     Jaxpr,
     bind,
     custom_body,
+    has_matmul,
     inside,
     is_literal,
-    products_within,
 )
 from octavo.transform.provider import GEOMETRY, Operation, operating, product_options, run_product
 from octavo.transform.rearrange import as_array, rearranged
@@ -64,16 +64,16 @@ def _last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
 
 def _step(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
     name = eqn.primitive.name
-    if name in PRODUCTS:
+    if name in MATMULS:
         with inside(eqn):
             return [_product(eqn, values, frame)]
     if name in CUSTOM:
         if (own := _own_product(eqn, values, frame)) is not None:
             return [own]
         opened = any(rule.inside_custom for rule in frame.context.provider.rules)
-        if opened and products_within(custom_body(eqn), True):
-            return evaluate(custom_body(eqn), values, frame.inner(control.scope(eqn), new=frame.new))
-    elif (rewrite := control.REWRITES.get(name)) is not None and control.concerns(eqn, values, frame):
+        if opened and has_matmul(custom_body(eqn), True):
+            return evaluate(custom_body(eqn), values, frame.inner(control_flow.scope(eqn), new=frame.new))
+    elif (rewrite := control_flow.REWRITES.get(name)) is not None and control_flow.concerns(eqn, values, frame):
         with inside(eqn):
             return rewrite(eqn, values, frame)
     quantized = isinstance(values[0].data, QArray) if values else False

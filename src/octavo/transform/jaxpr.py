@@ -19,7 +19,7 @@ from octavo.ops import marked_product
 Jaxpr = core.Jaxpr
 Equation = core.JaxprEqn
 
-PRODUCTS = {
+MATMULS = {
     "dot_general": "dot_general",
     "conv_general_dilated": "conv_general_dilated",
     "ragged_dot_general": "ragged_dot",
@@ -170,18 +170,18 @@ def custom_body(eqn: Equation) -> Jaxpr:
 
 
 @functools.lru_cache(maxsize=4096)
-def products_within(jaxpr: Jaxpr, opaque: bool) -> bool:
+def has_matmul(jaxpr: Jaxpr, opaque: bool) -> bool:
     """Whether a jaxpr multiplies anywhere, bodies of loops and calls included (and opaque ones, if asked).
 
     Products that were written with a config of their own count as well.
     """
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name in PRODUCTS or (name in CUSTOM and marked_product(custom_body(eqn))):
+        if name in MATMULS or (name in CUSTOM and marked_product(custom_body(eqn))):
             return True
         if name == "pallas_call" or (name in CUSTOM and not opaque):
             continue
-        if any(products_within(body, opaque) for body in bodies(eqn)):
+        if any(has_matmul(body, opaque) for body in bodies(eqn)):
             return True
     return False
 

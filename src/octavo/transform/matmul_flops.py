@@ -35,7 +35,7 @@ def conv_flops(features: int, others: int, windows: Iterable[Window]) -> int:
     return 2 * features * others * math.prod(w.pairs() for w in windows)
 
 
-def product_flops(name: str, params: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> int:
+def matmul_flops(name: str, params: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> int:
     """FLOPs of one execution of a primitive that multiplies, for these shapes."""
     if name == "dot_general":
         (_, contract), (_, batch) = params["dimension_numbers"]

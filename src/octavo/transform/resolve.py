@@ -14,8 +14,8 @@ from octavo.ops.ragged import GMM
 from octavo.qarray import QArray
 from octavo.rules import QtRule, QuantizationRule, dot_config, find
 from octavo.transform.frame import Context, Frame, Value
-from octavo.transform.jaxpr import BACKWARD, PRODUCTS, Equation, is_einsum, module_of, scope, scope_names
-from octavo.transform.matmul_flops import product_flops
+from octavo.transform.jaxpr import BACKWARD, MATMULS, Equation, is_einsum, module_of, scope, scope_names
+from octavo.transform.matmul_flops import matmul_flops
 from octavo.transform.site import Site
 from octavo.transform.weights import Origin, common_module
 
@@ -25,7 +25,7 @@ _FLOATS = ("bfloat16", "float16", "float32", "float64")
 def find_site(eqn: Equation, values: list[Value], frame: Frame) -> Site:
     """The site of an equation that multiplies, with its rule; counts its operation."""
     names = _names(eqn, frame)
-    op = PRODUCTS[eqn.primitive.name]
+    op = MATMULS[eqn.primitive.name]
     if op == "dot_general" and is_einsum(names):
         op = "einsum"
     if op == "ragged_dot" and GMM in names:
@@ -91,7 +91,7 @@ def _draft(
         origins=(lhs.origin, rhs.origin),
         numbers=params.get("dimension_numbers") or params.get("ragged_dot_dimension_numbers"),
         trips=frame.trips,
-        flops=frame.trips * product_flops(primitive, params, left[0], right[0], out[0]) // copies,
+        flops=frame.trips * matmul_flops(primitive, params, left[0], right[0], out[0]) // copies,
         quantized=(isinstance(lhs.data, QArray), isinstance(rhs.data, QArray)),
     )
 
