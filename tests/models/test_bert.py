@@ -222,9 +222,9 @@ def test_what_does_not_fit_is_refused():
         bert_apply(SMALL, params, tokens, mask[:, 1:])
     with pytest.raises(ValueError, match="texts of 13 tokens are longer than max_length=12"):
         bert_apply(SMALL, params, *batch(13))
-    with pytest.raises(ValueError, match="there is no 'encoder/layers_2/mlp/wi/bias'"):
+    with pytest.raises(ValueError, match="there is no 'encoder/layers_2/"):
         bert_apply(SMALL.replace(num_layers=3), params, tokens, mask)
-    with pytest.raises(ValueError, match="this config, which has no 'encoder/layers_1/mlp/wi/bias'"):
+    with pytest.raises(ValueError, match="this config: there is an unexpected 'encoder/layers_1/mlp/wi/bias'"):
         bert_apply(SMALL.replace(num_layers=1), params, tokens, mask)
     with pytest.raises(ValueError, match=r"'embeddings/word/embedding' has the shape \(31, 16\), but .* \(32, 16\)"):
         bert_apply(SMALL.replace(vocab_size=32), params, tokens, mask)

@@ -9,7 +9,7 @@ WRONG = [
     (DENSE, {"unscanned_first": -1}, "unscanned_first is 0 or more, got -1"),
     (DENSE, {"norm_eps": 0.0}, "norm_eps is positive, got 0.0"),
     (DENSE, {"num_kv_heads": 3}, "num_query_heads=4 is no multiple of num_kv_heads=3"),
-    (DENSE, {"head_dim": 7}, "head_dim is even, because rotary positions turn pairs of values; got 7"),
+    (DENSE, {"head_dim": 7}, "head_dim is even, because rotary embeddings rotate pairs of values; got 7"),
     (DENSE, {"activation": "sliu"}, "unknown activation 'sliu'.*silu"),
     (DENSE, {"remat": "minmal"}, "unknown remat 'minmal'.*minimal"),
     (DENSE, {"dtype": "bf16"}, "unknown dtype 'bf16'.*bfloat16"),

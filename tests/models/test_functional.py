@@ -45,7 +45,7 @@ def test_names_of_layers():
 
 def test_what_does_not_fit_is_refused():
     params, (tokens, positions, _) = abstract_params(DENSE), batch(DENSE)
-    with pytest.raises(ValueError, match=r"no 'decoder/layers_0/.*'; but 'decoder/layers/.*unstack_layers"):
+    with pytest.raises(ValueError, match=r"no 'decoder/layers_0/.*'; an unexpected 'decoder/layers/.*unstack_layers"):
         apply(DENSE.replace(scan_layers=False), params, tokens)
     with pytest.raises(ValueError, match=r"'token_embedder/embedding' has the shape \(31, 16\), but .* \(32, 16\)"):
         apply(DENSE.replace(vocab_size=32), params, tokens)

@@ -9,7 +9,7 @@ import pytest
 from octavo import kernels
 from octavo.models import fuse, init_params
 from octavo.serve import Engine, KVCache, KVConfig, SamplingParams
-from octavo.serve.engine_native import refusal
+from octavo.serve.engine_native import unsupported_reason
 from tests.cases import slow_except
 from tests.serve.common import DENSE, MOE, quantized_params
 
@@ -58,18 +58,18 @@ def test_a_full_cache_ends_the_text():
     assert all(np.isfinite(e.logprob) for e in events)
 
 
-FUSED = "native layers have fused matrices, and no experts"
+FUSED = "the kernel needs fused weights, and has no experts"
 
 
 @needs_kernels
 @pytest.mark.parametrize(
     ("config", "name", "kv", "fused", "reason"),
     [
-        (ONE, "int8", KVConfig.of("int8"), True, "native layers keep keys and values in float32"),
+        (ONE, "int8", KVConfig.of("int8"), True, "the kernel keeps keys and values in float32"),
         (ONE, "int8", KVConfig(), False, FUSED),
         (MOE, "int8", KVConfig(), True, FUSED),
-        (ONE, None, KVConfig(), True, "query_key_value: the kernel takes quantized matrices"),
-        (ONE.replace(activation="gelu"), "int8", KVConfig(), True, "compute silu in float32, not gelu in float32"),
+        (ONE, None, KVConfig(), True, "query_key_value: the kernel takes quantized weights"),
+        (ONE.replace(activation="gelu"), "int8", KVConfig(), True, "computes silu in float32, not gelu in float32"),
         (ONE, "fp8", KVConfig(), True, "takes int8 and packed 4-bit codes, not float8_e4m3fn"),
     ],
     ids=["int8 cache", "not fused", "experts", "float", "gelu", "fp8"],
@@ -80,6 +80,6 @@ def test_why_layers_are_not_native(config, name, kv, fused, reason):
         params = init_params(config, key) if name is None else quantized_params.__wrapped__(config, name, 8)
         if fused:
             config, params = fuse(config, params)
-        assert reason in refusal(config, params, KVCache.empty(config, kv, slots=2, max_length=40))
+        assert reason in unsupported_reason(config, params, KVCache.empty(config, kv, slots=2, max_length=40))
 
     jax.eval_shape(check)  # shapes and formats decide: nothing is compiled

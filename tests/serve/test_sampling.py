@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from octavo.serve import SamplingParams
-from octavo.serve.sampling import MAX_LOGPROBS, Settings, choose, likeliest, threshold
+from octavo.serve.sampling import MAX_LOGPROBS, Settings, sample_tokens, threshold, top_logprobs
 
 
 def reference(logits, params, seen):
@@ -38,7 +38,7 @@ def draw(logits, settings, count, seen):
     """Many tokens of one request: as if at many steps."""
     rows = jnp.broadcast_to(logits, (count, logits.shape[0]))
     many = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (count, *x.shape[1:])), settings)
-    return choose(rows, many, jnp.arange(count), jnp.broadcast_to(seen, rows.shape))
+    return sample_tokens(rows, many, jnp.arange(count), jnp.broadcast_to(seen, rows.shape))
 
 
 CASES = {
@@ -102,7 +102,7 @@ def test_rows_are_independent_and_seeds_repeat():
         SamplingParams(seed=2**40 + 3),
     ]
     seen, number = jnp.zeros((4, 300), bool), jnp.asarray([3, 0, 3, 9])
-    run = jax.jit(choose)
+    run = jax.jit(sample_tokens)
     together = run(logits, Settings.of(many), number, seen).token
     for row, params in enumerate(many):
         # In the company of others, whose rows are hotter.
@@ -120,7 +120,7 @@ def test_parameters_are_no_reason_to_compile():
     @jax.jit
     def run(logits, settings, number, seen):
         traced.append(1)
-        return choose(logits, settings, number, seen)
+        return sample_tokens(logits, settings, number, seen)
 
     for params in CASES.values():
         run(jnp.zeros((1, 300)), Settings.of([params]), jnp.zeros(1, jnp.int32), jnp.zeros((1, 300), bool))
@@ -130,14 +130,16 @@ def test_parameters_are_no_reason_to_compile():
 def test_nan_shows():
     logits = jnp.zeros((1, 300)).at[0, 17].set(jnp.nan)
     for params in (SamplingParams(temperature=0), SamplingParams(seed=0, top_p=0.9)):
-        choice = jax.jit(choose)(logits, Settings.of([params]), jnp.zeros(1, jnp.int32), jnp.zeros((1, 300), bool))
+        choice = jax.jit(sample_tokens)(
+            logits, Settings.of([params]), jnp.zeros(1, jnp.int32), jnp.zeros((1, 300), bool)
+        )
         assert np.isnan(choice.logprob[0])
         assert 0 <= choice.token[0] < 300
 
 
-def test_likeliest():
+def test_top_logprobs():
     logits = jnp.asarray([[0.0, 2.0, 1.0, -1.0]])
-    tokens, values = likeliest(logits, 2)
+    tokens, values = top_logprobs(logits, 2)
     assert tokens.tolist() == [[1, 2]]
     np.testing.assert_allclose(values[0], np.log(np.exp([2, 1]) / np.exp([0, 2, 1, -1]).sum()), rtol=1e-5)
 

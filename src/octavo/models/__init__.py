@@ -1,13 +1,12 @@
-"""A decoder language model in plain Flax NNX, which knows nothing of quantization."""
+"""A decoder language model in plain Flax NNX, independent of quantization."""
 
-from octavo.models.cached import Cache
 from octavo.models.config import ModelConfig
 from octavo.models.decoder import Aux, Decoder, layer_groups
-from octavo.models.functional import abstract_params, apply, count_params, init_params
-from octavo.models.fusing import fuse
+from octavo.models.functional import abstract_params, apply, init_params, unstack_layers
+from octavo.models.fused_weights import fuse
+from octavo.models.kv_cache import Cache
 from octavo.models.layers import ACTIVATIONS
 from octavo.models.remat import POLICIES
-from octavo.models.stacking import stack_layers, unstack_layers
 
 __all__ = [
     "ACTIVATIONS",
@@ -18,10 +17,8 @@ __all__ = [
     "ModelConfig",
     "abstract_params",
     "apply",
-    "count_params",
     "fuse",
     "init_params",
     "layer_groups",
-    "stack_layers",
     "unstack_layers",
 ]

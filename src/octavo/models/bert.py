@@ -1,4 +1,4 @@
-"""An encoder of text: every token sees every other, and a text becomes one vector.
+"""A BERT encoder with bidirectional attention, and pooling of its states to sentence embeddings.
 
 Devlin et al., BERT, arXiv:1810.04805. Layers are normalized after they are added (post-norm):
 x = norm(x + attention(x)), then x = norm(x + wo(gelu(wi(x)))).
@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from octavo._config import Config
+from octavo._names import unknown_name
 from octavo._typing import Array, Bool, Float, PRNGKeyArray, Shaped
 from octavo.models.attention import attend
 from octavo.models.layers import Dense, Embed
-from octavo.numerics import nearest_names
-
-type Params = dict[str, Any]
+from octavo.models.module_params import Params, abstract_module, bind, init_module
 
 _SIZES = ("vocab_size", "emb_dim", "num_layers", "num_heads", "mlp_dim", "max_length", "num_types")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -36,7 +35,7 @@ BERT_ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class BertConfig(Config):
-    """The sizes and choices of a `Bert`; made once, checked when made.
+    """The architecture of a `Bert`, validated when made.
 
     >>> BertConfig(vocab_size=100, emb_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
     BertConfig(vocab_size=100, emb_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
@@ -48,15 +47,15 @@ class BertConfig(Config):
     num_heads: int
     mlp_dim: int
     max_length: int = 512
-    """How many positions have a vector."""
+    """The number of position embeddings."""
     num_types: int = 2
-    """How many kinds of segments have a vector: the two sentences of a pair."""
+    """The number of token type embeddings: two, for the sentences of a pair."""
     activation: str = "gelu"
     norm_eps: float = 1e-12
     dtype: str = "float32"
-    """In which activations are computed; norms and softmax are float32."""
+    """The dtype of activations; norms and softmax are float32."""
     weight_dtype: str = "float32"
-    """In which parameters are kept."""
+    """The dtype of parameters."""
 
     def __post_init__(self):
         for name in _SIZES:
@@ -70,7 +69,7 @@ class BertConfig(Config):
         for name, choices in known.items():
             if getattr(self, name) not in choices:
                 given = getattr(self, name)
-                raise ValueError(f"unknown {name} {given!r}: {nearest_names(given, choices)}")
+                raise ValueError(f"unknown {name} {given!r}: {unknown_name(given, choices)}")
 
 
 class LayerNorm(nnx.Module):
@@ -103,13 +102,13 @@ class Embeddings(nnx.Module):
     def __call__(
         self, tokens: Shaped[Array, "batch length"], types: Shaped[Array, "batch length"]
     ) -> Float[Array, "batch length size"]:
-        places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        rows = self.word(tokens, self.dtype) + self.type(types, self.dtype) + self.position(places, self.dtype)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        rows = self.word(tokens, self.dtype) + self.type(types, self.dtype) + self.position(positions, self.dtype)
         return self.norm(rows)
 
 
 class SelfAttention(nnx.Module):
-    """out(softmax(query key^T / sqrt(head size)) value) over all tokens that the mask lets be seen."""
+    """out(softmax(query key^T / sqrt(head size)) value) over all tokens of the mask."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         square = functools.partial(Dense, config.emb_dim, config.emb_dim, config.weight_dtype, rngs=rngs, use_bias=True)
@@ -120,10 +119,10 @@ class SelfAttention(nnx.Module):
         self, x: Float[Array, "batch length size"], mask: Bool[Array, "batch length"]
     ) -> Float[Array, "batch length size"]:
         query, key, value = (
-            part(x).reshape(*x.shape[:2], self.heads, -1) for part in (self.query, self.key, self.value)
+            dense(x).reshape(*x.shape[:2], self.heads, -1) for dense in (self.query, self.key, self.value)
         )
-        seen = jnp.broadcast_to(mask[:, None, None, None, :], (x.shape[0], 1, 1, x.shape[1], x.shape[1]))
-        return self.out(attend(query, key, value, seen).reshape(x.shape))
+        visible = jnp.broadcast_to(mask[:, None, None, None, :], (x.shape[0], 1, 1, x.shape[1], x.shape[1]))
+        return self.out(attend(query, key, value, visible).reshape(x.shape))
 
 
 class Feedforward(nnx.Module):
@@ -154,7 +153,7 @@ class EncoderLayer(nnx.Module):
 
 
 class Layers(nnx.Module):
-    """All layers, `layers_0` first."""
+    """The layers in order, from `layers_0` on."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         self.names = tuple(f"layers_{i}" for i in range(config.num_layers))
@@ -170,7 +169,7 @@ class Layers(nnx.Module):
 
 
 class Bert(nnx.Module):
-    """An encoder: the last states of a text's tokens.
+    """A BERT encoder: the last hidden states of tokens.
 
     >>> config = BertConfig(vocab_size=50, emb_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
     >>> Bert(config, rngs=nnx.Rngs(0))(jnp.asarray([[3, 14, 15]]), jnp.ones((1, 3), bool)).shape
@@ -187,7 +186,7 @@ class Bert(nnx.Module):
         mask: Bool[Array, "batch length"],
         types: Shaped[Array, "batch length"] | None = None,
     ) -> Float[Array, "batch length size"]:
-        """`mask` is true for tokens and false for padding; `types` tell the sentences of a pair apart."""
+        """The last hidden states. `mask` is false for padding; `types` are the token types, 0 by default."""
         types = jnp.zeros(tokens.shape, jnp.int32) if types is None else types
         return self.encoder(self.embeddings(tokens, types), mask)
 
@@ -199,16 +198,16 @@ def bert_params(config: BertConfig, key: PRNGKeyArray) -> Params:
     >>> bert_params(config, jax.random.key(0))["encoder"]["layers_0"]["mlp"]["wi"]["kernel"].shape
     (16, 32)
     """
-    return nnx.to_pure_dict(nnx.state(Bert(config, rngs=nnx.Rngs(key)), nnx.Param))
+    return init_module(Bert, config, key)
 
 
 def abstract_bert_params(config: BertConfig) -> Params:
     """The shapes and dtypes of the parameters."""
-    return jax.eval_shape(functools.partial(bert_params, config), jax.random.key(0))
+    return abstract_module(Bert, config)
 
 
 def bert_apply(config: BertConfig, params: Params, tokens: Any, mask: Any, types: Any = None) -> Array:
-    """The last states of tokens, of parameters from outside: a function to be jitted, differentiated and quantized.
+    """The last hidden states: a pure function that can be jitted, differentiated and quantized.
 
     >>> import octavo
     >>> config = BertConfig(vocab_size=50, emb_dim=16, num_layers=1, num_heads=2, mlp_dim=32)
@@ -221,15 +220,13 @@ def bert_apply(config: BertConfig, params: Params, tokens: Any, mask: Any, types
     tokens, mask = jnp.asarray(tokens), jnp.asarray(mask)
     types = jnp.zeros(tokens.shape, jnp.int32) if types is None else jnp.asarray(types)
     _check_inputs(config, tokens, mask, types)
-    graph, wanted = _skeleton(config)
-    _check_params(params, wanted)
-    return nnx.merge(graph, nnx.State(params))(tokens, mask.astype(bool), types)
+    return bind(Bert, config, params)(tokens, mask.astype(bool), types)
 
 
 def mean_pool(
     states: Float[Array, "batch length size"], mask: Shaped[Array, "batch length"]
 ) -> Float[Array, "batch size"]:
-    """The mean over the tokens of each text; zeros where there is none.
+    """The mean state over the tokens of each text; zeros for an empty text.
 
     >>> mean_pool(jnp.asarray([[[1.0], [3.0], [9.0]]]), jnp.asarray([[True, True, False]])).tolist()
     [[2.0]]
@@ -248,41 +245,16 @@ def cls_pool(
 
 
 POOLINGS: dict[str, Callable[[Array, Array], Array]] = {"mean": mean_pool, "cls": cls_pool}
-"""How the states of a text's tokens become one vector."""
+"""Poolings of hidden states to one vector per text, by name."""
 
 
 def normalize(x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-    """Vectors of length one; zeros stay zeros.
+    """Vectors scaled to unit length; zeros stay zeros.
 
     >>> normalize(jnp.asarray([[3.0, 4.0], [0.0, 0.0]])).round(3).tolist()
     [[0.6..., 0.8...], [0.0, 0.0]]
     """
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
-
-
-@functools.lru_cache(maxsize=64)
-def _skeleton(config: BertConfig) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    """The model without its arrays, and the shape of each of them by its name."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0))))
-    return graph, _shapes(nnx.to_pure_dict(state))
-
-
-def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
-
-
-def _check_params(params: Params, wanted: dict[str, tuple[int, ...]]) -> None:
-    given = _shapes(params)
-    for name in (*wanted, *given):
-        if name not in given:
-            raise ValueError(f"the parameters are not those of this config: there is no {name!r}")
-        if name not in wanted:
-            raise ValueError(f"the parameters are not those of this config, which has no {name!r}")
-        if given[name] != wanted[name]:
-            raise ValueError(
-                f"the parameter {name!r} has the shape {given[name]}, but the config makes it {wanted[name]}"
-            )
 
 
 def _check_inputs(config: BertConfig, tokens: Array, mask: Array, types: Array) -> None:
@@ -293,4 +265,6 @@ def _check_inputs(config: BertConfig, tokens: Array, mask: Array, types: Array) 
         if x.shape != tokens.shape:
             raise ValueError(f"{name} has the shape of tokens, {tokens.shape}, got {x.shape}")
     if tokens.shape[1] > config.max_length:
-        raise ValueError(f"texts of {tokens.shape[1]} tokens are longer than max_length={config.max_length}: cut them")
+        raise ValueError(
+            f"texts of {tokens.shape[1]} tokens are longer than max_length={config.max_length}: truncate them"
+        )

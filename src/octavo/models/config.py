@@ -1,11 +1,11 @@
-"""What a decoder is made of, in numbers."""
+"""The configuration of a decoder."""
 
 import dataclasses
 
 from octavo._config import Config
+from octavo._names import unknown_name
 from octavo.models.layers import ACTIVATIONS
 from octavo.models.remat import POLICIES
-from octavo.numerics import nearest_names
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = ("vocab_size", "emb_dim", "num_layers", "num_query_heads", "num_kv_heads", "head_dim", "mlp_dim")
@@ -14,7 +14,7 @@ _COUNTS = ("shared_experts", "first_dense_layers", "unscanned_first", "unscanned
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class ModelConfig(Config):
-    """The sizes and choices of a `Decoder`; made once, checked when made.
+    """The architecture of a `Decoder`, validated when made.
 
     >>> small = dict(emb_dim=64, num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128)
     >>> ModelConfig(vocab_size=256, **small).replace(remat="full")
@@ -34,42 +34,42 @@ class ModelConfig(Config):
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: tuple[float, float, float, float] | None = None
-    """How Llama 3.1 slows rotations down for longer texts: factor, low and high frequency factor, original length."""
+    """Llama 3.1's frequency scaling for long contexts: factor, low and high frequency factor, original length."""
     qkv_bias: bool = False
     """Whether queries, keys and values have a bias, as in Qwen2."""
     qk_norm: bool = False
-    """Whether each head's query and key are normalized before they are turned, as in Qwen3."""
+    """Whether each head's query and key are normalized before the rotation, as in Qwen3."""
     fused: bool = False
-    """Whether query, key and value are one matrix, and so the two halves of an MLP: see `octavo.models.fuse`."""
+    """Whether query, key and value weights are fused, and the two input weights of an MLP: see `octavo.models.fuse`."""
     tied_logits: bool = True
-    """Whether the embedding table gives the logits as well."""
+    """Whether logits use the embedding table."""
     num_experts: int = 1
     """More than one makes the MLPs mixtures of experts."""
     experts_per_token: int = 1
     shared_experts: int = 0
-    """How many experts' worth of an MLP every token passes through, besides its own experts."""
+    """Width of the MLP that all tokens share, in experts."""
     moe_mlp_dim: int = 0
     first_dense_layers: int = 0
-    """Layers that keep an ordinary MLP."""
+    """Leading layers with a dense MLP."""
     sparse_matmul: bool = True
-    """Whether tokens go to their experts only, sorted; otherwise all experts see all tokens, for reference."""
+    """Whether tokens are dispatched to their experts; otherwise all experts compute all tokens, as a reference."""
     scan_layers: bool = True
-    """Whether equal layers are one loop over stacked parameters, which compiles in the time of one layer."""
+    """Whether equal layers are a `lax.scan` over stacked parameters, which compiles in the time of one layer."""
     unscanned_first: int = 0
-    """Layers at the bottom that stand apart from the loop, under names of their own."""
+    """Leading layers outside of the scan, with parameters of their own names."""
     unscanned_last: int = 0
     remat: str = "none"
-    """What is kept of a layer for the backward pass: see `octavo.models.POLICIES`."""
+    """Which results of a layer are saved for the backward pass: see `octavo.models.POLICIES`."""
     batch_split: int = 1
-    """Into how many parts a layer cuts its rows; the compiler may overlap what one sends with what another computes."""
+    """Into how many parts a layer splits its batch, so that collectives of one overlap with compute of another."""
     dtype: str = "float32"
-    """In which activations are computed; norms, softmax, router and logits are float32."""
+    """The dtype of activations; norms, softmax, router and logits are float32."""
     weight_dtype: str = "float32"
-    """In which parameters are kept."""
+    """The dtype of parameters."""
     float32_logits: bool = True
-    """Whether logits are multiplied in float32, too; they are always summed in it."""
+    """Whether the operands of the logits are float32; they are accumulated in float32 always."""
     placement: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Along which axes of JAX's mesh each axis of activations is cut, by its logical name; nothing: no constraints."""
+    """Mesh axes for each logical axis of activations, as (name, axes); empty for no sharding constraints."""
 
     def __post_init__(self):
         self._check_sizes()
@@ -79,7 +79,7 @@ class ModelConfig(Config):
         self._check_layers()
 
     def is_moe(self, layer: int) -> bool:
-        """Whether the layer of this number has experts."""
+        """Whether a layer has experts."""
         return self.num_experts > 1 and layer >= self.first_dense_layers
 
     def _check_sizes(self) -> None:
@@ -98,7 +98,7 @@ class ModelConfig(Config):
                 "and value head serves as many query heads as every other"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim is even, because rotary positions turn pairs of values; got {self.head_dim}")
+            raise ValueError(f"head_dim is even, because rotary embeddings rotate pairs of values; got {self.head_dim}")
 
     def _check_rotation(self) -> None:
         if self.rope_scaling is None:
@@ -120,7 +120,7 @@ class ModelConfig(Config):
             ("weight_dtype", _DTYPES),
         ):
             if getattr(self, name) not in known:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}: {nearest_names(getattr(self, name), known)}")
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}: {unknown_name(getattr(self, name), known)}")
 
     def _check_experts(self) -> None:
         if self.num_experts == 1:

@@ -11,25 +11,24 @@ import jax.numpy as jnp
 from flax import nnx
 
 from octavo._typing import Array, Float, PRNGKeyArray, Shaped
-from octavo.models.attention import Attention, Places
-from octavo.models.cached import Cache
+from octavo.models.attention import Attention, RotaryAngles
 from octavo.models.config import ModelConfig
+from octavo.models.kv_cache import Cache
 from octavo.models.layers import Dense, Embed, Mlp, RMSNorm
 from octavo.models.moe import MoeBlock
-from octavo.models.placing import ROWS, place
 from octavo.models.remat import remat
-from octavo.models.typed import by_the_compiler
+from octavo.models.sharding import TOKEN_AXES, call_auto_sharded, shard_activation
 
 
 class Aux(NamedTuple):
-    """What a model says besides its logits."""
+    """Auxiliary outputs of the model."""
 
     load_balance: Float[Array, ""]
-    """The mean over the layers with experts, 1 where tokens are spread evenly; 0 without experts."""
+    """The load-balancing loss, averaged over layers with experts: 1 for an even load; 0 without experts."""
 
 
 class Group(NamedTuple):
-    """Layers under one name: a stack of equal ones that is scanned, or a single one."""
+    """Layers under one name: a scanned stack, or a single layer."""
 
     name: str
     layers: range
@@ -38,7 +37,7 @@ class Group(NamedTuple):
 
 
 def layer_groups(config: ModelConfig) -> tuple[Group, ...]:
-    """The layers from first to last, under the names of their parameters.
+    """The layers in order, by the names of their parameters.
 
     >>> from octavo.models import ModelConfig
     >>> sizes = dict(vocab_size=8, emb_dim=8, num_query_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=8)
@@ -67,7 +66,7 @@ class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, is_moe: bool, *, rngs: nnx.Rngs):
-        # Every layer adds twice to its input; so scaled, the sum of all layers keeps its size at any depth.
+        # Every layer adds twice to the residual stream; so scaled, its variance is the same at any depth.
         gain = (2 * config.num_layers) ** -0.5
         size, dtype = config.emb_dim, config.weight_dtype
         self.pre_self_attention_layer_norm = RMSNorm(size, config.norm_eps, dtype)
@@ -80,16 +79,16 @@ class DecoderLayer(nnx.Module):
         self.is_moe, self.config = is_moe, config
 
     def __call__(
-        self, x: Float[Array, "batch length size"], places: Places, cache: Cache | None = None, name: str = ""
+        self, x: Float[Array, "batch length size"], angles: RotaryAngles, cache: Cache | None = None, name: str = ""
     ) -> tuple[Float[Array, "batch length size"], Float[Array, ""], Cache | None]:
-        y, cache = self.self_attention(self.pre_self_attention_layer_norm(x), places, cache, name)
+        y, cache = self.self_attention(self.pre_self_attention_layer_norm(x), angles, cache, name)
         x = x + y
         y = self.post_self_attention_layer_norm(x)
         if self.is_moe:
-            y, load_balance = by_the_compiler(self.moe_block, y)
+            y, load_balance = call_auto_sharded(self.moe_block, y)
         else:
             y, load_balance = self.mlp(y), jnp.zeros((), jnp.float32)
-        return place(self.config, x + y, *ROWS, "activation_embed"), load_balance, cache
+        return shard_activation(self.config.placement, x + y, *TOKEN_AXES, "activation_embed"), load_balance, cache
 
 
 def _layer(config: ModelConfig, is_moe: bool, key: PRNGKeyArray) -> DecoderLayer:
@@ -97,32 +96,32 @@ def _layer(config: ModelConfig, is_moe: bool, key: PRNGKeyArray) -> DecoderLayer
 
 
 class Stack(nnx.Module):
-    """All layers, and the norm after the last one."""
+    """All layers and the final norm."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         keys = jax.random.split(rngs.params(), config.num_layers)
         for group in layer_groups(config):
             make = functools.partial(_layer, config, group.is_moe)
-            here = keys[group.layers.start : group.layers.stop]
-            setattr(self, group.name, nnx.vmap(make)(here) if group.is_stack else make(here[0]))
+            group_keys = keys[group.layers.start : group.layers.stop]
+            setattr(self, group.name, nnx.vmap(make)(group_keys) if group.is_stack else make(group_keys[0]))
         self.decoder_norm = RMSNorm(config.emb_dim, config.norm_eps, config.weight_dtype)
         if not config.tied_logits:
             self.logits_dense = Dense(config.emb_dim, config.vocab_size, config.weight_dtype, rngs=rngs)
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "batch length size"], places: Places, cache: Cache | None = None
+        self, x: Float[Array, "batch length size"], angles: RotaryAngles, cache: Cache | None = None
     ) -> tuple[Float[Array, "batch length size"], Aux, Cache | None]:
         total = jnp.zeros((), jnp.float32)
         for group in layer_groups(self.config):
             if cache is not None:
-                x, load_balance, cache = getattr(self, group.name)(x, places, cache, group.name)
+                x, load_balance, cache = getattr(self, group.name)(x, angles, cache, group.name)
                 total = total + load_balance
                 continue
             graph, params = nnx.split(getattr(self, group.name))
 
             def layer(x: Array, params: Any, graph: Any = graph) -> tuple[Array, Array]:
-                return in_parts(nnx.merge(graph, params), x, places, self.config.batch_split)
+                return split_batch(nnx.merge(graph, params), x, angles, self.config.batch_split)
 
             layer = remat(layer, self.config.remat, in_scan=group.is_stack)
             x, load_balance = jax.lax.scan(layer, x, params) if group.is_stack else layer(x, params)
@@ -131,13 +130,13 @@ class Stack(nnx.Module):
         return self.decoder_norm(x), Aux(load_balance=total / max(count, 1)), cache
 
 
-def in_parts(layer: Any, x: Array, places: Places, parts: int) -> tuple[Array, Array]:
-    """A layer's result for rows that go through it in several parts, none of which waits for another.
+def split_batch(layer: Any, x: Array, angles: RotaryAngles, parts: int) -> tuple[Array, Array]:
+    """A layer's result for a batch that is split into independent parts.
 
-    Each part has every n-th row, so that rows stay on the devices that they are on.
+    Each part has every n-th row, so that rows stay on their devices.
     """
     if parts == 1:
-        return layer(x, places)[:2]
+        return layer(x, angles)[:2]
     rows = x.shape[0]
     if rows % parts:
         raise ValueError(f"{rows} rows cannot be cut into batch_split={parts} equal parts: choose another batch size")
@@ -145,7 +144,7 @@ def in_parts(layer: Any, x: Array, places: Places, parts: int) -> tuple[Array, A
     def part(tree: Any, number: int) -> Any:
         return jax.tree.map(lambda a: a.reshape(-1, parts, *a.shape[1:])[:, number] if a.shape[0] == rows else a, tree)
 
-    outs, balances = zip(*(layer(part(x, i), part(places, i))[:2] for i in range(parts)), strict=True)
+    outs, balances = zip(*(layer(part(x, i), part(angles, i))[:2] for i in range(parts)), strict=True)
     return jnp.stack(outs, axis=1).reshape(x.shape), jnp.mean(jnp.stack(balances))
 
 
@@ -173,45 +172,47 @@ class Decoder(nnx.Module):
         positions: Shaped[Array, "batch length"] | None = None,
         segments: Shaped[Array, "batch length"] | None = None,
     ) -> tuple[Float[Array, "batch length vocab"], Aux]:
-        """The logits of each token's successor, in float32.
+        """Next-token logits in float32, and auxiliary outputs.
 
-        A token sees itself and those before it in its segment; `positions` are what rotary embeddings count, from 0 on
-        unless told. Several documents in a row differ in their `segments`.
+        Attention is causal within a segment; documents packed into one row differ in their `segments`. `positions` are
+        those of rotary embeddings, by default from 0 on.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         if segments is None:
             segments = jnp.zeros(tokens.shape, jnp.int32)
-        x = place(self.config, self.token_embedder(tokens, self.config.dtype), *ROWS, "activation_embed")
-        x, aux, _ = self.decoder(x, Places.of(self.config, positions, segments))
+        x = shard_activation(
+            self.config.placement, self.token_embedder(tokens, self.config.dtype), *TOKEN_AXES, "activation_embed"
+        )
+        x, aux, _ = self.decoder(x, RotaryAngles.of(self.config, positions, segments))
         return self.logits(x), aux
 
-    def cached(
+    def call_with_cache(
         self,
         tokens: Shaped[Array, "batch length"],
         positions: Shaped[Array, "batch length"] | None,
         cache: Cache,
         last: Shaped[Array, "batch"] | None = None,
     ) -> tuple[Float[Array, "batch _length vocab"], Aux, Cache]:
-        """The same of tokens that follow those in a cache, and the cache with them added.
+        """The same for tokens that follow those in a cache, and the cache with them added.
 
-        `last` picks the one token of each row whose logits are wanted.
+        `last` is the index in each row of the one token whose logits are wanted.
         """
         if positions is None:
             positions = cache.positions(tokens)
         x = self.token_embedder(tokens, self.config.dtype)
-        # Angles are computed once: a compiler would fuse them into every layer.
-        places = jax.lax.optimization_barrier(Places.of(self.config, positions, None))
-        x, aux, new = self.decoder(x, places, cache)
+        # Computed once: the compiler would fuse the angles into every layer.
+        angles = jax.lax.optimization_barrier(RotaryAngles.of(self.config, positions, None))
+        x, aux, new = self.decoder(x, angles, cache)
         assert new is not None
         if last is not None:
             x = jnp.take_along_axis(x, last[:, None, None], axis=1)
         return self.logits(x), aux, new
 
     def logits(self, x: Float[Array, "batch length size"]) -> Float[Array, "batch length vocab"]:
-        """Of what comes out of the last layer."""
+        """Logits of the last layer's output."""
         if self.config.float32_logits:
             x = x.astype(jnp.float32)
-        # The table is as wide as what it multiplies: where it lies in parts, that is what is sent.
+        # The table has the dtype of x: where it is sharded, the all-gather is as wide.
         head = self.token_embedder.attend if self.config.tied_logits else self.decoder.logits_dense
-        return place(self.config, head(x, jnp.float32), *ROWS, "activation_vocab")
+        return shard_activation(self.config.placement, head(x, jnp.float32), *TOKEN_AXES, "activation_vocab")

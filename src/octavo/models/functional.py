@@ -1,23 +1,22 @@
-"""The model as pure functions of a config and a tree of parameters: nested dictionaries of arrays."""
+"""The decoder as pure functions of a config and parameters: nested dictionaries of arrays."""
 
-import functools
-import math
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from octavo._typing import Array, PRNGKeyArray
-from octavo.models.cached import Cache
 from octavo.models.config import ModelConfig
 from octavo.models.decoder import Decoder, layer_groups
+from octavo.models.kv_cache import Cache
+from octavo.models.module_params import Params, abstract_module, bind, init_module
 
-type Params = dict[str, Any]
+_STACK = re.compile(r"(?:dense_)?layers")
 
 
 def init_params(config: ModelConfig, key: PRNGKeyArray) -> Params:
-    """Random parameters; scanned and unscanned models of the same key have the same.
+    """Random parameters. Scanned and unscanned models have the same values for the same key.
 
     >>> from octavo.models import ModelConfig
     >>> sizes = dict(emb_dim=16, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
@@ -25,29 +24,18 @@ def init_params(config: ModelConfig, key: PRNGKeyArray) -> Params:
     >>> params["decoder"]["layers"]["mlp"]["wi_0"]["kernel"].shape
     (2, 16, 32)
     """
-    return nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(key)), nnx.Param))
+    return init_module(Decoder, config, key)
 
 
 def abstract_params(config: ModelConfig) -> Params:
-    """The shapes and dtypes of the parameters, of a model of any size.
+    """Shapes and dtypes of the parameters, without memory for them.
 
     >>> from octavo.models import ModelConfig
     >>> sizes = dict(emb_dim=2**14, num_layers=126, num_query_heads=128, num_kv_heads=8, head_dim=128, mlp_dim=53248)
     >>> abstract_params(ModelConfig(vocab_size=128_256, **sizes))["decoder"]["layers"]["mlp"]["wo"]["kernel"].shape
     (126, 53248, 16384)
     """
-    return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
-
-
-def count_params(config: ModelConfig) -> int:
-    """How many numbers the parameters are.
-
-    >>> from octavo.models import ModelConfig
-    >>> sizes = dict(emb_dim=2**14, num_layers=126, num_query_heads=128, num_kv_heads=8, head_dim=128, mlp_dim=53248)
-    >>> f"{count_params(ModelConfig(vocab_size=128_256, tied_logits=False, **sizes)) / 1e9:.0f} billion"
-    '406 billion'
-    """
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
+    return abstract_module(Decoder, config)
 
 
 def apply(
@@ -59,12 +47,21 @@ def apply(
     cache: Cache | None = None,
     last: Any = None,
 ) -> Any:
-    """The logits and more, of parameters from outside: a function to be jitted, differentiated and quantized.
+    """Run the decoder: a pure function that can be jitted, differentiated and quantized.
 
-    The result is `(logits, aux)`. With a cache, such as those of `octavo.serve`, the tokens follow what it remembers:
-    the result is `(logits, aux, new cache)`, and `last`, a number for each row, picks the one token of each whose
-    logits are wanted.
+    Args:
+        config: The model.
+        params: Parameters, as from `init_params`.
+        tokens: Token ids `[batch, length]`.
+        positions: Positions of the tokens for rotary embeddings; from 0 on, or after those in the cache.
+        segments: Documents packed into a row differ in their segment, and do not attend to each other.
+        cache: A key and value cache such as `octavo.serve.KVCache`, which the tokens follow.
+        last: With a cache, the index in each row of the one token whose logits are wanted.
 
+    Returns:
+        `(logits, aux)`, or with a cache `(logits, aux, new_cache)`. Logits are float32 `[batch, length, vocab]`.
+
+    >>> import functools
     >>> import octavo
     >>> from octavo.models import ModelConfig
     >>> sizes = dict(emb_dim=16, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
@@ -76,12 +73,27 @@ def apply(
     arrays = {name: jnp.asarray(x) for name, x in inputs.items() if x is not None}
     _check_inputs(arrays)
     _check_cache(config, cache, segments, last)
-    graph, state = _skeleton(config)
-    _check_params(params, state)
-    model = nnx.merge(graph, nnx.State(params))
+    hint = ". unstack_layers makes parameters of unscanned layers from those of scanned ones"
+    model = bind(Decoder, config, params, hint)
     if cache is None:
         return model(**arrays)
-    return model.cached(arrays["tokens"], arrays.get("positions"), cache, last)
+    return model.call_with_cache(arrays["tokens"], arrays.get("positions"), cache, last)
+
+
+def unstack_layers(params: Params) -> Params:
+    """Parameters for `scan_layers=False` from those of the same model with scanned layers.
+
+    >>> sorted(unstack_layers({"decoder": {"layers": {"w": jnp.zeros((2, 3))}}})["decoder"])
+    ['layers_0', 'layers_1']
+    """
+    layers = {}
+    for name, stack in params["decoder"].items():
+        if not _STACK.fullmatch(name):
+            layers[name] = stack
+            continue
+        for i in range(jax.tree.leaves(stack)[0].shape[0]):
+            layers[f"{name}_{i}"] = jax.tree.map(lambda x, i=i: x[i], stack)
+    return {**params, "decoder": layers}
 
 
 def _check_cache(config: ModelConfig, cache: Cache | None, segments: Any, last: Any) -> None:
@@ -97,36 +109,6 @@ def _check_cache(config: ModelConfig, cache: Cache | None, segments: Any, last: 
         )
     if segments is not None:
         raise ValueError("rows of a cache hold one text each: segments are for calls without a cache")
-
-
-@functools.lru_cache(maxsize=64)
-def _skeleton(config: ModelConfig) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    """The model without its arrays, and the shape of each of them by its name."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    return graph, _shapes(nnx.to_pure_dict(state))
-
-
-def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
-
-
-def _check_params(params: Params, wanted: dict[str, tuple[int, ...]]) -> None:
-    given = _shapes(params)
-    if given == wanted:
-        return
-    missing = [name for name in wanted if name not in given]
-    beyond = [name for name in given if name not in wanted]
-    if missing or beyond:
-        text = "; ".join(f"{what} {names[0]!r}" for what, names in (("no", missing), ("but", beyond)) if names)
-        raise ValueError(
-            f"the parameters are not those of this config: there is {text}. stack_layers and unstack_layers change "
-            "between the parameters of scanned and unscanned layers"
-        )
-    name = next(name for name in wanted if given[name] != wanted[name])
-    raise ValueError(f"the parameter {name!r} has the shape {given[name]}, but the config makes it {wanted[name]}")
 
 
 def _check_inputs(arrays: dict[str, Array]) -> None:

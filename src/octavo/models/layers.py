@@ -1,4 +1,4 @@
-"""The parts that every layer has: matrices, a norm, the embedding table and the gated MLP."""
+"""Layers of a decoder: dense, RMS norm, embedding and gated MLP."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,8 @@ from flax import nnx
 
 from octavo._sharding import replicate_axes
 from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray, Shaped
-from octavo.models.remat import light, named
-from octavo.models.typed import look_up, product_sharding
+from octavo.models.remat import name_result, recompute
+from octavo.models.sharding import gather_rows, matmul_sharding
 
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "silu": jax.nn.silu,
@@ -22,20 +22,20 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def matrix(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, *, gain: float = 1.0) -> Array:
-    """Random `[..., in, out]` that keeps the variance of what it multiplies, times the square of `gain`."""
+def init_matrix(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, *, gain: float = 1.0) -> Array:
+    """A random `[..., in, out]` that preserves the variance of its input, times `gain` squared."""
     stacked = tuple(range(len(shape) - 2))
     init = jax.nn.initializers.variance_scaling(gain**2, "fan_in", "truncated_normal", batch_axis=stacked)
     return init(key, shape, jnp.dtype(dtype))
 
 
 class Dense(nnx.Module):
-    """A product with a matrix, in the dtype of what comes in, and a bias if there is one."""
+    """A matmul in the dtype of the input, and an optional bias."""
 
     def __init__(
         self, inputs: int, outputs: int, dtype: str, *, rngs: nnx.Rngs, gain: float = 1.0, use_bias: bool = False
     ):
-        self.kernel = nnx.Param(matrix(rngs.params(), (inputs, outputs), dtype, gain=gain))
+        self.kernel = nnx.Param(init_matrix(rngs.params(), (inputs, outputs), dtype, gain=gain))
         if use_bias:
             self.bias = nnx.Param(jnp.zeros(outputs, jnp.dtype(dtype)))
         self.use_bias = use_bias
@@ -43,10 +43,10 @@ class Dense(nnx.Module):
     def __call__(
         self, x: Float[Array, "*batch inputs"], dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch outputs"]:
-        """The product, summed in `dtype` if that is given."""
-        # As one matrix of rows: for the gradient of a batch of them, XLA's CPU backend takes half as long again.
+        """The output, accumulated in `dtype` if given."""
+        # As one matrix of rows: with a batch axis, the gradient takes XLA's CPU backend half as long again.
         rows, kernel = x.reshape(-1, x.shape[-1]), self.kernel[...].astype(x.dtype)
-        out = jnp.matmul(rows, kernel, preferred_element_type=dtype, out_sharding=product_sharding(rows, kernel))
+        out = jnp.matmul(rows, kernel, preferred_element_type=dtype, out_sharding=matmul_sharding(rows, kernel))
         if self.use_bias:
             out = out + jnp.broadcast_to(self.bias[...].astype(out.dtype), out.shape)
         return out.reshape(*x.shape[:-1], -1)
@@ -65,29 +65,29 @@ class RMSNorm(nnx.Module):
             normal = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
             return (normal * jnp.broadcast_to(replicate_axes(scale.astype(jnp.float32)), x.shape)).astype(x.dtype)
 
-        return light(norm)(x, self.scale[...])
+        return recompute(norm)(x, self.scale[...])
 
 
 class Embed(nnx.Module):
-    """A vector for each token, and the logits of tokens for a vector."""
+    """A table of token embeddings, which also gives tied logits."""
 
     def __init__(self, count: int, size: int, dtype: str, *, rngs: nnx.Rngs, stddev: float):
         init = jax.nn.initializers.truncated_normal(stddev)
         self.embedding = nnx.Param(init(rngs.params(), (count, size), jnp.dtype(dtype)))
 
     def __call__(self, tokens: Shaped[Array, "*batch"], dtype: str) -> Float[Array, "*batch size"]:
-        return look_up(self.embedding[...].astype(jnp.dtype(dtype)), tokens)
+        return gather_rows(self.embedding[...].astype(jnp.dtype(dtype)), tokens)
 
     def attend(self, x: Float[Array, "*batch size"], dtype: DTypeLike | None = None) -> Float[Array, "*batch count"]:
-        """The logits, summed in `dtype` if that is given."""
+        """Tied logits, accumulated in `dtype` if given."""
         table, numbers = self.embedding[...].astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ()))
-        where = product_sharding(x, table, columns=0)
-        return jax.lax.dot_general(x, table, numbers, preferred_element_type=dtype, out_sharding=where)
+        sharding = matmul_sharding(x, table, columns=0)
+        return jax.lax.dot_general(x, table, numbers, preferred_element_type=dtype, out_sharding=sharding)
 
 
 def gated(activation: str, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """activation(gate) * up."""
-    return light(lambda gate, up: ACTIVATIONS[activation](gate) * up)(gate, up)
+    return recompute(lambda gate, up: ACTIVATIONS[activation](gate) * up)(gate, up)
 
 
 class Mlp(nnx.Module):
@@ -106,5 +106,5 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         gate, up = jnp.split(self.wi(x), 2, axis=-1) if self.fused else (self.wi_0(x), self.wi_1(x))
-        gate, up = named(gate, "mlpwi_0"), named(up, "mlpwi_1")
-        return named(self.wo(gated(self.activation, gate, up)), "mlpwo")
+        gate, up = name_result(gate, "mlpwi_0"), name_result(up, "mlpwi_1")
+        return name_result(self.wo(gated(self.activation, gate, up)), "mlpwo")

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass; the rest is computed again there."""
+"""Rematerialization policies: which results of a layer are saved for the backward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,46 +20,45 @@ POLICIES: dict[str, tuple[str, ...] | None] = {
     "minimal_with_context": (*_QKV, "out_proj", *_MLP, "context"),
     "dots": (*_QKV, "out_proj", *_MLP, *_ATTENTION),
 }
-"""The results that are kept, by the policy's name; None keeps whatever the backward pass reads.
+"""The names of the saved results by policy; None saves whatever the backward pass reads.
 
-"full" keeps a layer's input only, "minimal" every product with a weight, "dots" every product.
+"full" saves a layer's input only, "minimal" every matmul with a weight, "dots" every matmul.
 
-Policies go by the names of results, not by the primitives that made them, so they mean the same for a model whose
-products have been replaced.
+Policies select results by name, not by primitive, so they mean the same for a model whose matmuls are quantized.
 """
 
 RESULTS = (*_QKV, "out_proj", *_MLP, *_ATTENTION)
-"""The results of a layer that have a name."""
+"""The names of a layer's results."""
 
 
-def named[T](x: T, name: str) -> T:
-    """`x`, as a result that a policy may keep."""
+def name_result[T](x: T, name: str) -> T:
+    """`x`, as a result that a policy may save by its name."""
     if name not in RESULTS:
         raise ValueError(f"no policy knows a result named {name!r}; there are {', '.join(RESULTS)}")
     return checkpoint_name(x, name)
 
 
-def light(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, of which only the arguments are kept for the backward pass, whatever the policy.
+def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, of which only the arguments are saved for the backward pass, whatever the policy.
 
-    For work on single values, which is done again in less time than its parts take to be stored and read.
+    For elementwise functions, which take less time to compute again than their intermediates to store and load.
 
-    >>> jax.grad(light(jax.nn.silu))(0.0)
+    >>> jax.grad(recompute(jax.nn.silu))(0.0)
     Array(0.5, dtype=float32, weak_type=True)
     """
     return jax.checkpoint(fn, prevent_cse=False)
 
 
 def remat(fn: Callable[..., Any], policy: str, *, in_scan: bool) -> Callable[..., Any]:
-    """`fn`, of which only what the policy names is kept for the backward pass.
+    """`fn`, of which only the results that the policy names are saved for the backward pass.
 
     >>> import jax.numpy as jnp
-    >>> jax.grad(remat(lambda x: named(x * x, "context"), "minimal_with_context", in_scan=False))(3.0)
+    >>> jax.grad(remat(lambda x: name_result(x * x, "context"), "minimal_with_context", in_scan=False))(3.0)
     Array(6., dtype=float32, weak_type=True)
     """
-    kept = POLICIES[policy]
-    if kept is None:
+    saved = POLICIES[policy]
+    if saved is None:
         return fn
-    # A loop's body cannot be merged with its recomputation, so it needs no barrier against that.
-    policy_fn = jax.checkpoint_policies.save_only_these_names(*kept)
+    # The body of a scan cannot be merged with its recomputation, so it needs no barrier against CSE.
+    policy_fn = jax.checkpoint_policies.save_only_these_names(*saved)
     return jax.checkpoint(fn, policy=policy_fn, prevent_cse=not in_scan)

@@ -1,4 +1,4 @@
-"""Generation: a key and value cache in low precision, sampling, and an engine that serves many requests at once."""
+"""Text generation: quantized key and value caches, sampling, and an engine with continuous batching."""
 
 from octavo.serve.cache import KVCache, KVConfig
 from octavo.serve.engine import Engine, Event, Request

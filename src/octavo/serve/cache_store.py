@@ -1,4 +1,4 @@
-"""Keys or values of one layer, in memory: floats, or codes and scales, that are written and read along time."""
+"""Storage of the keys or values of one layer: floats, or codes and scales."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,44 +14,44 @@ from octavo.qarray import QArray, Quantizer
 KEY_TIME, VALUE_TIME = 3, 2
 """Which axis is time: keys are `[slots, heads, dim, time]`, values `[slots, heads, time, dim]`.
 
-So both products of attention run along memory, for one query as for many. With keys the other way around, XLA's CPU
-backend takes three times as long for one query.
+So both matmuls of attention read memory in order. With keys the other way around, XLA's CPU backend takes three times
+as long for one query.
 """
 
 BLOCK = 512
-"""Positions that are attended to at a time, where there may be more: shorter texts then cost less."""
+"""Positions per block of attention in long caches: shorter texts then cost less."""
 
-# Rows are written one by one up to this many, which is in place; beyond, by a scatter, which compiles faster.
+# Up to this many rows are written one by one, in place; more by a scatter, which compiles faster.
 _UNROLLED = 16
 
 _INTEGERS = {"int8": 8, "int4": 4, "int2": 2}
 _OTHERS = {"fp8": "float8_e4m3fn"}
 
 
-def format_of(name: str) -> Format:
-    """The format of codes by the name that `KVConfig` has for it.
+def get_cache_format(name: str) -> Format:
+    """The number format of a name in `KVConfig`.
 
-    >>> format_of("int8").bound, format_of("fp8").name
+    >>> get_cache_format("int8").bound, get_cache_format("fp8").name
     (127.0, 'float8_e4m3fn')
     """
     if name in _INTEGERS:
-        # Largest values keep their size: MaxText's 127.5 lets them saturate.
+        # The maximum is represented exactly: with MaxText's 127.5 it saturates.
         return IntFormat(bits=_INTEGERS[name], preserve_max=True, narrow=True)
     return get_format(_OTHERS[name])
 
 
 FORMATS = (*_INTEGERS, *_OTHERS)
-"""The names of the formats in which a cache may keep keys and values."""
+"""The names of the formats of keys and values."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
-    """How one tensor is stored; all of it static."""
+class StorageSpec:
+    """How one tensor is stored; static."""
 
     time: int
     quantizer: Quantizer | None = None
     dtype: str = "float32"
-    """Of the floats that are stored, or of those that codes stand for."""
+    """The dtype of stored floats, or of the quantized values."""
 
     @property
     def packed(self) -> int:
@@ -67,44 +67,44 @@ class Store:
     codes: Num[Array, "slots heads a b"]
     scale: Float[Array, "slots _heads _a _b"] | None
     zero: Shaped[Array, "slots _heads _a _b"] | None
-    recipe: Recipe = dataclasses.field(metadata={"static": True})
+    spec: StorageSpec = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def empty(cls, recipe: Recipe, slots: int, heads: int, dim: int, length: int) -> "Store":
+    def empty(cls, spec: StorageSpec, slots: int, heads: int, dim: int, length: int) -> "Store":
         """Zeros, for at least as many tokens."""
         length = length if length <= BLOCK else -(-length // BLOCK) * BLOCK
-        shape = (slots, heads, dim, length) if recipe.time == KEY_TIME else (slots, heads, length, dim)
+        shape = (slots, heads, dim, length) if spec.time == KEY_TIME else (slots, heads, length, dim)
 
         def zeros() -> "Store":
-            return jax.tree.map(jnp.zeros_like, cls.encoded(recipe, jnp.zeros(shape, recipe.dtype)))
+            return jax.tree.map(jnp.zeros_like, cls.encode(spec, jnp.zeros(shape, spec.dtype)))
 
         return jax.jit(zeros)()
 
     @classmethod
-    def encoded(cls, recipe: Recipe, x: Float[Array, "slots heads a b"]) -> "Store":
-        """A tensor as it is stored."""
-        if recipe.quantizer is None:
-            return cls(x.astype(recipe.dtype), None, None, recipe)
-        q = recipe.quantizer.quantize(x.astype(jnp.float32)).pack(recipe.packed)
+    def encode(cls, spec: StorageSpec, x: Float[Array, "slots heads a b"]) -> "Store":
+        """A tensor in its stored form."""
+        if spec.quantizer is None:
+            return cls(x.astype(spec.dtype), None, None, spec)
+        q = spec.quantizer.quantize(x.astype(jnp.float32)).pack(spec.packed)
         zero = None if q.zero_point is None else q.zero_point.astype(jnp.int8)
-        return cls(q.qvalue, q.scale, zero, recipe)
+        return cls(q.qvalue, q.scale, zero, spec)
 
     @property
     def tiles(self) -> int:
-        """How many tokens share a scale."""
-        return 1 if self.scale is None else self.codes.shape[self.recipe.time] // self.scale.shape[self.recipe.time]
+        """The number of tokens that share a scale."""
+        return 1 if self.scale is None else self.codes.shape[self.spec.time] // self.scale.shape[self.spec.time]
 
     def write(self, new: "Store", rows: Shaped[Array, "batch"] | None, starts: Shaped[Array, "batch"]) -> "Store":
-        """Tokens put at their places: those of row i at `starts[i]` in slot `rows[i]`, or in slot i."""
+        """Write the tokens of row i at `starts[i]` in slot `rows[i]`, or in slot i."""
 
         def put(whole: Array, part: Array) -> Array:
-            tile = self.codes.shape[self.recipe.time] // whole.shape[self.recipe.time]
-            return _put(whole, part, rows, starts // tile, self.recipe.time)
+            tile = self.codes.shape[self.spec.time] // whole.shape[self.spec.time]
+            return _write_rows(whole, part, rows, starts // tile, self.spec.time)
 
         return jax.tree.map(put, self, new)
 
-    def of_rows(self, rows: Shaped[Array, "batch"] | None) -> "Store":
-        """Some of the slots."""
+    def select_slots(self, rows: Shaped[Array, "batch"] | None) -> "Store":
+        """The stores of some slots."""
         if rows is None or (rows.shape[0] == self.codes.shape[0] == 1):
             return self
         if rows.shape[0] == 1:
@@ -113,75 +113,75 @@ class Store:
 
     @property
     def length(self) -> int:
-        """How many positions there are."""
-        return self.codes.shape[self.recipe.time]
+        """The number of positions."""
+        return self.codes.shape[self.spec.time]
 
     def block(self, start: Shaped[Array, ""], size: int) -> "Store":
-        """Some positions of all slots."""
+        """Consecutive positions, the same in all slots."""
 
-        def cut(x: Array) -> Array:
-            tile = self.length // x.shape[self.recipe.time]
-            return jax.lax.dynamic_slice_in_dim(x, start // tile, size // tile, axis=self.recipe.time)
+        def read(x: Array) -> Array:
+            tile = self.length // x.shape[self.spec.time]
+            return jax.lax.dynamic_slice_in_dim(x, start // tile, size // tile, axis=self.spec.time)
 
-        return jax.tree.map(cut, self)
+        return jax.tree.map(read, self)
 
     def window(self, starts: Shaped[Array, "slots"], size: int) -> "Store":
-        """As many positions of each slot, from a place of its own on."""
+        """`size` positions of each slot, from its own start."""
 
-        def cut(x: Array) -> Array:
-            tile = self.length // x.shape[self.recipe.time]
-            places = (starts // tile)[:, None] + jnp.arange(size // tile, dtype=starts.dtype)[None]
-            return jnp.take_along_axis(x, _along(places, self.recipe.time), axis=self.recipe.time)
+        def read(x: Array) -> Array:
+            tile = self.length // x.shape[self.spec.time]
+            indices = (starts // tile)[:, None] + jnp.arange(size // tile, dtype=starts.dtype)[None]
+            return jnp.take_along_axis(x, _align_to_time(indices, self.spec.time), axis=self.spec.time)
 
-        return jax.tree.map(cut, self)
+        return jax.tree.map(read, self)
 
-    def replaced(self, new: "Store", where: Bool[Array, "slots time"]) -> "Store":
-        """The positions of another where told; all that share a scale, or none of them."""
+    def where(self, new: "Store", mask: Bool[Array, "slots time"]) -> "Store":
+        """The positions of `new` where the mask is true, which is constant over positions that share a scale."""
 
         def pick(a: Array, b: Array) -> Array:
-            tile = self.length // a.shape[self.recipe.time]
-            return jnp.where(_along(where[:, ::tile], self.recipe.time), b, a)
+            tile = self.length // a.shape[self.spec.time]
+            return jnp.where(_align_to_time(mask[:, ::tile], self.spec.time), b, a)
 
         return jax.tree.map(pick, self, new)
 
-    def decoded(self) -> Float[Array, "slots heads a b"]:
+    def decode_codes(self) -> Float[Array, "slots heads a b"]:
         """The codes as floats, without scale or zero point."""
-        if self.recipe.quantizer is None:
+        if self.spec.quantizer is None:
             return self.codes.astype(jnp.float32)
-        fmt = self.recipe.quantizer.qtype
+        fmt = self.spec.quantizer.qtype
         if fmt.bits == 8:
             return fmt.decode(self.codes).astype(jnp.float32)
-        size = self.codes.shape[self.recipe.packed] * 8 // fmt.bits
+        size = self.codes.shape[self.spec.packed] * 8 // fmt.bits
         one = jnp.ones((1,) * 4, jnp.float32)
-        q = QArray(self.codes, one, qtype=fmt, packed=(self.recipe.packed - 4, size))
+        q = QArray(self.codes, one, qtype=fmt, packed=(self.spec.packed - 4, size))
         return fmt.decode(q.unpack().qvalue).astype(jnp.float32)
 
     def read(self) -> Float[Array, "slots heads a b"]:
         """The values in float32."""
-        x = self.decoded()
-        spread: Callable[[Array], Array] = lambda part: _spread(part, self.tiles, self.recipe.time)  # noqa: E731
+        x = self.decode_codes()
+        repeat: Callable[[Array], Array] = lambda part: _repeat(part, self.tiles, self.spec.time)  # noqa: E731
         if self.zero is not None:
-            x = x - jnp.broadcast_to(spread(self.zero.astype(jnp.float32)), x.shape)
-        return x if self.scale is None else x * jnp.broadcast_to(spread(self.scale), x.shape)
+            x = x - jnp.broadcast_to(repeat(self.zero.astype(jnp.float32)), x.shape)
+        return x if self.scale is None else x * jnp.broadcast_to(repeat(self.scale), x.shape)
 
-    def folded(self) -> tuple[Float[Array, "slots heads a b"], Float[Array, "slots _heads 1 time"] | None]:
-        """Floats, and what their products are to be multiplied by along time: a scale, or None if it is in already."""
-        channels = self.recipe.packed
+    def unscaled(self) -> tuple[Float[Array, "slots heads a b"], Float[Array, "slots _heads 1 time"] | None]:
+        """Floats, and the scale along time that remains to be applied to their matmul; None if it is applied."""
+        channels = self.spec.packed
         if self.scale is None or self.zero is not None or self.scale.shape[channels] > 1 or self.tiles > 1:
             return self.read(), None
-        return self.decoded(), self.scale.reshape(*self.scale.shape[:2], 1, -1)
+        return self.decode_codes(), self.scale.reshape(*self.scale.shape[:2], 1, -1)
 
 
-def _along(x: Array, time: int) -> Array:
-    """`[slots, time]`, laid out beside a tensor."""
+def _align_to_time(x: Array, time: int) -> Array:
+    """`[slots, time]` with axes of size one, so that it broadcasts with a tensor."""
     return x.reshape(x.shape[0], 1, 1, -1) if time == KEY_TIME else x.reshape(x.shape[0], 1, -1, 1)
 
 
-def _spread(part: Array, tile: int, axis: int) -> Array:
+def _repeat(part: Array, tile: int, axis: int) -> Array:
     return part if tile == 1 else jnp.repeat(part, tile, axis=axis)
 
 
-def _put(whole: Array, part: Array, rows: Any, starts: Array, time: int) -> Array:
+def _write_rows(whole: Array, part: Array, rows: Any, starts: Array, time: int) -> Array:
     count = part.shape[0]
     zero = jnp.zeros((), starts.dtype)
 
@@ -195,7 +195,7 @@ def _put(whole: Array, part: Array, rows: Any, starts: Array, time: int) -> Arra
         return whole
     index = jnp.arange(count, dtype=starts.dtype) if rows is None else rows.astype(starts.dtype)
     steps = starts[:, None] + jnp.arange(part.shape[time], dtype=starts.dtype)[None]
-    # An array beside a slice: the indexed axes come first, so time stands before heads in what is written.
+    # Advanced indices separated by a slice come first in the result: time is before heads.
     if time == KEY_TIME:
         return whole.at[index[:, None], :, :, steps].set(part.transpose(0, 3, 1, 2))
     return whole.at[index[:, None], :, steps].set(part.transpose(0, 2, 1, 3))

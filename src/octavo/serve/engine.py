@@ -1,4 +1,4 @@
-"""Generation for many requests at once: prompts in chunks, then a token for each request at every step."""
+"""Generation with continuous batching: prompts are prefilled in chunks, then every step decodes all slots."""
 
 import dataclasses
 import secrets
@@ -17,7 +17,7 @@ from octavo.serve.text import TextStream
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt, as tokens, and how to go on from it."""
+    """A prompt of token ids, and its sampling parameters."""
 
     request_id: str | int
     prompt: tuple[int, ...]
@@ -26,12 +26,11 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One more token of a request, or its end.
+    """A token of a request, or its end.
 
-    `text` is what it adds to the text so far: whole characters only, so it may be empty and come with a later token.
-    The last event of a request has a `finish`: "stop" (the model ended the text, or a stop text came), "length"
-    (`max_tokens`, or the cache is full), "cancelled", or "error" (the logits were not numbers). A request that is
-    cancelled ends in an event of no token, -1.
+    `text` is what the token adds to the text: complete characters only, so it may be empty and come with a later token.
+    The last event of a request has a `finish`: "stop" (an end-of-text token or a stop text), "length" (`max_tokens`, or
+    the cache is full), "cancelled" (without a token: -1), or "error" (the logits were NaN).
     """
 
     request_id: str | int
@@ -40,7 +39,7 @@ class Event:
     logprob: float = 0.0
     finish: str | None = None
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens and their log probabilities, as many as the request asked for."""
+    """The most probable tokens and their log probabilities, as many as the request asked for."""
 
 
 class ContextLengthError(ValueError):
@@ -49,15 +48,15 @@ class ContextLengthError(ValueError):
 
 @dataclasses.dataclass
 class _Slot:
-    """A request that runs."""
+    """A running request."""
 
     request: Request
     stream: TextStream
     seed: int
     done: int = 0
-    """Tokens of the prompt that are in the cache."""
-    made: int = 0
-    """Tokens that were generated."""
+    """Tokens of the prompt in the cache."""
+    generated: int = 0
+    """The number of generated tokens."""
 
     @property
     def prefilling(self) -> bool:
@@ -65,13 +64,22 @@ class _Slot:
 
 
 class Engine:
-    """A model that generates, in a fixed number of slots; requests beyond wait their turn.
+    """Generates text for a fixed number of requests at a time, one in each slot; further requests are queued.
 
-    `Engine(source)` takes what `octavo.pretrained.open_model` gives; `Engine(config, params)` a config and parameters,
-    of arrays or QArrays. One program reads `chunk` tokens of a prompt into a slot, another makes the next token of each
-    slot; both are compiled once. `fuse` joins matrices that multiply the same thing, where there are no `rules`.
+    One program prefills `chunk` tokens of a prompt into a slot, another decodes the next token of each slot; both are
+    compiled once. The tokens of a request do not depend on other requests. An engine is not thread-safe.
 
-    A single thread may use an engine. What a request generates does not depend on which others there are.
+    Args:
+        source: A model of `octavo.pretrained.open_model`, or a `ModelConfig`.
+        params: With a config, the parameters: arrays or QArrays.
+        rules: Quantization rules for the matmuls; those of the source by default.
+        slots: The number of requests that run at a time.
+        max_length: The most tokens of a prompt and its answer.
+        kv: The precision of the key and value cache.
+        chunk: The tokens of a prompt per prefill step.
+        tokenizer: Makes text of tokens; that of the source by default.
+        eos_ids: Tokens that end a text; those of the tokenizer by default.
+        fuse: Whether to fuse weights that multiply the same input, if there are no rules.
 
     >>> import jax
     >>> from octavo.models import init_params
@@ -98,7 +106,7 @@ class Engine:
         eos_ids: Sequence[int] | None = None,
         fuse: bool = True,
     ):
-        config, load, rules, tokenizer = _opened(source, params, rules, tokenizer)
+        config, load, rules, tokenizer = _unpack_source(source, params, rules, tokenizer)
         for name, value in (("slots", slots), ("max_length", max_length), ("chunk", chunk)):
             if value < 1:
                 raise ValueError(f"{name} is at least 1, got {value}")
@@ -113,11 +121,9 @@ class Engine:
         self._ended: list[Event] = []
         self._ids: set[str | int] = set()
 
-    # What there is.
-
     @property
     def busy(self) -> bool:
-        """Whether a step has something to do."""
+        """Whether there are unfinished requests or undelivered events."""
         return bool(self._waiting or self._ended or any(self._running))
 
     @property
@@ -132,7 +138,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """How many requests have no slot yet."""
+        """Requests in the queue."""
         return len(self._waiting)
 
     @property
@@ -142,28 +148,26 @@ class Engine:
 
     @property
     def cache_bytes_per_token(self) -> float:
-        """Bytes that a token takes in the cache."""
+        """Bytes per token in the cache."""
         return self._programs.cache_bytes_per_token
 
     @property
     def params_nbytes(self) -> int:
-        """Bytes of the parameters, as they are held."""
+        """Bytes of the parameters in memory."""
         return self._programs.params_nbytes
 
     @property
     def decoding(self) -> str:
-        """What runs the layers when tokens are made: the CPU kernels, or XLA and why."""
+        """What runs the layers when decoding: CPU kernels, or XLA and why."""
         return self._programs.decoding
 
     @property
     def traces(self) -> dict[str, int]:
-        """How often each program was traced: once, however many requests came."""
+        """How often each program was traced."""
         return dict(self._programs.traces)
 
-    # Requests.
-
     def add(self, request: Request) -> None:
-        """Take a request, which starts when a slot is free."""
+        """Queue a request, which starts when a slot is free."""
         self.check(request.prompt)
         if request.request_id in self._ids:
             raise ValueError(f"there is a request {request.request_id!r} already, which has not ended")
@@ -174,7 +178,7 @@ class Engine:
         self._admit()
 
     def check(self, prompt: Sequence[int]) -> None:
-        """Raise a ValueError for a prompt that cannot be answered."""
+        """Raise a ValueError for a prompt that is empty, too long, or has unknown token ids."""
         if not len(prompt):
             raise ValueError("the prompt is empty: give it at least one token, such as the tokenizer's bos_id")
         if len(prompt) >= self.max_length:
@@ -187,7 +191,7 @@ class Engine:
             raise ValueError(f"the prompt has a token id outside of the vocabulary: ids are from 0 to {last}")
 
     def cancel(self, request_id: str | int) -> None:
-        """End a request; its last event comes with the next step. One that has ended is left alone."""
+        """Cancel a request; its last event comes with the next step. No effect on one that has ended."""
         if request_id not in self._ids:
             return
         for number, slot in enumerate(self._running):
@@ -198,34 +202,42 @@ class Engine:
         self._ended.append(Event(request_id, -1, finish="cancelled"))
 
     def step(self, most: int = 1) -> list[Event]:
-        """Read a chunk of one prompt, if there is one to read; make a token for each request that was read before.
+        """Prefill a chunk of one prompt, if there is one, and decode a token for each prefilled request.
 
-        Where nothing waits to be read, up to `most` tokens are made at once, and no more than 4: that saves the time
-        between them. Those that follow the end of a text are thrown away.
+        Without a prompt to prefill, up to `most` tokens are decoded, and no more than 4: one call costs less than four.
+        Those after the end of a text are discarded.
         """
         events, self._ended = self._ended, []
         self._admit()
-        going = [n for n, slot in enumerate(self._running) if slot is not None and not slot.prefilling]
+        decoding = [n for n, slot in enumerate(self._running) if slot is not None and not slot.prefilling]
         number = next((n for n, slot in enumerate(self._running) if slot is not None and slot.prefilling), None)
         if number is not None:
             events += self._prefill(number)
-        if going:
-            events += self._decode(going, 1 if number is not None else most)
+        if decoding:
+            events += self._decode(decoding, 1 if number is not None else most)
         return events
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] = DEFAULT
     ) -> Iterator[Event]:
-        """The events of prompts as they come; requests are numbered from 0 on. Leaving early cancels the rest."""
+        """Generate answers to prompts.
+
+        Args:
+            prompts: Token ids of each prompt.
+            params: Sampling parameters, for all or for each prompt.
+
+        Yields:
+            Events as they come; the request ids are the indices of the prompts. Closing the iterator cancels the rest.
+        """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but sampling parameters for {len(each)}")
         if self.busy:
-            raise RuntimeError("generate needs the engine to itself; use add and step beside running requests")
+            raise RuntimeError("generate needs the engine to itself; use add and step while other requests run")
         for prompt in prompts:
             self.check(prompt)
-        for number, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
-            self.add(Request(number, tuple(prompt), how))
+        for number, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
+            self.add(Request(number, tuple(prompt), sampling))
         try:
             while self.busy:
                 yield from self.step(STEPS)
@@ -233,8 +245,6 @@ class Engine:
             for number in range(len(prompts)):
                 self.cancel(number)
             self._ended.clear()
-
-    # How it is done.
 
     def _admit(self) -> None:
         for number, slot in enumerate(self._running):
@@ -261,7 +271,7 @@ class Engine:
         active = np.zeros(self.slots, bool)
         active[numbers] = True
         slots = [(n, slot) for n in numbers if (slot := self._running[n]) is not None]
-        steps = min([most, STEPS, *(self._left(slot) for _, slot in slots)])
+        steps = min([most, STEPS, *(self._remaining(slot) for _, slot in slots)])
         out = self._programs.decode(active, steps, top=any(slot.request.params.logprobs for _, slot in slots))
         return [
             self._event(n, *out.fetch(n, slot.request.params.logprobs, step))
@@ -270,15 +280,15 @@ class Engine:
             if self._running[n] is slot
         ]
 
-    def _left(self, slot: _Slot) -> int:
+    def _remaining(self, slot: _Slot) -> int:
         """How many more tokens a request may have."""
-        room = self.max_length - len(slot.request.prompt) - slot.made
-        return min(room, slot.request.params.max_tokens - slot.made)
+        room = self.max_length - len(slot.request.prompt) - slot.generated
+        return min(room, slot.request.params.max_tokens - slot.generated)
 
     def _event(self, number: int, token: int, logprob: float, top: tuple[tuple[int, float], ...]) -> Event:
         slot = self._running[number]
         assert slot is not None
-        slot.made += 1
+        slot.generated += 1
         request = slot.request
         finish, text = None, ""
         if np.isnan(logprob):
@@ -289,7 +299,7 @@ class Engine:
             text = slot.stream.push(token)
             if slot.stream.stopped:
                 finish = "stop"
-            elif slot.made >= request.params.max_tokens or len(request.prompt) + slot.made >= self.max_length:
+            elif slot.generated >= request.params.max_tokens or len(request.prompt) + slot.generated >= self.max_length:
                 finish = "length"
         if finish is not None:
             text += slot.stream.finish()
@@ -298,8 +308,10 @@ class Engine:
         return Event(request.request_id, token, text, logprob, finish, top)
 
 
-def _opened(source: Any, params: Any, rules: Any, tokenizer: Any) -> tuple[ModelConfig, Callable[[], Any], Any, Any]:
-    """The config, what loads the parameters, the rules and the tokenizer."""
+def _unpack_source(
+    source: Any, params: Any, rules: Any, tokenizer: Any
+) -> tuple[ModelConfig, Callable[[], Any], Any, Any]:
+    """The config, a function that loads the parameters, the rules and the tokenizer."""
     if isinstance(source, ModelConfig):
         if params is None:
             raise TypeError("Engine(config, params) takes the parameters too; Engine(source) a model that was opened")

@@ -1,6 +1,6 @@
-"""Decoding with one native call for each layer, on CPUs: see `octavo.kernels.decode_layer`.
+"""Decoding with one CPU kernel call per layer: see `octavo.kernels.decode_layer`.
 
-The model's own code, which reads prompts, is the reference and what runs where `refusal` says why.
+The model's own code, which also runs prefill, is the reference, and runs where `unsupported_reason` gives one.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from octavo import kernels
 from octavo._typing import Array, Float, Shaped
 from octavo.models import ModelConfig, layer_groups
-from octavo.models.attention import Places
+from octavo.models.attention import RotaryAngles
 from octavo.ops import dot_general, embedding_lookup
 from octavo.ops.lowerings import cpu_ffi
 from octavo.qarray import QArray
@@ -22,24 +22,24 @@ from octavo.serve.cache_layers import PositionLayer
 _MATRICES = (("self_attention", "query_key_value"), ("self_attention", "out"), ("mlp", "wi"), ("mlp", "wo"))
 
 
-def refusal(config: ModelConfig, params: Any, cache: KVCache, rules: Any = ()) -> str | None:
-    """Why tokens are not decoded by native layers; None if they are."""
+def unsupported_reason(config: ModelConfig, params: Any, cache: KVCache, rules: Any = ()) -> str | None:
+    """Why the kernels cannot decode this model; None if they can."""
     if not kernels.available():
         return kernels.status()
     if jax.default_backend() != "cpu":
-        return f"native layers run on CPUs, not on {jax.default_backend()}"
+        return f"the kernel runs on CPUs, not on {jax.default_backend()}"
     if rules:
-        return "rules say how to multiply"
+        return "matmuls are quantized by rules"
     if config.num_experts > 1 or not config.fused:
-        return "native layers have fused matrices, and no experts"
+        return "the kernel needs fused weights, and has no experts"
     if config.activation != "silu" or config.dtype != "float32":
-        return f"native layers compute silu in float32, not {config.activation} in {config.dtype}"
+        return f"the kernel computes silu in float32, not {config.activation} in {config.dtype}"
     if cache.config.keys is not None or cache.config.values is not None or cache.config.dtype != "float32":
-        return "native layers keep keys and values in float32"
+        return "the kernel keeps keys and values in float32"
     for group in layer_groups(config):
         for part, name in _MATRICES:
             q = params["decoder"][group.name][part][name]["kernel"]
-            reason = cpu_ffi.unsupported_matrix(q) if isinstance(q, QArray) else "the kernel takes quantized matrices"
+            reason = cpu_ffi.unsupported_matrix(q) if isinstance(q, QArray) else "the kernel takes quantized weights"
             if reason is not None:
                 return f"{group.name}/{part}/{name}: {reason}"
     return None
@@ -48,10 +48,10 @@ def refusal(config: ModelConfig, params: Any, cache: KVCache, rules: Any = ()) -
 def decode(
     config: ModelConfig, params: Any, tokens: Shaped[Array, "slots"], cache: KVCache
 ) -> tuple[Float[Array, "slots vocab"], KVCache]:
-    """The logits of what follows the newest token of each slot, and the cache with those tokens added."""
+    """The logits after the last token of each slot, and the cache with those tokens added."""
     positions = cache.lengths
-    places = Places.of(config, positions[:, None], None)
-    cos, sin = (angle.reshape(positions.shape[0], -1) for angle in (places.cos, places.sin))
+    angles = RotaryAngles.of(config, positions[:, None], None)
+    cos, sin = (angle.reshape(positions.shape[0], -1) for angle in (angles.cos, angles.sin))
     x = embedding_lookup(params["token_embedder"]["embedding"].astype(jnp.float32), tokens)
     layers = dict(cache.layers)
     for group in layer_groups(config):

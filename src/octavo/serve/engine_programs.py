@@ -1,4 +1,4 @@
-"""The two programs of an engine, and the memory they work in."""
+"""The compiled programs of an engine, prefill and decode, and their state."""
 
 import functools
 from collections import Counter
@@ -16,43 +16,43 @@ from octavo.models import ModelConfig, apply, unstack_layers
 from octavo.qarray import QArray, is_qarray
 from octavo.serve import engine_native
 from octavo.serve.cache import KVCache, KVConfig
-from octavo.serve.sampling import MAX_LOGPROBS, Choice, Settings, choose, likeliest
+from octavo.serve.sampling import MAX_LOGPROBS, Sample, Settings, sample_tokens, top_logprobs
 
 
 class State(NamedTuple):
-    """All that changes from step to step. It stays on the device; each program is given it and returns the next."""
+    """The state of an engine on the device; each program takes it (donated) and returns the next."""
 
     cache: KVCache
-    seen: Bool[Array, "slots vocab"]
-    """Which tokens each slot's text has."""
+    in_context: Bool[Array, "slots vocab"]
+    """Which tokens occur in each slot's text."""
     last: Shaped[Array, "slots"]
-    """The newest token of each slot, which is not in the cache yet."""
-    number: Shaped[Array, "slots"]
-    """How many tokens each slot has generated."""
+    """The last token of each slot, which is not in the cache yet."""
+    num_generated: Shaped[Array, "slots"]
+    """The number of tokens generated in each slot."""
     settings: Settings
 
 
 STEPS = 4
-"""How many tokens the decoding program makes at most before what it chose can be read."""
+"""The most tokens per call of the decoding program."""
 
 
 class Output(NamedTuple):
-    """What some steps chose: arrays with an axis of steps and one of rows. Only what is read is copied."""
+    """The tokens of some steps, with axes for steps and rows. Only what is read is copied to the host."""
 
-    choice: Choice
+    sample: Sample
     top: tuple[Array, Array]
 
     def fetch(self, row: int, logprobs: int, step: int = 0) -> tuple[int, float, tuple[tuple[int, float], ...]]:
-        """The token of a row, its log probability, and the likeliest tokens with theirs."""
+        """The token of a row, its log probability, and the most probable tokens with theirs."""
         top = ()
         if logprobs:
             tokens, values = (np.asarray(x)[step, row, :logprobs].tolist() for x in self.top)
             top = tuple(zip(tokens, values, strict=True))
-        return int(np.asarray(self.choice.token)[step, row]), float(np.asarray(self.choice.logprob)[step, row]), top
+        return int(np.asarray(self.sample.token)[step, row]), float(np.asarray(self.sample.logprob)[step, row]), top
 
 
 class Programs:
-    """Prefill and decode, compiled once each, with parameters, cache and random numbers in place."""
+    """Prefill and decode, compiled once each, with their parameters and state."""
 
     def __init__(
         self,
@@ -66,16 +66,16 @@ class Programs:
         chunk: int,
         fuse: bool,
     ):
-        config, params = prepared(config, load, fuse=fuse and not rules)
+        config, params = prepare_params(config, load, fuse=fuse and not rules)
         self.config, self.chunk, self._rules = config, chunk, rules
         self.traces: Counter[str] = Counter()
-        # Leaves side by side: to take a tree of QArrays apart at every step costs as much as a small model does.
+        # As a flat tuple: flattening a tree of QArrays at every step costs as much as a small model.
         leaves, self._tree = jax.tree.flatten(params)
         self._leaves = tuple(leaves)
         plain = functools.partial(apply, config)
         is_plain = not rules and not any(isinstance(x, QArray) for x in _stored(params))
         self._model = plain if is_plain else served(plain, rules)
-        # Chunks start at multiples of their size, so that the last one, filled up, fits as well.
+        # Chunks start at multiples of their size: room for the padding of the last one.
         whole = -(-max_length // chunk) * chunk
         cache = KVCache.empty(config, kv, slots=slots, max_length=whole)
         self.cache_nbytes, self.cache_bytes_per_token = cache.nbytes, cache.bytes_per_token
@@ -89,104 +89,104 @@ class Programs:
         self._decode = jax.jit(self._traced_decode, donate_argnums=1)
 
     def prefill(self, slot: int, tokens: tuple[int, ...], start: int, settings: Settings) -> Output:
-        """Read tokens into a slot from `start` on, and choose what follows the last of them."""
+        """Write a chunk of a prompt into a slot from `start` on, and sample the token after it."""
         row = np.zeros((1, self.chunk), np.int32)
         row[0, : len(tokens)] = tokens
-        where = np.asarray([slot, start, len(tokens)], np.int32)
-        out, self._state = self._prefill(self._leaves, self._state, row, where, settings)
+        location = np.asarray([slot, start, len(tokens)], np.int32)
+        out, self._state = self._prefill(self._leaves, self._state, row, location, settings)
         return out
 
     def decode(self, active: np.ndarray, steps: int = 1, *, top: bool = True) -> Output:
-        """The next tokens of each slot, at most `STEPS`; of those that are not active nothing is kept.
+        """Decode `steps` tokens of each active slot, at most `STEPS`.
 
-        A call takes a millisecond for some hundred parameters, as much as a tenth of a small model's token. Without
-        `top`, the likeliest tokens are not looked for.
+        A call takes a millisecond for some hundred parameters, a tenth of a small model's token. Without `top`, the
+        most probable tokens are not computed.
         """
-        how = np.asarray([steps, top], np.int32)
-        out, self._state = self._decode(self._leaves, self._state, active, how)
+        options = np.asarray([steps, top], np.int32)
+        out, self._state = self._decode(self._leaves, self._state, active, options)
         return out
 
     @property
     def decoding(self) -> str:
-        """How the decoding program runs layers."""
+        """What runs the layers when decoding: CPU kernels, or XLA and why."""
         params = jax.tree.unflatten(self._tree, self._leaves)
-        reason = engine_native.refusal(self.config, params, self._state_of(self._state).cache, self._rules)
+        reason = engine_native.unsupported_reason(self.config, params, self._state_of(self._state).cache, self._rules)
         return kernels.status() if reason is None else f"XLA, because {reason}"
 
     def lowered(self) -> Any:
-        """The decoding program, to look at."""
+        """The lowered decoding program."""
         active = np.zeros(self._state_of(self._state).last.shape, bool)
         return self._decode.lower(self._leaves, self._state, active, np.ones(2, np.int32))
 
     def _state_of(self, parts: tuple[Any, ...]) -> State:
         return jax.tree.unflatten(self._state_tree, parts)
 
-    def _traced_prefill(self, leaves: Any, parts: Any, tokens: Array, where: Array, settings: Settings) -> Any:
+    def _traced_prefill(self, leaves: Any, parts: Any, tokens: Array, location: Array, settings: Settings) -> Any:
         self.traces["prefill"] += 1
         state, params = self._state_of(parts), jax.tree.unflatten(self._tree, leaves)
-        slot, start, count = where[0], where[1], where[2]
+        slot, start, count = location[0], location[1], location[2]
         positions = start + jnp.arange(self.chunk, dtype=jnp.int32)[None]
         cache = state.cache.at(slot[None], counts=count[None])
         logits, _, cache = self._model(params, tokens, positions, cache=cache, last=count[None] - 1)
-        # A slot begins anew with its first chunk. What fills the chunk up is no token.
-        own = jnp.where(start == 0, False, jax.lax.dynamic_slice_in_dim(state.seen, slot, 1))
+        # The first chunk resets the slot. Padding is no token.
+        in_context = jnp.where(start == 0, False, jax.lax.dynamic_slice_in_dim(state.in_context, slot, 1))
         real = jnp.arange(self.chunk) < count
-        own = own.at[0, jnp.where(real, tokens[0], self.config.vocab_size)].set(True, mode="drop")
-        choice = choose(logits[:, 0], settings, jnp.zeros(1, jnp.int32), own)
-        own = own.at[0, choice.token[0]].set(True)
+        in_context = in_context.at[0, jnp.where(real, tokens[0], self.config.vocab_size)].set(True, mode="drop")
+        sample = sample_tokens(logits[:, 0], settings, jnp.zeros(1, jnp.int32), in_context)
+        in_context = in_context.at[0, sample.token[0]].set(True)
         new = State(
             cache.at(),
-            jax.lax.dynamic_update_slice_in_dim(state.seen, own, slot, 0),
-            state.last.at[slot].set(choice.token[0]),
-            state.number.at[slot].set(1),
+            jax.lax.dynamic_update_slice_in_dim(state.in_context, in_context, slot, 0),
+            state.last.at[slot].set(sample.token[0]),
+            state.num_generated.at[slot].set(1),
             Settings(*(whole.at[slot].set(x[0]) for whole, x in zip(state.settings, settings, strict=True))),
         )
-        out = Output(choice, likeliest(logits[:, 0], MAX_LOGPROBS))
+        out = Output(sample, top_logprobs(logits[:, 0], MAX_LOGPROBS))
         return jax.tree.map(lambda x: x[None], out), tuple(jax.tree.leaves(new))
 
-    def _traced_decode(self, leaves: Any, parts: Any, active: Array, how: Array) -> Any:
+    def _traced_decode(self, leaves: Any, parts: Any, active: Array, options: Array) -> Any:
         self.traces["decode"] += 1
         params = jax.tree.unflatten(self._tree, leaves)
-        _, one = jax.eval_shape(functools.partial(self._next, params, active, how[1] > 0), parts)
+        _, one = jax.eval_shape(functools.partial(self._decode_step, params, active, options[1] > 0), parts)
         outs = jax.tree.map(lambda x: jnp.zeros((STEPS, *x.shape), x.dtype), one)
 
         def step(number: Array, carry: tuple[Any, Output]) -> tuple[Any, Output]:
-            parts, out = self._next(params, active, how[1] > 0, carry[0])
+            parts, out = self._decode_step(params, active, options[1] > 0, carry[0])
             return parts, jax.tree.map(lambda all, x: all.at[number].set(x), carry[1], out)
 
-        parts, outs = jax.lax.fori_loop(0, how[0], step, (parts, outs))
+        parts, outs = jax.lax.fori_loop(0, options[0], step, (parts, outs))
         return outs, parts
 
-    def _next(self, params: Any, active: Array, wants_top: Array, parts: Any) -> tuple[Any, Output]:
-        """One token of each slot."""
+    def _decode_step(self, params: Any, active: Array, wants_top: Array, parts: Any) -> tuple[Any, Output]:
+        """Decode one token of each slot."""
         state = self._state_of(parts)
         lengths = state.cache.lengths
-        if engine_native.refusal(self.config, params, state.cache, self._rules) is None:
+        if engine_native.unsupported_reason(self.config, params, state.cache, self._rules) is None:
             logits, cache = engine_native.decode(self.config, params, state.last, state.cache)
         else:
             logits, _, cache = self._model(params, state.last[:, None], lengths[:, None], cache=state.cache)
             logits = logits[:, 0]
-        choice = choose(logits, state.settings, state.number, state.seen)
+        sample = sample_tokens(logits, state.settings, state.num_generated, state.in_context)
         rows = jnp.arange(lengths.shape[0])
-        # The newest token of a slot that does not take part must stay the next to be read.
+        # The last token of an inactive slot is kept for its next step.
         new = State(
             cache.with_lengths(jnp.where(active, lengths + 1, lengths)),
-            state.seen.at[rows, choice.token].max(active),
-            jnp.where(active, choice.token, state.last),
-            jnp.where(active, state.number + 1, state.number),
+            state.in_context.at[rows, sample.token].max(active),
+            jnp.where(active, sample.token, state.last),
+            jnp.where(active, state.num_generated + 1, state.num_generated),
             state.settings,
         )
-        find = lambda: likeliest(logits, MAX_LOGPROBS)  # noqa: E731
+        find = lambda: top_logprobs(logits, MAX_LOGPROBS)  # noqa: E731
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(find))
-        return tuple(jax.tree.leaves(new)), Output(choice, jax.lax.cond(wants_top, find, lambda: none))
+        return tuple(jax.tree.leaves(new)), Output(sample, jax.lax.cond(wants_top, find, lambda: none))
 
 
-def prepared(config: ModelConfig, load: Callable[[], Any], *, fuse: bool) -> tuple[ModelConfig, Any]:
-    """A config and parameters as serving wants them: layers apart, matrices joined where they go together.
+def prepare_params(config: ModelConfig, load: Callable[[], Any], *, fuse: bool) -> tuple[ModelConfig, Any]:
+    """Unscanned and, where possible, fused parameters, and their config.
 
-    Parameters that are loaded only here are held once: parts are let go as soon as they are joined.
+    `load` is called here, and weights are released as soon as they are fused, so that memory holds the model once.
     """
-    params = jax.tree.map(jnp.asarray, load())  # with dictionaries of its own, which may be emptied
+    params = jax.tree.map(jnp.asarray, load())  # a copy of the dictionaries, which fuse empties
     if config.scan_layers:
         params = unstack_layers(params)
     config = config.replace(scan_layers=False, remat="none")

@@ -1,12 +1,12 @@
-"""How good a model is on a text, and how far it is from another, in float: perplexity, divergence, choices, layers.
+"""Evaluation on a text: perplexity, and the divergence from a reference model, by token and by layer.
 
 With l the negative log likelihood of each token and n of them: perplexity = exp(mean l), its standard error by the
 delta method perplexity * std(l) / sqrt(n). Against a reference p, for a model q:
 
-    KL = mean over places of sum_t p(t) (log p(t) - log q(t))
+    KL = mean over tokens of sum_t p(t) (log p(t) - log q(t))
     RMS change = sqrt(mean (q(token) - p(token))^2)        same top-1 = mean [argmax p = argmax q]
 
-as llama.cpp reports them, so that figures can be put side by side.
+as llama.cpp reports them.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from flax import nnx
 
 from octavo._typing import Array
 from octavo.models import Decoder, ModelConfig, apply, layer_groups
-from octavo.models.attention import Places
+from octavo.models.attention import RotaryAngles
 from octavo.pretrained.model import PretrainedModel
 from octavo.serve.cache import KVCache, KVConfig
 
@@ -43,7 +43,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What was found. `against` is empty unless there was a reference; see the module for the formulas."""
+    """The result of an evaluation; see the module for the formulas. Fields after `seconds` need a reference."""
 
     tokens: int
     perplexity: Measured
@@ -51,15 +51,15 @@ class Evaluation:
     seconds: float
     reference_perplexity: Measured | None = None
     log_ratio: Measured | None = None
-    """The mean of log(perplexity / reference perplexity), token by token: much surer than the two apart."""
+    """The mean of log(perplexity / reference perplexity) by token: its error is much smaller than those of the two."""
     kl: Measured | None = None
     rms_change: float | None = None
     same_top: Measured | None = None
     layers: tuple[tuple[str, float], ...] = ()
-    """For each layer the ratio of its output's power to that of its error, in dB."""
+    """The signal-to-noise ratio of each layer's output, in dB."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """A dictionary for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -92,10 +92,16 @@ def evaluate(
     layers: bool = True,
     say: Callable[[str], None] | None = None,
 ) -> Evaluation:
-    """Measure a model on the ids of a text, in windows of `length` that each begin anew.
+    """Evaluate a model on the token ids of a text, in independent windows.
 
-    A window begins with the id that begins a text, if the model has one, so that its first token counts as well. `kv`
-    evaluates with keys and values as a cache of that kind would give them back.
+    Args:
+        source: The model.
+        ids: The text. Windows start with the BOS token, if the model has one, so that the first token counts.
+        against: The reference model.
+        kv: If given, attention reads keys and values from a cache of this precision.
+        length: The tokens of a window.
+        layers: Whether to compare the outputs of layers with those of the reference.
+        say: Called with the progress.
     """
     began = time.perf_counter()
     windows = list(_windows(ids, length, source))
@@ -145,7 +151,7 @@ def _mean(values: np.ndarray) -> Measured:
 
 
 def _windows(ids: Sequence[int], length: int, source: PretrainedModel) -> Iterator[list[int]]:
-    """Each window is what is read, and one more: what its last token predicts."""
+    """Windows of input tokens and one more: the target of the last."""
     tokenizer = source.tokenizer
     bos = [tokenizer.bos_id] if tokenizer is not None and tokenizer.add_bos and tokenizer.bos_id is not None else []
     text = [int(i) for i in ids]
@@ -176,7 +182,7 @@ def _forward(source: PretrainedModel, kv: KVConfig | None) -> Callable[[np.ndarr
         plain = jax.jit(lambda params, tokens: source.function()(params, tokens)[0])
         return lambda tokens: plain(params, tokens)
 
-    # A whole window at once: each token attends to those before it as the cache gives them back.
+    # One call for a window: each token attends to keys and values as the cache stores them.
     def cached(params: Any, tokens: Array) -> Array:
         empty = KVCache.empty(source.config, kv, slots=tokens.shape[0], max_length=tokens.shape[1])
         fn = functools.partial(_cached, source.config, empty)
@@ -192,7 +198,7 @@ def _cached(config: ModelConfig, cache: KVCache, params: Any, tokens: Array) -> 
 
 @jax.jit
 def _measure(logits: Array, reference: Array | None, targets: Array) -> dict[str, Array]:
-    """Of each place: what is averaged over tokens."""
+    """What is averaged over tokens, by token."""
 
     def of(logits: Array) -> Array:
         return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
@@ -212,15 +218,15 @@ def _measure(logits: Array, reference: Array | None, targets: Array) -> dict[str
 
 
 def layer_outputs(config: ModelConfig, params: Any, tokens: Any) -> dict[str, Array]:
-    """What comes out of each layer, by its name, and the logits."""
+    """The output of each layer by its name, and the logits."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     model = nnx.merge(graph, nnx.State(params))
     x = model.token_embedder(tokens, config.dtype)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    places = Places.of(config, positions, jnp.zeros(tokens.shape, jnp.int32))
+    angles = RotaryAngles.of(config, positions, jnp.zeros(tokens.shape, jnp.int32))
     found = {}
     for group in layer_groups(config):
-        found[group.name] = x = getattr(model.decoder, group.name)(x, places)[0]
+        found[group.name] = x = getattr(model.decoder, group.name)(x, angles)[0]
     found["logits"] = model.logits(model.decoder.decoder_norm(x))
     return found
 

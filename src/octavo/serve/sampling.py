@@ -1,4 +1,4 @@
-"""Choosing the next token, for many requests at once, each with parameters and random numbers of its own."""
+"""Sampling of next tokens for a batch of requests, each with its own parameters and random numbers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,22 +12,30 @@ from octavo._config import Config
 from octavo._typing import Array, Bool, Float, Shaped
 
 MAX_LOGPROBS = 20
-"""Of how many tokens at most the probabilities are told at each step."""
+"""The most alternatives whose log probability a request may ask for."""
 
-# Most distributions are cut within this many tokens. Sorting the vocabulary, for others, takes some milliseconds.
+# Most distributions are truncated within this many tokens. For others the vocabulary is sorted, some milliseconds.
 _CANDIDATES = 64
 _BLOCK = 256
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SamplingParams(Config):
-    """How the tokens of one request are chosen.
+    """Sampling parameters of one request.
 
-    A temperature of 0 takes the likeliest token. `top_k` keeps that many tokens (0: all), `top_p` the fewest whose
-    probabilities sum to at least that, `min_p` those with at least that share of the likeliest one's probability: each
-    of the distribution at the given temperature, and tokens that are equally likely stay or go together.
-    `repetition_penalty` divides the positive logits of tokens that were there before, in the prompt too, and
-    multiplies the negative ones. With a `seed` the same request gives the same tokens, whatever else runs beside it.
+    `top_k`, `top_p` and `min_p` truncate the distribution at the given temperature; tokens of equal probability are
+    kept or dropped together.
+
+    Args:
+        temperature: 0 takes the most probable token.
+        top_k: The number of tokens that are kept; 0 for all.
+        top_p: Keeps the fewest tokens whose probabilities sum to at least this.
+        min_p: Keeps tokens with at least this fraction of the highest probability.
+        repetition_penalty: Divides positive logits of tokens in the prompt or answer, and multiplies negative ones.
+        max_tokens: The most tokens that are generated.
+        stop: Texts that end the answer, which does not contain them.
+        seed: The same request with the same seed gives the same tokens, whatever other requests run.
+        logprobs: The number of most probable tokens to return with their log probability, at temperature 1.
 
     >>> SamplingParams(temperature=0.7, top_p=0.9)
     SamplingParams(temperature=0.7, top_p=0.9)
@@ -40,13 +48,11 @@ class SamplingParams(Config):
     repetition_penalty: float | int = 1.0
     max_tokens: int = 128
     stop: Sequence[str] = ()
-    """Texts that end the answer, which does not have them."""
     seed: int | None = None
     logprobs: int = 0
-    """Of how many likeliest tokens to tell the logarithm of the probability, at temperature 1."""
 
     def __post_init__(self):
-        for name, fine, what in (
+        for name, is_valid, expected in (
             ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
             ("top_k", self.top_k >= 0, "0 or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -55,8 +61,8 @@ class SamplingParams(Config):
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("logprobs", 0 <= self.logprobs <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
         ):
-            if not fine:
-                raise ValueError(f"{name} is {what}, got {getattr(self, name)}")
+            if not is_valid:
+                raise ValueError(f"{name} is {expected}, got {getattr(self, name)}")
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop is a tuple of texts that are not empty, got {self.stop!r}")
         object.__setattr__(self, "stop", tuple(self.stop))
@@ -66,7 +72,7 @@ DEFAULT = SamplingParams()
 
 
 class Settings(NamedTuple):
-    """The parameters of several requests as arrays, a row for each."""
+    """The parameters of several requests as arrays, one row each."""
 
     temperature: Float[Array, "rows"]
     top_k: Shaped[Array, "rows"]
@@ -74,11 +80,11 @@ class Settings(NamedTuple):
     min_p: Float[Array, "rows"]
     penalty: Float[Array, "rows"]
     seed: Shaped[Array, "rows 2"]
-    """A seed of 64 bits in two halves."""
+    """The two halves of 64-bit seeds."""
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> "Settings":
-        """Of requests; a seed must be there."""
+        """The settings of requests, which have seeds."""
 
         def column(name: str, dtype: type) -> np.ndarray:
             return np.asarray([getattr(p, name) for p in params], dtype)
@@ -94,88 +100,97 @@ class Settings(NamedTuple):
         )
 
 
-class Choice(NamedTuple):
-    """The tokens that were chosen."""
+class Sample(NamedTuple):
+    """Sampled tokens."""
 
     token: Shaped[Array, "rows"]
     logprob: Float[Array, "rows"]
-    """Of the token, at temperature 1 and without a penalty; NaN where the logits are."""
+    """Log probability at temperature 1 without penalty; NaN where a logit is."""
 
 
-def choose(
+def sample_tokens(
     logits: Float[Array, "rows vocab"],
     settings: Settings,
-    number: Shaped[Array, "rows"],
-    seen: Bool[Array, "rows vocab"],
-) -> Choice:
-    """A token for each row. `number` counts the tokens of a request, so that each has random numbers of its own."""
+    num_generated: Shaped[Array, "rows"],
+    in_context: Bool[Array, "rows vocab"],
+) -> Sample:
+    """Sample a token for each row.
+
+    Args:
+        logits: Logits of the next token.
+        settings: Sampling parameters of each row.
+        num_generated: How many tokens the row has generated: the index of its random number.
+        in_context: Which tokens occur in the row's prompt or answer, for the repetition penalty.
+    """
     penalty = settings.penalty[:, None]
-    adjusted = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    adjusted = jnp.where(in_context, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     token = jax.lax.cond(
         jnp.any(settings.temperature > 0),
-        lambda: _sampled(adjusted, settings, number),
+        lambda: _sample(adjusted, settings, num_generated),
         lambda: _argmax(adjusted),
     )
-    own = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-    return Choice(token, own - _log_total(logits))
+    logit = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    return Sample(token, logit - _log_total(logits))
 
 
-def likeliest(logits: Float[Array, "rows vocab"], count: int) -> tuple[Shaped[Array, "rows k"], Float[Array, "rows k"]]:
-    """The `count` likeliest tokens of each row, and the logarithms of their probabilities."""
+def top_logprobs(
+    logits: Float[Array, "rows vocab"], count: int
+) -> tuple[Shaped[Array, "rows k"], Float[Array, "rows k"]]:
+    """The `count` most probable tokens of each row, and their log probabilities."""
     values, tokens = jax.lax.top_k(logits, min(count, logits.shape[1]))
     return tokens.astype(jnp.int32), values - _log_total(logits)[:, None]
 
 
 def _log_total(logits: Array) -> Array:
-    # As sums of exponentials of differences: jax.nn.logsumexp does more, for infinities.
+    # jax.nn.logsumexp also handles infinities, which takes longer.
     top = jnp.max(logits, axis=-1)
-    # A maximum may lose NaN (see Quantizer), a sum does not.
+    # A maximum may drop NaN (see Quantizer), a sum does not.
     return jnp.log(jnp.sum(jnp.exp(logits - top[:, None]), axis=-1)) + top
 
 
 def _argmax(x: Float[Array, "rows vocab"]) -> Shaped[Array, "rows"]:
-    """The place of the largest, the first of equal ones; the last place if there is NaN.
+    """The index of the first maximum; the last index if there is NaN.
 
-    XLA's CPU backend finds a maximum and then its place in a fifth of the time that it takes to find both at once.
+    XLA's CPU backend takes a fifth of the time for a maximum and then its index as for an argmax.
     """
     top = jnp.max(x, axis=-1, keepdims=True)
-    places = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape)
-    return jnp.min(jnp.where(x == top, places, x.shape[1] - 1), axis=-1)
+    indices = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape)
+    return jnp.min(jnp.where(x == top, indices, x.shape[1] - 1), axis=-1)
 
 
-def _sampled(logits: Array, settings: Settings, number: Array) -> Array:
-    """Where a random point of [0, total) falls, if tokens lie side by side with lengths as their probabilities."""
+def _sample(logits: Array, settings: Settings, num_generated: Array) -> Array:
+    """Inverse transform sampling: the token at which the cumulative probability exceeds a uniform random number."""
     greedy = settings.temperature <= 0
     scaled = logits / jnp.where(greedy, 1.0, settings.temperature)[:, None]
     kept = scaled >= threshold(scaled, settings)[:, None]
-    chance = jnp.where(kept, jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True)), 0)
+    weights = jnp.where(kept, jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True)), 0)
 
     def uniform(seed: Array, number: Array) -> Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), number)
         return jax.random.uniform(key, (), jnp.float32)
 
-    token = _place(chance, jax.vmap(uniform)(settings.seed, number))
+    token = _inverse_transform(weights, jax.vmap(uniform)(settings.seed, num_generated))
     return jnp.where(greedy, _argmax(logits), token)
 
 
-def _place(chance: Float[Array, "rows vocab"], point: Float[Array, "rows"]) -> Shaped[Array, "rows"]:
-    """In two steps, a block and a token in it: a running sum of the whole vocabulary would take far longer."""
-    rows, vocab = chance.shape
-    blocks = jnp.pad(chance, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
+def _inverse_transform(weights: Float[Array, "rows vocab"], point: Float[Array, "rows"]) -> Shaped[Array, "rows"]:
+    """In two steps, a block and a token in it: a cumulative sum of the whole vocabulary takes far longer."""
+    rows, vocab = weights.shape
+    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
     sums = jnp.sum(blocks, axis=-1)
     ends = jnp.cumsum(sums, axis=-1)
     target = point[:, None] * ends[:, -1:]
-    block = _first(ends > target, sums)
+    block = _first_true(ends > target, sums)
     target = target - jnp.take_along_axis(ends - sums, block[:, None], axis=1)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * _BLOCK + _first(jnp.cumsum(inside, axis=-1) > target, inside)
+    return block * _BLOCK + _first_true(jnp.cumsum(inside, axis=-1) > target, inside)
 
 
-def _first(true: Bool[Array, "rows count"], weight: Float[Array, "rows count"]) -> Shaped[Array, "rows"]:
-    """The first place that is true; where rounding has left none, or one without weight, that of the largest weight."""
-    found = jnp.argmax(true, axis=-1).astype(jnp.int32)
-    weighs = jnp.take_along_axis(jnp.where(true, weight, 0), found[:, None], axis=1)[:, 0] > 0
-    return jnp.where(weighs, found, jnp.argmax(weight, axis=-1).astype(jnp.int32))
+def _first_true(condition: Bool[Array, "rows count"], weight: Float[Array, "rows count"]) -> Shaped[Array, "rows"]:
+    """The first true index; if rounding left none, or one of weight zero, the index of the largest weight."""
+    found = jnp.argmax(condition, axis=-1).astype(jnp.int32)
+    is_positive = jnp.take_along_axis(jnp.where(condition, weight, 0), found[:, None], axis=1)[:, 0] > 0
+    return jnp.where(is_positive, found, jnp.argmax(weight, axis=-1).astype(jnp.int32))
 
 
 def threshold(scaled: Float[Array, "rows vocab"], settings: Settings) -> Float[Array, "rows"]:
@@ -183,26 +198,30 @@ def threshold(scaled: Float[Array, "rows vocab"], settings: Settings) -> Float[A
     total = _log_total(scaled)
     count = min(_CANDIDATES, scaled.shape[1])
     best = jax.lax.top_k(scaled, count)[0]
-    low, enough = _cut(best, total, settings, scaled.shape[1])
+    low, is_enough = _lowest_kept(best, total, settings, scaled.shape[1])
 
-    def of_all() -> Array:
-        return _cut(-jnp.sort(-scaled, axis=-1), total, settings, scaled.shape[1])[0]
+    def from_sorted() -> Array:
+        return _lowest_kept(-jnp.sort(-scaled, axis=-1), total, settings, scaled.shape[1])[0]
 
-    # One that needs to see more makes all of them sort: rows differ in nothing else, so none is changed by another.
-    return jax.lax.cond(jnp.all(enough), lambda: low, of_all)
+    # One row that needs more candidates makes all rows sort, which gives the same result for the others.
+    return jax.lax.cond(jnp.all(is_enough), lambda: low, from_sorted)
 
 
-def _cut(best: Array, total: Array, settings: Settings, vocab: int) -> tuple[Array, Array]:
-    """The lowest logit kept, from the largest in descending order, and whether these were enough to tell."""
+def _lowest_kept(best: Array, total: Array, settings: Settings, vocab: int) -> tuple[Array, Array]:
+    """The lowest kept logit, given the largest ones in descending order, and whether these were enough to decide."""
     count = best.shape[1]
-    chance = jnp.exp(best - total[:, None])
-    before = jnp.cumsum(chance, axis=1) - chance
-    place = jnp.arange(count)[None]
+    probability = jnp.exp(best - total[:, None])
+    before = jnp.cumsum(probability, axis=1) - probability
+    rank = jnp.arange(count)[None]
     top_k = jnp.where(settings.top_k > 0, settings.top_k, vocab)[:, None]
     top_p = settings.top_p[:, None]
-    kept = (place < top_k) & ((before < top_p) | (top_p >= 1)) & (chance >= settings.min_p[:, None] * chance[:, :1])
-    kept = kept | (place == 0)
-    # Kept ones come first, so the last of them is the lowest.
+    kept = (
+        (rank < top_k)
+        & ((before < top_p) | (top_p >= 1))
+        & (probability >= settings.min_p[:, None] * probability[:, :1])
+    )
+    kept = kept | (rank == 0)
+    # Logits are sorted, so the last that is kept is the lowest.
     low = jnp.min(jnp.where(kept, best, jnp.inf), axis=1)
     plain = (settings.top_k <= 0) & (settings.top_p >= 1) & (settings.min_p <= 0)
     low = jnp.where(plain, -jnp.inf, low)

@@ -1,4 +1,4 @@
-"""Matrices that multiply the same thing, side by side as one: fewer and larger products, column by column the same."""
+"""Weights that multiply the same input, concatenated along their columns: fewer and larger matmuls."""
 
 from typing import Any
 
@@ -10,14 +10,19 @@ from octavo.qarray import QArray
 
 type Params = dict[str, Any]
 
-_TOGETHER = {"query_key_value": ("query", "key", "value"), "wi": ("wi_0", "wi_1")}
+_FUSED = {"query_key_value": ("query", "key", "value"), "wi": ("wi_0", "wi_1")}
 
 
 def fuse(config: ModelConfig, params: Params, *, donate: bool = False) -> tuple[ModelConfig, Params] | None:
-    """The config and parameters of the same model with fused matrices; None where scales do not go together.
+    """Fuse query, key and value weights, and the two input weights of each gated MLP.
 
-    Matrices may be arrays or QArrays. Those of experts stay as they are. With `donate`, parts are taken out of the tree
-    as soon as they are joined, so that memory never holds the model twice.
+    Args:
+        config: The model, with unscanned layers.
+        params: Arrays or QArrays. Weights of experts are not fused.
+        donate: Remove weights from `params` as soon as they are fused, so that memory never holds the model twice.
+
+    Returns:
+        The config and parameters of the fused model; None if the scales of some weights cannot be concatenated.
 
     >>> import jax
     >>> from octavo.models import init_params
@@ -31,30 +36,30 @@ def fuse(config: ModelConfig, params: Params, *, donate: bool = False) -> tuple[
         return config, params
     if config.scan_layers:
         raise ValueError("fuse takes unscanned layers: config.replace(scan_layers=False) and unstack_layers(params)")
-    if not _fits(params):
+    if not _can_fuse_all(params):
         return None
     return config.replace(fused=True), _fused(params, donate)
 
 
-def _fits(tree: Params) -> bool:
-    """Whether all that is to be joined can be."""
-    for names in _TOGETHER.values():
+def _can_fuse_all(tree: Params) -> bool:
+    """Whether every group of weights can be fused."""
+    for names in _FUSED.values():
         if _all_dense(tree, names):
             sources = [tree[name] for name in names]
-            if not all(_go_together([source[leaf] for source in sources]) for leaf in sources[0]):
+            if not all(_can_concatenate([source[leaf] for source in sources]) for leaf in sources[0]):
                 return False
-    return all(_fits(value) for value in tree.values() if isinstance(value, dict))
+    return all(_can_fuse_all(value) for value in tree.values() if isinstance(value, dict))
 
 
 def _fused(tree: Params, donate: bool) -> Params:
     new = {}
-    parts = {part: name for name, names in _TOGETHER.items() if _all_dense(tree, names) for part in names}
+    parts = {part: name for name, names in _FUSED.items() if _all_dense(tree, names) for part in names}
     for key in list(tree):
         if key not in parts:
             new[key] = _fused(tree[key], donate) if isinstance(tree[key], dict) else tree[key]
         elif parts[key] not in new:
-            names = _TOGETHER[parts[key]]
-            new[parts[key]] = {leaf: beside([tree[name][leaf] for name in names]) for leaf in tree[key]}
+            names = _FUSED[parts[key]]
+            new[parts[key]] = {leaf: concatenate_columns([tree[name][leaf] for name in names]) for leaf in tree[key]}
             if donate:
                 for name in names:
                     tree[name] = {}
@@ -65,34 +70,34 @@ def _all_dense(tree: Params, names: tuple[str, ...]) -> bool:
     return all(name in tree and len(tree[name]["kernel"].shape) == 2 for name in names)
 
 
-def _go_together(parts: list[Any]) -> bool:
+def _can_concatenate(parts: list[Any]) -> bool:
     first = parts[0]
     if not any(isinstance(part, QArray) for part in parts):
         return all(part.dtype == first.dtype for part in parts)
-    if not all(isinstance(part, QArray) and _kind(part) == _kind(first) for part in parts):
+    if not all(isinstance(part, QArray) and _layout(part) == _layout(first) for part in parts):
         return False
     return not any(axis == -1 for axis, _ in first.padding) and (first.packed is None or first.packed[0] != -1)
 
 
-def beside(parts: list[Any]) -> Any:
-    """Matrices, or QArrays of one kind, next to each other along their last axis."""
+def concatenate_columns(parts: list[Any]) -> Any:
+    """Arrays, or QArrays of one layout, concatenated along their last axis."""
     first = parts[0]
     if not isinstance(first, QArray):
         join = np.concatenate if all(isinstance(part, np.ndarray) for part in parts) else jnp.concatenate
         return join(parts, axis=-1)
     fields = ("qvalue", "scale", "zero_point", "outer_scale")
-    arrays = {name: [_wide(part, name) for part in parts] for name in fields if getattr(first, name) is not None}
+    arrays = {name: [_per_column(part, name) for part in parts] for name in fields if getattr(first, name) is not None}
     return first._replace(**{name: jnp.concatenate(xs, axis=-1) for name, xs in arrays.items()})
 
 
-def _wide(part: QArray, name: str) -> Any:
-    """One of the arrays with an entry for every column, so that it can stand beside others."""
+def _per_column(part: QArray, name: str) -> Any:
+    """One of a QArray's arrays, repeated to one entry per column."""
     array, columns = getattr(part, name), part.shape[-1]
     return array if array.shape[-1] == columns else jnp.repeat(array, columns // array.shape[-1], axis=-1)
 
 
-def _kind(part: QArray) -> Any:
-    """What QArrays have in common that can stand side by side."""
+def _layout(part: QArray) -> Any:
+    """What QArrays must share to be concatenated."""
     scales = [getattr(part, name) for name in ("scale", "zero_point", "outer_scale")]
     rows = tuple(None if x is None else (x.shape[:-1], x.dtype) for x in scales)
     return part.qtype, part.dtype, part.padding, part.packed, part.qvalue.shape[:-1], part.qvalue.dtype, rows
