@@ -129,7 +129,7 @@ def cells(result: Result | None, copy: Timing) -> str:
 
 
 def rows(names: list[str], tile: int) -> list[Row]:
-    """Each format with a scale per row (block formats: per tile of theirs), and four-bit ones per tile besides."""
+    """Each format with a scale per row (block formats: per tile of theirs), and four-bit ones also per tile."""
     found = []
     for name in names:
         fmt = octavo.get_format(name)
@@ -172,7 +172,7 @@ def main() -> None:
     shape, mega = " x ".join(map(str, args.shape)), data["norm"].nbytes / 2**20
     method = (
         f"float32 {shape} ({mega:.0f} MB), a scale per row or tile, compiled; times are the fastest of {args.repeats} "
-        "rounds, all in turn,\n"
+        "interleaved rounds,\n"
         f"the median round {statistics.median(spreads):.0%} slower (at worst {max(spreads):.0%}); "
         f"copying takes {min(copy.seconds for copy in copies) * 1e3:.2f} ms"
     )

@@ -93,10 +93,10 @@ def measure(results: Results, weights: dict[str, Any], batch: int, repeats: int)
         times |= side_by_side(slow, repeats=max(2, repeats // 10))
     rows = []
     for name, timing in times.items():
-        held = size[name.replace("XLA", "octavo")]
+        nbytes = size[name.replace("XLA", "octavo")]
         ratio = times["float32"].seconds / timing.seconds
-        cells = [f"{1e3 * timing.seconds:.2f}", f"{ratio:.2f}", f"{held / 2**20:.0f}"]
-        rows.append([name, *cells, f"{held / timing.seconds / 1e9:.1f}", f"{timing.spread:.0%}"])
+        cells = [f"{1e3 * timing.seconds:.2f}", f"{ratio:.2f}", f"{nbytes / 2**20:.0f}"]
+        rows.append([name, *cells, f"{nbytes / timing.seconds / 1e9:.1f}", f"{timing.spread:.0%}"])
     results.add(
         f"All matrices of a model, batch size {batch}",
         ["", "ms", "float32 / it", "MiB", "GB/s", "spread"],

@@ -51,7 +51,7 @@ def main() -> None:
         times = (f"{1e3 * t[part].seconds:.0f}" for part in ("step", "probe"))
         rows.append([name, *times, f"{share:.2f}", f"{share:.1f}%", spreads(t)])
     columns = ["", "step ms", "probe ms", "probe / step", "one in 100 steps adds", "spread"]
-    results.add("A probe of all quantized products, beside a training step", columns, rows)
+    results.add("A probe of all quantized matmuls, against a training step", columns, rows)
 
 
 if __name__ == "__main__":

@@ -95,15 +95,15 @@ def main() -> None:
             sizes[name] = size(traced.jaxpr), len(str(traced.jaxpr).splitlines())
     # The stages and their sum are each the fastest of all rounds.
     best = {name: [Timing.of(part) for part in zip(*found, strict=True)] for name, found in runs.items()}
-    whole = {name: Timing.of([sum(parts) for parts in found]) for name, found in runs.items()}
+    total = {name: Timing.of([sum(parts) for parts in found]) for name, found in runs.items()}
     rows = [
         [
             name,
             *(f"{part.seconds:.2f}" for part in parts),
-            f"{whole[name].seconds:.2f}",
-            f"{whole[name].seconds / whole['float'].seconds:.2f}",
+            f"{total[name].seconds:.2f}",
+            f"{total[name].seconds / total['float'].seconds:.2f}",
             *map(str, sizes[name]),
-            f"{whole[name].spread:.0%}",
+            f"{total[name].spread:.0%}",
         ]
         for name, parts in best.items()
     ]
