@@ -1,5 +1,8 @@
 """Small configurations that train in a moment."""
 
+import jax
+import numpy as np
+
 from octavo.train.config import Config
 
 SMALL = {
@@ -32,3 +35,8 @@ def small(**changes) -> Config:
 def words(**changes) -> list[str]:
     """The same as words of the command line."""
     return [f"{name}={value}" for name, value in {**SMALL, **changes}.items()]
+
+
+def same(a, b) -> bool:
+    """Whether two trees are equal bit by bit."""
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))

@@ -12,9 +12,8 @@ import octavo
 from octavo.checkpoint import CheckpointManager
 from octavo.train.halt import explain_halt
 from octavo.train.optimizer import learning_rate_schedule, make_optimizer
-from octavo.train.telemetry import Telemetry
 from octavo.train.trainer import Trainer
-from tests.train.common import EXPERTS, small
+from tests.train.common import EXPERTS, same, small
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -25,10 +24,6 @@ def losses(trainer: Trainer, steps: int) -> list[float]:
 
 def gradients(trainer: Trainer, state, batch):
     return jax.jit(functools.partial(trainer.train_step.gradients, step=0))(state, batch)
-
-
-def same(a, b) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
 def close(a, b, tolerance) -> None:
@@ -206,24 +201,3 @@ def test_quantized_parameters_give_the_same_loss_bit_for_bit(more, tmp_path):
     kernel = again.state.params["decoder"]["layers"]["self_attention"]["query"]["kernel"]
     expected = octavo.dequantize(params["decoder"]["layers"]["self_attention"]["query"]["kernel"])
     np.testing.assert_array_equal(kernel, expected)
-
-
-@pytest.mark.slow
-def test_telemetry_measures_what_is_quantized_and_when():
-    config = small(quantization="fp8_full", quantization_metrics_interval=2, quantization_start_step=2)
-    trainer = Trainer(config)
-    telemetry = Telemetry(trainer)
-    assert [step for step in range(8) if telemetry.is_due(step)] == [3, 5, 7]
-    for _ in range(4):
-        trainer.step()
-    before = jax.tree.map(np.asarray, trainer.state)
-    row = telemetry.measure(3)
-    assert {"weight", "activation", "gradient", "sites"} == set(row)
-    assert 25 < row["weight"]["sqnr_db"] < 40
-    assert 20 < row["gradient"]["sqnr_db"] < 32
-    assert row["weight"]["saturation"] == 0
-    assert row["weight"]["scale_drift"] == 0
-    assert "decoder/layers/mlp/wi_0/dot_general0" in row["sites"]
-    assert same(before, trainer.state)
-    trainer.step()
-    assert telemetry.measure(4)["gradient"]["scale_drift"] != 0

@@ -165,7 +165,7 @@ class TrainStep:
     accumulation: int = 1
     clip: float = 0.0
     halts: bool = True
-    reduction: Any = None
+    reduction: Callable[..., Any] | None = None
 
     def gradients(self, state: TrainState, batch: Batch, *, step: int) -> tuple[Any, dict[str, Any], Losses, jax.Array]:
         """(gradients, new quantization state, losses, loss) of a batch; `step` chooses the stage.

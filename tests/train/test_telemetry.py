@@ -1,13 +1,14 @@
-"""Static bounds: proposed so that they hold what is there, and a word in the log where they do not."""
+"""Telemetry: what is measured and when, static bounds that hold the tensors, and the worst weights."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from octavo.train.run import train
-from octavo.train.telemetry import Bound, format_bounds, propose_bounds, range_warnings
+from octavo.train.telemetry import Bound, Telemetry, format_bounds, propose_bounds, range_warnings, worst_weights
 from octavo.train.trainer import Trainer
-from tests.train.common import EXPERTS, small
+from tests.train.common import EXPERTS, same, small
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -71,3 +72,51 @@ def test_a_run_proposes_and_warns(tmp_path):
     assert "calibration=auto: " in text
     assert "Static bounds: " in text
     assert "of weight values are clipped" in text
+
+
+@pytest.mark.slow
+def test_telemetry_measures_what_is_quantized_and_when():
+    config = small(quantization="fp8_full", quantization_metrics_interval=2, quantization_start_step=2)
+    trainer = Trainer(config)
+    telemetry = Telemetry(trainer)
+    assert [step for step in range(8) if telemetry.is_due(step)] == [3, 5, 7]
+    for _ in range(4):
+        trainer.step()
+    before = jax.tree.map(np.asarray, trainer.state)
+    row = telemetry.measure(3)
+    assert {"weight", "activation", "gradient", "sites"} == set(row)
+    assert 25 < row["weight"]["sqnr_db"] < 40
+    assert 20 < row["gradient"]["sqnr_db"] < 32
+    assert row["weight"]["saturation"] == 0
+    assert row["weight"]["scale_drift"] == 0
+    assert "decoder/layers/mlp/wi_0/dot_general0" in row["sites"]
+    assert same(before, trainer.state)
+    trainer.step()
+    assert telemetry.measure(4)["gradient"]["scale_drift"] != 0
+
+
+@pytest.mark.slow
+def test_the_worst_come_first_and_the_worst_of_all_is_found():
+    trainer = Trainer(small(quantization="int8"))
+    holder = trainer.state.params["decoder"]["layers"]["mlp"]["wo"]
+    kernel = holder["kernel"]
+    # One value in each column of the second layer that the others are small against.
+    spoiled = kernel.at[1, 0].set(100 * abs(kernel[1]).max())
+    holder["kernel"] = spoiled
+    found = worst_weights(trainer)
+    assert len(found) == 4
+    assert found[0]["path"] == "decoder/layers_1/mlp/wo/kernel"
+    assert found[0]["sqnr_db"] < found[1]["sqnr_db"] <= found[2]["sqnr_db"] <= found[3]["sqnr_db"]
+    assert found[0]["format"] == "int8"
+    assert found[0]["shape"] == list(kernel.shape[1:])
+    assert sum(found[0]["counts"]) == spoiled[1].size
+    # By hand: a scale for each column.
+    x = np.asarray(spoiled[1], np.float64)
+    scale = abs(x).max(0) / 127.5
+    error = np.square(np.clip(np.round(x / scale), -128, 127) * scale - x).sum()
+    assert found[0]["sqnr_db"] == pytest.approx(10 * np.log10(np.square(x).sum() / error), abs=0.01)
+
+
+@pytest.mark.slow
+def test_float_has_none():
+    assert worst_weights(Trainer(small(quantization=""))) == []
