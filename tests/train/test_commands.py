@@ -143,7 +143,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("word", WRONG)
-def test_what_is_wrong_is_told_before_anything_starts(word, tmp_path, capsys):
+def test_errors_come_before_anything_starts(word, tmp_path, capsys):
     assert run([word, f"base_output_directory={tmp_path}"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("octavo train: ")
@@ -152,7 +152,7 @@ def test_what_is_wrong_is_told_before_anything_starts(word, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_misspelt_key_is_told_in_seconds(tmp_path):
+def test_a_misspelt_key_fails_in_seconds(tmp_path):
     started = time.perf_counter()
     process = call(*MODULE, "quantisation=int8", directory=tmp_path)
     # An import of JAX takes most of it; nothing is traced, let alone compiled.
@@ -191,7 +191,7 @@ def test_an_error_of_the_program_is_not_hidden(tmp_path, monkeypatch):
         run(words(base_output_directory=tmp_path))
 
 
-def test_a_comparison_tells_the_notes_of_its_configuration(tmp_path, monkeypatch, capsys):
+def test_a_comparison_prints_the_notes_of_its_configuration(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("octavo.cli.compare._compare", lambda *_: 0)
     assert main(["compare", "quantization=int8,fp8_full", "hardware=cpu", f"base_output_directory={tmp_path}"]) == 0
     assert capsys.readouterr().out.count("note: hardware has no effect: ") == 1

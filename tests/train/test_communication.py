@@ -1,4 +1,4 @@
-"""What devices send each other in a step: weights as codes, gradients in eight bits, and the same training."""
+"""Collectives of a step: weights gathered as codes, gradients reduced in eight bits, and the same training."""
 
 import functools
 
@@ -70,7 +70,7 @@ EXPERT = {**EXPERTS, "ici_expert_parallelism": 4, "quantization": "int8", "dtype
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "sent"), [("int8", "s8"), ("float8_e4m3fn", "u8")])
-def test_tokens_go_to_experts_in_low_precision(dtype, sent):
+def test_expert_dispatch_in_low_precision(dtype, sent):
     """Forward and where a layer is computed once more; what comes back, and gradients, are in the model's own dtype."""
 
     def dispatched(kind: str, **changes) -> int:
@@ -96,7 +96,7 @@ def test_tokens_in_low_precision_train_as_in_float():
 
 
 @pytest.mark.slow
-def test_gradients_of_weights_are_scattered_in_bfloat16_where_one_says_so():
+def test_weight_gradients_are_reduced_in_bfloat16_on_request():
     """As a step in bfloat16 does; all else that is sent stays."""
     half = {"dtype": "bfloat16", "quantization": "fp8_full"}
     wide, low = (traffic(**half, weight_gradient_accumulator=dtype) for dtype in ("", "bfloat16"))
@@ -116,7 +116,7 @@ def test_weight_gradients_summed_in_bfloat16_train_as_those_in_float32():
 
 
 @pytest.mark.slow
-def test_float8_is_gathered_wide_where_one_says_so():
+def test_float8_is_gathered_in_float_on_request():
     wide = traffic().weights()
     assert traffic(quantization="fp8_full", quantized_all_gather=False).weights() > 0.9 * wide
 
@@ -135,7 +135,7 @@ def _steps(count, changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["", "int8"])
-def test_gradients_in_eight_bits_train_as_those_in_float(quantization):
+def test_a_quantized_all_reduce_trains_as_one_in_float(quantization):
     exact, _ = steps(quantization=quantization)
     losses, trainer = steps(quantization=quantization, gradient_reduce_dtype="int8")
     assert losses[0] == pytest.approx(exact[0], rel=1e-6)
@@ -158,7 +158,7 @@ def test_gradients_in_eight_bits_train_as_those_in_float(quantization):
     [{}, {"ici_data_parallelism": 2, "ici_tensor_parallelism": 2}, {**EXPERTS, "ici_expert_parallelism": 2}],
     ids=["fsdp", "data, fsdp, tensor", "experts"],
 )
-def test_gradients_of_weights_are_scattered_in_eight_bits(mesh):
+def test_weight_gradients_are_reduce_scattered_in_eight_bits(mesh):
     """In less than a third of what a reduce-scatter in four bytes takes, which is half of an all-reduce."""
     wide, low = (traffic(quantization="int8", gradient_scatter_dtype=dtype, **mesh) for dtype in ("", "int8"))
     share = {"all-reduce": 0.5, "reduce-scatter": 1.0}
@@ -170,7 +170,7 @@ def test_gradients_of_weights_are_scattered_in_eight_bits(mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
-def test_gradients_scattered_in_eight_bits_train_as_those_in_float(experts):
+def test_a_quantized_reduce_scatter_trains_as_one_in_float(experts):
     more = {**(EXPERTS if experts else {}), "quantization": "int8", "ici_data_parallelism": 2}
     exact, _ = steps(**more)
     losses, trainer = steps(**more, gradient_scatter_dtype="int8")
@@ -209,7 +209,7 @@ def test_error_feedback_is_restored_on_the_same_mesh_and_reset_on_another(tmp_pa
 
 
 @pytest.mark.slow
-def test_parts_of_a_batch_make_up_for_one_another():
+def test_error_feedback_passes_between_microbatches():
     """What arrives of two parts and what is lost in the end are the gradient; what the first lost counts once."""
     more = {"quantization": "int8", "gradient_accumulation_steps": 2, "per_device_batch_size": 2}
     low = {"gradient_scatter_dtype": "int8", "gradient_scatter_error_feedback": True}
@@ -228,7 +228,7 @@ def test_parts_of_a_batch_make_up_for_one_another():
 
 
 @pytest.mark.slow
-def test_both_ways_of_adding_up_gradients_go_together():
+def test_quantized_all_reduce_and_reduce_scatter_combine():
     more = {"quantization": "int8", "ici_data_parallelism": 2, "gradient_reduce_dtype": "int8"}
     exact, losses = (steps(**more, gradient_scatter_dtype=dtype)[0] for dtype in ("", "int8"))
     assert losses != exact
@@ -236,7 +236,7 @@ def test_both_ways_of_adding_up_gradients_go_together():
 
 
 @pytest.mark.slow
-def test_copies_send_a_quarter_of_the_bytes_for_their_gradients():
+def test_replicas_reduce_gradients_in_a_quarter_of_the_bytes():
     # Two copies of a model on one device each: all that is sent is gradients, and a few numbers.
     two = {**COPIES, "ici_data_parallelism": 2, "num_devices": 2, "sharding_tolerance": 0.5}
     wide, low = (

@@ -136,7 +136,7 @@ def test_a_run_that_diverges_ends_alone(monkeypatch):
         (["stps=3"], "steps"),
     ],
 )
-def test_bad_words_are_told_with_status_2(words, message, capsys):
+def test_bad_arguments_exit_with_status_2(words, message, capsys):
     assert main(["compare", *words]) == 2
     assert message in capsys.readouterr().err
 

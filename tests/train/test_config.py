@@ -1,4 +1,4 @@
-"""The configuration: its values, what it refuses and in which words, and its own files."""
+"""The configuration: values, errors and their messages, and its files."""
 
 import dataclasses
 import re
@@ -110,7 +110,7 @@ def test_texts_are_read_by_the_type_of_their_key(key, text, value):
         ("steps", ["1", "2"], "an integer, got a list"),
     ],
 )
-def test_texts_of_another_type_are_refused(key, text, words):
+def test_texts_of_another_type_raise(key, text, words):
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
         parse(FIELDS[key], text)
 

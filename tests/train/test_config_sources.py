@@ -1,4 +1,4 @@
-"""Where values come from: files, models, the environment and the command line, and which one counts."""
+"""Sources of values: files, models, the environment and the command line, and which one overrides which."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def write(path, text):
     return str(path)
 
 
-def refused(*argv, environ=()):
+def config_errors(*argv, environ=()):
     with pytest.raises(ConfigError) as caught:
         load(argv, environ=dict(environ))
     return [problem.text for problem in caught.value.problems]
@@ -66,11 +66,11 @@ def test_a_model_of_ones_own(tmp_path):
     write(tmp_path / "here/models/tiny.yml", "base_emb_dim: 16\n")
     write(tmp_path / "here/mine.yml", "model_name: tiny\n")
     assert load(["here/mine.yml"], environ={}).config.base_emb_dim == 16
-    (problem,) = refused("model_name=tiny")
+    (problem,) = config_errors("model_name=tiny")
     assert problem.startswith("model_name=tiny: ")
     assert "There is no models/tiny.yml; known: 10m, 1m, 50m, deepseek-big, " in problem
     assert problem.endswith("(command line)")
-    assert "did you mean 'deepseek-small'?" in refused("model_name=deepseek-smal")[0]
+    assert "did you mean 'deepseek-small'?" in config_errors("model_name=deepseek-smal")[0]
 
 
 @pytest.mark.parametrize("path", ["configs/base.yml", "base.yml", "src/maxtext/configs/base.yml"])
@@ -85,31 +85,31 @@ def test_a_file_in_the_working_directory_comes_first(tmp_path):
 
 
 def test_a_missing_file_names_those_there_are():
-    (problem,) = refused("configs/deepsek_fp8.yml")
+    (problem,) = config_errors("configs/deepsek_fp8.yml")
     assert problem.startswith("there is no file configs/deepsek_fp8.yml: did you mean 'configs/deepseek_fp8.yml'")
-    assert refused("elsewhere/base.yml")[0].startswith("there is no file elsewhere/base.yml: ")
+    assert config_errors("elsewhere/base.yml")[0].startswith("there is no file elsewhere/base.yml: ")
 
 
-def test_a_circle_of_files_is_told(tmp_path):
+def test_a_cycle_of_files_is_an_error(tmp_path):
     write(tmp_path / "a.yml", "base_config: b.yml\n")
     write(tmp_path / "b.yml", "base_config: a.yml\n")
-    assert refused("a.yml") == ["base_config: files inherit from each other in a circle, a.yml -> b.yml -> a.yml"]
+    assert config_errors("a.yml") == ["base_config: files inherit from each other in a circle, a.yml -> b.yml -> a.yml"]
 
 
 def test_a_file_with_faults_says_on_which_line(tmp_path):
     write(tmp_path / "a.yml", "steps: 3\n\nsteps: 4\nlog_period: {a: 1}\n")
-    assert refused("a.yml") == [
+    assert config_errors("a.yml") == [
         "a.yml:3: steps is set already, on line 1",
         "a.yml:4: log_period is nested; a value is a number, a text or a list of them",
     ]
     write(tmp_path / "a.yml", "- steps\n")
-    assert refused("a.yml") == ["a.yml is no mapping of keys to values"]
+    assert config_errors("a.yml") == ["a.yml is no mapping of keys to values"]
     write(tmp_path / "a.yml", "steps: [\n")
-    assert refused("a.yml")[0].startswith("a.yml is no YAML: ")
+    assert config_errors("a.yml")[0].startswith("a.yml is no YAML: ")
     write(tmp_path / "a.yml", "base_config: [a.yml, b.yml]\n")
-    assert refused("a.yml") == ["a.yml:1: base_config is one file, got a list"]
+    assert config_errors("a.yml") == ["a.yml:1: base_config is one file, got a list"]
     write(tmp_path / "a.yml", "steps: 0\nstepz: 1\nlearning_rate: fast\n")
-    assert refused("a.yml") == [
+    assert config_errors("a.yml") == [
         "unknown key 'stepz' (a.yml:2): did you mean 'steps'?",
         "learning_rate=fast: a number (a.yml:3)",
         "steps=0: must be >= 1 (a.yml:1)",
@@ -139,17 +139,17 @@ def test_values_in_a_file_are_read_as_on_the_command_line(tmp_path):
     assert (file.learning_rate, file.packing, file.run_name) == (3e-4, False, "007")
 
 
-def test_one_key_from_two_places_outside_files_is_refused():
-    assert refused("steps=5", environ={"OCTAVO_STEPS": "5"}) == [
+def test_a_key_set_twice_outside_files_is_an_error():
+    assert config_errors("steps=5", environ={"OCTAVO_STEPS": "5"}) == [
         "steps is set by the command line and by OCTAVO_STEPS: unset one of them"
     ]
-    assert refused(environ={"OCTAVO_STEPS": "5", "M_STEPS": "6"}) == [
+    assert config_errors(environ={"OCTAVO_STEPS": "5", "M_STEPS": "6"}) == [
         "OCTAVO_STEPS and M_STEPS are both set: unset one"
     ]
 
 
-def test_variables_that_are_nearly_a_key_are_told_and_others_let_be():
-    assert refused(environ={"OCTAVO_LEARNING_RAT": "5"}) == [
+def test_misspelt_variables_are_errors_and_others_are_ignored():
+    assert config_errors(environ={"OCTAVO_LEARNING_RAT": "5"}) == [
         "unknown key 'learning_rat' (OCTAVO_LEARNING_RAT): did you mean 'learning_rate'?"
     ]
     assert load(["run_name=a"], environ={"OCTAVO_HOME": "x", "M_PATH": "y", "HOME": "z"}).config == Config(run_name="a")
@@ -178,18 +178,20 @@ def test_the_environment_is_that_of_the_process(monkeypatch):
     ],
 )
 def test_words_that_are_not_understood(word, text):
-    assert refused(word) == [text]
+    assert config_errors(word) == [text]
 
 
 def test_two_files_are_one_too_many():
-    assert refused("base.yml", "deepseek_fp8.yml") == [
+    assert config_errors("base.yml", "deepseek_fp8.yml") == [
         "base.yml and deepseek_fp8.yml: one file is read; let it inherit from others by base_config"
     ]
 
 
 def test_all_problems_come_together_with_their_places(tmp_path):
     write(tmp_path / "a.yml", "weight_sparsity_n: 2\n")
-    found = refused("a.yml", "stepz=3", "head_dim=x", "num_experts_per_tok=4", environ={"OCTAVO_NUM_EXPERTS": "2"})
+    found = config_errors(
+        "a.yml", "stepz=3", "head_dim=x", "num_experts_per_tok=4", environ={"OCTAVO_NUM_EXPERTS": "2"}
+    )
     assert found == [
         "unknown key 'stepz' (command line): did you mean 'steps'?",
         "head_dim=x: an integer (command line)",
@@ -200,7 +202,7 @@ def test_all_problems_come_together_with_their_places(tmp_path):
 
 def test_a_method_for_all_beside_an_explicit_absmax():
     both = ("quantization=fp8_full", "quantization_calibration_method=rms,7")
-    (problem,) = refused(*both, "bwd_quantization_calibration_method=absmax")
+    (problem,) = config_errors(*both, "bwd_quantization_calibration_method=absmax")
     assert problem.startswith("quantization_calibration_method=rms,7 and bwd_quantization_calibration_method=absmax: ")
     assert load(["configs/base.yml", *both], environ={}).config.quantization_calibration_method == "rms,7"
 
@@ -248,12 +250,12 @@ def test_what_has_no_effect_is_noted(argv, note):
 
 
 def test_files_that_a_run_needs_are_looked_for(tmp_path):
-    assert refused("dataset_type=text", "dataset_path=no.txt") == [
+    assert config_errors("dataset_type=text", "dataset_path=no.txt") == [
         "dataset_path=no.txt: there is no such file or directory (command line)"
     ]
     write(tmp_path / "books/a.txt", "words")
     assert load(["dataset_type=text", "dataset_path=books/*.txt"], environ={}).config.dataset_path == "books/*.txt"
-    assert refused("load_parameters_path=no") == [
+    assert config_errors("load_parameters_path=no") == [
         "load_parameters_path=no: there is no such file or directory (command line)"
     ]
     assert load(["load_parameters_path=gs://a/b"], environ={}).config.load_parameters_path == "gs://a/b"
@@ -261,9 +263,9 @@ def test_files_that_a_run_needs_are_looked_for(tmp_path):
 
 def test_rules_and_tables_are_read_before_the_run(tmp_path):
     write(tmp_path / "rules.yml", "- weight_qtype: int9\n")
-    assert "weight_qtype='int9'" in refused("quantization_rules_path=rules.yml")[0]
+    assert "weight_qtype='int9'" in config_errors("quantization_rules_path=rules.yml")[0]
     write(tmp_path / "bits.json", json.dumps({"__default__": {"bits": 8}}))
-    assert "unknown key 'bits'" in refused("quantization=intmp", "quant_cfg_path=bits.json")[0]
+    assert "unknown key 'bits'" in config_errors("quantization=intmp", "quant_cfg_path=bits.json")[0]
     write(tmp_path / "bits.json", json.dumps({"__default__": {"w_bits": 8}}))
     assert load(["quantization=intmp", "quant_cfg_path=bits.json"], environ={}).config.quant_cfg_path == "bits.json"
 

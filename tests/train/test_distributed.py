@@ -1,4 +1,4 @@
-"""How processes start and what they say when they cannot; `multiprocess` has the rest."""
+"""Initialization of processes and its errors; `multiprocess` has the rest."""
 
 import jax
 import numpy as np
@@ -47,7 +47,7 @@ def test_processes_that_do_not_come_together():
     distributed.initialize(small(coordinator_address="127.0.0.1:9", skip_jax_distributed_system=True))
 
 
-def test_a_process_that_lost_the_others_says_where_to_go_on():
+def test_a_lost_connection_names_the_checkpoint_to_resume_from():
     text = str(distributed.connection_lost(45, 40, RuntimeError("Gloo all-reduce failed\nand more")))
     assert text == (
         "process 0 of 1 lost the others at step 45: one of them ended or cannot be reached. Start all processes again "

@@ -1,4 +1,4 @@
-"""Devices as a mesh: sizes, where arrays lie, what is refused, and that a step means the same on any of them."""
+"""Meshes: axis sizes, shardings, errors, and that a step computes the same on any of them."""
 
 import functools
 
@@ -54,7 +54,7 @@ def single(rows: int = 1, **changes):
     return small(**{**SIZES, "per_device_batch_size": 8 * rows, **changes})
 
 
-def refused(**changes) -> str:
+def config_errors(**changes) -> str:
     with pytest.raises(ConfigError) as caught:
         Program(meshed(**changes), vocab_size=256)
     return str(caught.value).split("\n  - ", 1)[1]
@@ -63,7 +63,7 @@ def refused(**changes) -> str:
 # Sizes.
 
 
-def test_what_is_left_goes_to_the_size_that_is_open():
+def test_an_open_axis_size_is_inferred():
     assert str(axis_sizes(meshed(), 8)) == "fsdp=8"
     assert str(axis_sizes(meshed(ici_tensor_parallelism=4), 8)) == "fsdp=2 x tensor=4"
     across = meshed(dcn_data_parallelism=-1, ici_tensor_parallelism=2)
@@ -134,8 +134,8 @@ def test_slices_are_the_slow_part_of_an_axis():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_numbers(changes, text):
-    assert text in refused(**changes)
+def test_sizes_that_do_not_fit_raise_with_the_numbers(changes, text):
+    assert text in config_errors(**changes)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_rules_that_are_none(rule, text):
     assert text in str(caught.value)
 
 
-def test_the_command_refuses_before_it_compiles(tmp_path, capsys):
+def test_the_command_fails_before_it_compiles(tmp_path, capsys):
     sizes = {"base_output_directory": tmp_path, "num_devices": 0, "base_num_kv_heads": 2}
     assert run(words(**sizes, ici_tensor_parallelism=3)) == 2
     assert "ici_tensor_parallelism=3 does not divide the 8 devices" in capsys.readouterr().err
@@ -160,10 +160,10 @@ def test_the_command_refuses_before_it_compiles(tmp_path, capsys):
     assert "does not divide by fsdp=8" in capsys.readouterr().err
 
 
-# Places.
+# Shardings.
 
 
-def test_parameters_are_cut_by_the_names_of_their_axes():
+def test_parameters_are_sharded_by_their_logical_axes():
     config = meshed(**MESHES["fsdp2-tensor2-expert2"], **EXPERTS, shared_experts=1, first_num_dense_layers=1)
     program = Program(config, vocab_size=256)
     decoder = program.param_specs["decoder"]
@@ -188,7 +188,7 @@ def test_every_parameter_of_every_model_has_names():
         assert any(logical_axes(name, leaf.ndim)), name
 
 
-def test_a_rule_of_ones_own_is_in_place_of_the_default():
+def test_a_rule_replaces_the_default_of_its_name():
     config = meshed(logical_axis_rules=("embed:", "mlp:fsdp", "heads:fsdp", "kv_heads:fsdp"), base_num_query_heads=8,
                     base_num_kv_heads=8, head_dim=4, sharding_tolerance=2.0)  # fmt: skip
     specs = param_specs(Program(config, vocab_size=256).model, make_mesh(config), axis_rules(config))
@@ -196,7 +196,7 @@ def test_a_rule_of_ones_own_is_in_place_of_the_default():
     assert specs["token_embedder"]["embedding"] == P()
 
 
-def test_the_state_lies_with_its_parameters():
+def test_the_state_is_sharded_as_its_parameters():
     config = meshed(opt_type="muon", quantization="fp8_gpu", weight_sparsity_n=2, weight_sparsity_m=4)
     state = abstract_train_state(config, vocab_size=256)
     kernel = ["decoder", "layers", "mlp", "wo", "kernel"]
@@ -386,7 +386,7 @@ def logits(trainer: Trainer) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp8", "data2-fsdp4"])
-def test_logits_of_integer_products_are_the_same_to_the_last_bit(mesh):
+def test_logits_of_integer_matmuls_are_bit_exact(mesh):
     """With four rows for each device the float parts between the products are computed alike, too."""
     one, many = Trainer(single(4, **RECIPES["int8"])), Trainer(meshed(4, **MESHES[mesh], **RECIPES["int8"]))
     # Drawn by programs of other shapes, the parameters may differ in their last bit.
@@ -418,7 +418,7 @@ def integer_matmuls():
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_integer_matmuls_are_the_same_to_the_last_bit(mesh):
+def test_integer_matmuls_are_bit_exact(mesh):
     """Sums of integers and largest magnitudes do not depend on which device adds and compares what."""
     (low, params, rows, expected), config = integer_matmuls(), meshed(**MESHES[mesh])
     devices, rules = make_mesh(config), axis_rules(config)
@@ -434,7 +434,7 @@ def test_integer_matmuls_are_the_same_to_the_last_bit(mesh):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_on_another_mesh(tmp_path):
+def test_a_run_resumes_on_another_mesh(tmp_path):
     """One device, then eight, then two by two by two, then one: every array as it was, each time where it belongs."""
     changes = {**RECIPES["delayed"], "opt_type": "adamw", **EXPERTS}
     configs = [
@@ -463,7 +463,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_surrounds_a_step_runs_on_a_mesh():
+def test_masks_evaluation_and_telemetry_run_on_a_mesh():
     """Masks, microbatches, evaluation, telemetry and quantized parameters."""
     config = meshed(
         2,

@@ -1,4 +1,4 @@
-"""From the configuration to rules."""
+"""Rules and schedules from the configuration."""
 
 import json
 
@@ -207,6 +207,6 @@ def test_ranges_come_from_one_place(changes, message, tmp_path):
         training_rules(small(weight_quantization_calibration_method="rms,3", **changes, **more))
 
 
-def test_a_method_that_a_recipe_cannot_have_is_refused():
+def test_a_method_that_a_recipe_cannot_have_raises():
     with pytest.raises(ValueError, match="calibration"):
         training_rules(small(quantization="fp8_gpu", weight_quantization_calibration_method="fixed,-1,1"))

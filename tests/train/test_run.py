@@ -1,4 +1,4 @@
-"""A run and its directory: what is written and said, how it ends, and what it survives."""
+"""A run and its directory: files, log, signals, errors and faults."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def when(text, act):
     return said, say
 
 
-def test_a_run_writes_down_what_it_did(tmp_path):
+def test_a_run_writes_metrics_plan_and_checkpoints(tmp_path):
     said, outcome = lines_of(
         **at(tmp_path, steps=6, quantization="int8", use_qwix_quantization=True, eval_interval=3, checkpoint_period=2)
     )
@@ -88,7 +88,7 @@ def test_a_run_writes_down_what_it_did(tmp_path):
 
 
 @pytest.mark.slow
-def test_complete_runs_say_so_and_more_steps_go_on(tmp_path):
+def test_complete_runs_stay_and_more_steps_continue_them(tmp_path):
     lines_of(**at(tmp_path, steps=2))
     before = (tmp_path / "test" / "metrics.jsonl").read_bytes()
     said, outcome = lines_of(**at(tmp_path, steps=2))
@@ -102,7 +102,7 @@ def test_complete_runs_say_so_and_more_steps_go_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_step_is_timed_with_what_happens_between_steps(tmp_path, monkeypatch):
+def test_step_times_leave_out_what_happens_between_steps(tmp_path, monkeypatch):
     """Evaluation, saving, measuring and the compilation of a stage take a second each here."""
 
     def slowly(owner, name):
@@ -178,7 +178,7 @@ def test_other_threads_leave_signals_alone():
     ("number", "status", "text"),
     [(signal.SIGTERM, 0, "SIGTERM"), pytest.param(signal.SIGINT, 130, "Ctrl-C", marks=pytest.mark.slow)],
 )
-def test_the_command_says_that_it_was_stopped(tmp_path, monkeypatch, capsys, number, status, text):
+def test_the_command_prints_that_it_was_stopped(tmp_path, monkeypatch, capsys, number, status, text):
     step = Trainer.step
 
     def signalled(self, *args):
@@ -313,7 +313,7 @@ def test_an_error_on_the_way_lets_go_of_the_directory(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_another_model_in_the_same_directory_is_refused_and_changes_nothing(tmp_path):
+def test_another_model_in_the_same_directory_is_an_error_and_changes_nothing(tmp_path):
     lines_of(**at(tmp_path, steps=1))
     before = (tmp_path / "test" / "config.yml").read_bytes()
     with pytest.raises(CheckpointError, match=r"expected float32\[2,32,128\], found float32\[2,32,64\]"):
@@ -322,7 +322,7 @@ def test_another_model_in_the_same_directory_is_refused_and_changes_nothing(tmp_
 
 
 @pytest.mark.slow
-def test_other_data_is_told(tmp_path):
+def test_changed_data_is_a_warning(tmp_path):
     lines_of(**at(tmp_path, steps=1))
     said, _ = lines_of(**at(tmp_path, steps=2, synthetic_kind="fixed"))
     assert said[1] == (
@@ -393,7 +393,7 @@ def test_progress_is_flushed_to_a_pipe(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_on_several_devices_the_plan_tells_what_is_sent(tmp_path):
+def test_on_several_devices_the_plan_has_collective_bytes(tmp_path):
     sizes = {"num_devices": 0, "per_device_batch_size": 1, "base_emb_dim": 64, "sharding_tolerance": 0.5}
     stages = {"steps": 3, "quantization": "int8", "use_qwix_quantization": True, "quantization_start_step": 1}
     said, _ = lines_of(**at(tmp_path, **sizes, **stages, enable_checkpointing=False))

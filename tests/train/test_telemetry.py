@@ -28,7 +28,7 @@ def test_ranges_that_fit_are_not_mentioned():
     assert not list(range_warnings({"weight": row(), "gradient": row(underflow=0.05), "sites": {}}))
 
 
-def test_what_clips_and_what_vanishes_is_said_with_the_key_that_changes_it():
+def test_clipping_and_underflow_warn_with_the_key_that_changes_them():
     found = list(range_warnings({"activation": row(saturation=0.02), "gradient": row(underflow=0.4)}))
     assert found == [
         "warning: 2 % of activation values are clipped, worst at mlp.rhs: widen act_quantization_calibration_method",

@@ -162,7 +162,7 @@ def test_norms_do_not_decay():
 
 
 @pytest.mark.slow
-def test_masks_are_along_the_contraction_and_made_anew():
+def test_masks_are_along_the_contraction_and_updated():
     config = small(
         weight_sparsity_n=2, weight_sparsity_m=4, weight_sparsity_start_step=2, weight_sparsity_update_step=3
     )
