@@ -17,8 +17,8 @@ PROGRAMS = {
     "nothing": "pass",
     "jax": "import jax",
     "jax.numpy, flax.linen": "import jax.numpy, flax.linen",
-    "octavo": "import octavo",
-    "octavo.cli": "import octavo.cli",
+    "octavo": "from octavo import quantized, quantize_model",  # names are imported when they are used
+    "octavo.cli": "import octavo.cli; octavo.cli.make_parser()",
     "qwix": "import qwix",
     "aqt": "import aqt.jax.v2.config",
 }
