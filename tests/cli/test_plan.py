@@ -27,8 +27,8 @@ def misspelt(tmp_path):
     return str(path)
 
 
-def refusal(capsys, *argv):
-    """What a refused command says: one text on stderr, and nothing else."""
+def usage_error(capsys, *argv):
+    """The message of a command that fails: one text on stderr, and nothing else."""
     assert main(argv) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -51,11 +51,11 @@ def test_the_table_of_a_function_and_what_to_type_next(capsys):
 
 
 def test_shapes_and_weights_are_passed_on_to_what_is_typed_next(capsys):
-    argv = ["toy:product", "--rules", "int8", "--inputs", "bf16[8,16] bf16[16,4]", "--weights", "rhs"]
+    argv = ["toy:matmul", "--rules", "int8", "--inputs", "bf16[8,16] bf16[16,4]", "--weights", "rhs"]
     assert main(["plan", *argv]) == 0
     *_, row, _, following = capsys.readouterr().out.splitlines()
     assert row.startswith("rhs   dot_general  (8,16) x (16,4)  1 ")
-    assert following == ("Next: octavo verify toy:product --rules int8 --inputs 'bf16[8,16] bf16[16,4]' --weights rhs")
+    assert following == ("Next: octavo verify toy:matmul --rules int8 --inputs 'bf16[8,16] bf16[16,4]' --weights rhs")
 
 
 def test_json(capsys):
@@ -93,7 +93,7 @@ def test_what_devices_send_with_rules_that_keep_state(capsys, tmp_path):
 
 
 def test_inputs_without_shardings_send_nothing(capsys):
-    assert refusal(capsys, "plan", "toy:predict", "--rules", "int8", "--sent") == (
+    assert usage_error(capsys, "plan", "toy:predict", "--rules", "int8", "--sent") == (
         "--sent: no input of toy:predict is sharded over several devices: give --inputs as module:callable that "
         "returns arrays, or jax.ShapeDtypeStructs with sharding=, that are"
     )
@@ -101,7 +101,7 @@ def test_inputs_without_shardings_send_nothing(capsys):
 
 @pytest.mark.standard_promotion
 def test_a_models_weights_have_no_shardings(capsys):
-    text = refusal(capsys, "plan", "toy_models:linen", "--rules", "int8", "--inputs", "f32[8,16]", "--sent")
+    text = usage_error(capsys, "plan", "toy_models:linen", "--rules", "int8", "--inputs", "f32[8,16]", "--sent")
     assert text == (
         "--sent is for functions: the shapes of the model toy_models:linen have no shardings of its weights"
     )
@@ -118,7 +118,7 @@ def test_html(capsys, tmp_path):
 
 
 def test_html_into_a_missing_directory(capsys):
-    text = refusal(capsys, "plan", "toy:predict", "--rules", "int8", "--html", "missing/plan.html")
+    text = usage_error(capsys, "plan", "toy:predict", "--rules", "int8", "--html", "missing/plan.html")
     assert text == "--html: missing/plan.html: No such file or directory"
 
 
@@ -134,8 +134,8 @@ def test_a_terminal_gets_the_table_from_rich(capsys, monkeypatch):
     assert following.startswith("Next: ")
 
 
-def test_a_rule_that_matches_nothing_is_refused(capsys, misspelt):
-    assert refusal(capsys, "plan", "toy:predict", "--rules", misspelt) + "\n" == UNMATCHED
+def test_a_rule_that_matches_nothing_is_an_error(capsys, misspelt):
+    assert usage_error(capsys, "plan", "toy:predict", "--rules", misspelt) + "\n" == UNMATCHED
 
 
 def test_a_rule_that_matches_nothing_can_be_a_warning(capsys, misspelt):
@@ -208,8 +208,8 @@ def test_the_recipes_are_listed(capsys):
             "toy:not_a_tuple gives dict, not the tuple of arguments",
         ),
         (
-            ["toy:product", "--rules", "int8", "--inputs", "f32[8]", "f32[8]", "--weights", "rsh"],
-            "--weights: toy:product has no argument 'rsh'; it has lhs, rhs",
+            ["toy:matmul", "--rules", "int8", "--inputs", "f32[8]", "f32[8]", "--weights", "rsh"],
+            "--weights: toy:matmul has no argument 'rsh'; it has lhs, rhs",
         ),
         (
             ["toy_models:linen", "--rules", "int8", "--weights", "x"],
@@ -219,28 +219,28 @@ def test_the_recipes_are_listed(capsys):
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(capsys, argv, text):
-    assert refusal(capsys, "plan", *argv) == text
+    assert usage_error(capsys, "plan", *argv) == text
 
 
 def test_a_module_that_fails(capsys, tmp_path, monkeypatch):
     (tmp_path / "toy_that_fails.py").write_text("import math\n\nmath.sqrt(-1)\n")
     monkeypatch.chdir(tmp_path)
-    text = refusal(capsys, "plan", "toy_that_fails:f", "--rules", "int8")
+    text = usage_error(capsys, "plan", "toy_that_fails:f", "--rules", "int8")
     assert text.startswith("toy_that_fails cannot be imported: ValueError: ")
     assert text.endswith(f" ({tmp_path}/toy_that_fails.py, line 3)")
 
 
 def test_the_nearest_names(capsys):
-    text = refusal(capsys, "plan", "toy:predct", "--rules", "int8")
+    text = usage_error(capsys, "plan", "toy:predct", "--rules", "int8")
     assert text.startswith("toy has no attribute 'predct': did you mean 'predict', ")
-    text = refusal(capsys, "plan", "toy:predict", "--rules", "int9")
+    text = usage_error(capsys, "plan", "toy:predict", "--rules", "int9")
     assert text.startswith("--rules: unknown recipe 'int9': did you mean 'int8', ")
 
 
 def test_a_rules_file_with_an_error_is_named(capsys, tmp_path):
     path = tmp_path / "rules.json"
     path.write_text("[{]")
-    text = refusal(capsys, "plan", "toy:predict", "--rules", str(path))
+    text = usage_error(capsys, "plan", "toy:predict", "--rules", str(path))
     assert text.startswith(f"--rules: {path}: Expecting property name")
 
 

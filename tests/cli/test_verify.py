@@ -58,10 +58,10 @@ def test_a_function_that_is_low_precision_by_itself(capsys):
 
 @pytest.mark.parametrize(("weights", "other"), [([], [4, 2]), (["--weights=0"], [4, 2]), (["--weights=rhs"], [8, 4])])
 def test_gradients_are_those_of_the_first_argument_unless_told(capsys, weights, other):
-    found = verified(capsys, "toy:product", "--inputs", "f32[8,4]", "f32[4,2]", "--grad", *weights)
+    found = verified(capsys, "toy:matmul", "--inputs", "f32[8,4]", "f32[4,2]", "--grad", *weights)
     forward, backward = found["matmuls"]
     assert (forward["backward"], backward["backward"]) == (False, True)
-    # The gradient of one operand is a product with the other.
+    # The gradient of one operand is a matmul with the other.
     assert other in (backward["lhs"], backward["rhs"])
 
 
@@ -152,10 +152,10 @@ def test_rules_that_match_nothing_are_warned_of(capsys, tmp_path):
             "--grad: there are no float outputs to take a gradient of",
         ),
         (
-            ["toy:product", "--inputs", "i32[8,16]", "i32[16,8]", "--grad"],
+            ["toy:matmul", "--inputs", "i32[8,16]", "i32[16,8]", "--grad"],
             "--grad: the weights hold no float arrays to differentiate with respect to",
         ),
-        (["toy:product", "--inputs", "toy:nothing"], "toy:nothing gives ArrayImpl, not the tuple of arguments"),
+        (["toy:matmul", "--inputs", "toy:nothing"], "toy:nothing gives ArrayImpl, not the tuple of arguments"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(capsys, argv, text):
@@ -165,7 +165,7 @@ def test_what_is_wrong_is_said_in_a_line(capsys, argv, text):
 
 
 def test_an_error_of_the_function_says_where(capsys):
-    assert main(["verify", "toy:product", "--inputs", "f32[8,7]", "f32[6,8]"]) == 2
+    assert main(["verify", "toy:matmul", "--inputs", "f32[8,7]", "f32[6,8]"]) == 2
     text = capsys.readouterr().err
     assert text.startswith("TypeError: dot_general requires")
     assert text.endswith(f" ({HERE}/toy.py, line 23)\n")

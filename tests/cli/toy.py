@@ -19,7 +19,7 @@ def example_inputs():
     return weights, jax.ShapeDtypeStruct((8, 64), F32)
 
 
-def product(lhs, rhs):
+def matmul(lhs, rhs):
     return lhs @ rhs
 
 

@@ -36,7 +36,7 @@ def convert(directory, recipe="int4"):
 
 
 def train(directory, *, recipe="int8", scale=1.01, seconds=0.08, steps=60, layers=3):
-    """The files of a training run with telemetry, whose worst product is the last."""
+    """The files of a training run with telemetry, whose worst matmul is the last."""
     with MetricWriter(directory, run_name=directory.name, tensorboard=False) as writer:
         for step in range(steps):
             found = {
@@ -46,14 +46,14 @@ def train(directory, *, recipe="int8", scale=1.01, seconds=0.08, steps=60, layer
             writer.write(step, found | {"perf/memory_bytes": 3_000_000, "perf/per_device_tokens_per_sec": 1000.0})
             if recipe and step % 10 == 9:
                 row = {"saturation": 0.01, "underflow": 0.02 + step / 1000, "sqnr_db": 30.0}
-                sites = {f"decoder/layers/{name}/dot_general0": _operands(k, layers) for k, name in enumerate(PRODUCTS)}
+                sites = {f"decoder/layers/{name}/dot_general0": _operands(k, layers) for k, name in enumerate(MATMULS)}
                 writer.write_telemetry(step, {"weight": row, "activation": row, "gradient": row, "sites": sites})
     config = {"run_name": directory.name, "quantization": recipe, "steps": steps, "learning_rate": 0.003}
     (directory / "config.yml").write_text(json.dumps(config))
     return directory
 
 
-PRODUCTS = ("mlp/wi_0", "mlp/wo", "self_attention/query", "self_attention/out")
+MATMULS = ("mlp/wi_0", "mlp/wo", "self_attention/query", "self_attention/out")
 
 
 def _operands(number, layers):
@@ -110,7 +110,7 @@ def comparison(recipes=("int8", "fp8"), seeds=2, steps=30):
             runs.append({"name": name, "seed": seed, "loss": loss, "eval_loss": loss[9::10], "step_seconds": times})
             runs[-1] |= {"float_seconds": floats, "memory_bytes": 1000 - 100 * number}
         if number:
-            sites = {f"decoder/layers/{product}/dot_general0": _operands(k, 3) for k, product in enumerate(PRODUCTS)}
+            sites = {f"decoder/layers/{matmul}/dot_general0": _operands(k, 3) for k, matmul in enumerate(MATMULS)}
             first = runs[-seeds]
             first |= {"telemetry": [{"step": steps - 1, "sites": sites}], "histograms": _histograms(FORMATS[name])}
         row = {"name": name, "loss": 2 + 0.01 * number, "gap": 0.005 * number, "gap_low": 0.004 * number}

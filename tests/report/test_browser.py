@@ -79,8 +79,8 @@ def visit(browser, pages):
     """Opens a page, and at the end asserts that it was silent and loaded nothing but itself."""
     contexts, heard, asked = [], [], []
 
-    def open_page(name, **how):
-        contexts.append(browser.new_context(**({"viewport": {"width": 1100, "height": 800}} | how)))
+    def open_page(name, **options):
+        contexts.append(browser.new_context(**({"viewport": {"width": 1100, "height": 800}} | options)))
         page = contexts[-1].new_page()
         page.on("console", lambda message: heard.append(message.text))
         page.on("pageerror", lambda error: heard.append(str(error)))
@@ -92,7 +92,7 @@ def visit(browser, pages):
     for context in contexts:
         context.close()
     assert heard == []
-    assert set(asked) <= set(pages.values()), "a page asked for something beside itself"
+    assert set(asked) <= set(pages.values()), "a page requested another file"
     assert asked
 
 

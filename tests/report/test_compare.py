@@ -68,7 +68,7 @@ def test_time_is_the_sum_of_the_steps(tmp_path):
             ends[e.get("class")] = float(re.findall(r"([\d.]+) [\d.]+$", e.get("d"))[0])
     start = 58  # the left edge, at the end of float's first step
     float_, int8, fp8 = (ends[f"line c{i}"] - start for i in range(3))
-    # Steps of 0.1, 0.2 and 0.3 seconds: after 30 of them 3, 6 and 9 seconds, of which 0.1 lie before the edge.
+    # Steps of 0.1, 0.2 and 0.3 seconds: after 30 of them 3, 6 and 9 seconds, of which 0.1 are before the edge.
     assert (float_ / fp8, int8 / fp8) == (pytest.approx(2.9 / 8.9, abs=2e-3), pytest.approx(5.9 / 8.9, abs=2e-3))
 
 

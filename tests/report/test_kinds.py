@@ -1,4 +1,4 @@
-"""Every kind of run has its page, which is written again by `octavo report`, and one beside others."""
+"""Every kind of run has its page, which `octavo report` renders again, and can be on a page with others."""
 
 import json
 
