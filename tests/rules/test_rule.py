@@ -34,7 +34,7 @@ WRONG = {
     "arithmetic": ({"arithmetic": "float16"}, "arithmetic='float16': did you mean 'float32'.*'qwix'"),
     "lowering": ({"lowering": "plan"}, "lowering='plan': did you mean 'plain'.*'rows'"),
     "square": ({"weight_qtype": "int8", "square_tiles": True}, "square_tiles=True needs tile_size"),
-    "act alone": ({"act_qtype": "int8"}, "would leave products with a weight alone.*scope='activations'"),
+    "act alone": ({"act_qtype": "int8"}, "would leave matmuls with a weight in float.*scope='activations'"),
     "no weight": ({"weight_qtype": "int8", "scope": "activations"}, "two activations have no weight; set act_qtype"),
     "block tile": ({"weight_qtype": "mxfp8", "tile_size": 64}, "tiles of 64 with mxfp8, which has tiles of 32"),
     "block whole": ({"weight_qtype": "mxfp8", "per_tensor": True}, "one scale per tensor with mxfp8"),

@@ -438,7 +438,7 @@ class TestNothingSilently:
     def test_integer_products_are_left_alone_and_say_so(self):
         fn = lambda params, x: (x @ params["a"]["w"], jnp.arange(4) @ jnp.arange(4))  # noqa: E731
         reasons = [s.reason for s in octavo.quantized(fn, INT8).sites(PARAMS, X)]
-        assert reasons == [None, "int32 x int32 is no product of floats"]
+        assert reasons == [None, "int32 x int32 is not a matmul of floats"]
 
 
 class TestOperations:

@@ -102,7 +102,7 @@ class Telemetry:
 
     def __init__(self, low: Quantized):
         provider = copy.copy(low.provider)
-        provider.telemetry, provider._seen = True, set()
+        provider.telemetry, provider._used = True, set()
         self._low = Quantized(
             low.fn,
             provider,

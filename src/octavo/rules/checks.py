@@ -132,9 +132,9 @@ def check_tiles(field: str, value: Any) -> Any:
 
 
 def contraction_or_square(field: str, tiles: Any) -> tuple[int | float | None, bool]:
-    """The size of the tiles along the contraction, and whether the other axis of a weight is cut likewise.
+    """The tile size along the contraction, and whether the other axis of a weight is tiled as well.
 
-    A rule does not know the axes of the products that it will meet. So a mapping is understood in the two forms that
+    A rule does not know the axes of the matmuls that it will match. So a mapping is understood in the two forms that
     hold for all of them: one size along the contraction, {-1: 128} (or {0: 128}, a kernel's contracted axis), and
     square tiles of a weight, {0: 128, 1: 128}.
 
@@ -172,7 +172,7 @@ def check_names(field: str, value: Any) -> tuple[str, ...]:
 
 
 def check_rows(field: str, value: Any) -> tuple[Any, ...]:
-    """Names of axes that cut the first axis of rows, or a tuple of such names for each of their axes."""
+    """Mesh axes that shard the first axis of rows, or a tuple of mesh axes for each axis of rows."""
     if not isinstance(value, str) and value and all(isinstance(names, tuple | list) for names in value):
         rows = tuple(check_names(field, names) for names in value)
         return rows if len(rows) > 1 else rows[0]

@@ -18,7 +18,7 @@ _READ_BY_BACKWARD = (
 
 
 def check_forward(rule: Any) -> None:
-    """Refuse types that would have no effect, or that say two things at once."""
+    """Raise for types that would have no effect or contradict each other."""
     named = [
         f for f in ("weight_qtype", "act_qtype", "kv_qtype", "bwd_qtype", "fwd", "dlhs", "drhs") if _given(rule, f)
     ]
@@ -31,14 +31,14 @@ def check_forward(rule: Any) -> None:
         raise ValueError("act_static_scale=True without act_qtype: there is no activation to scale; set act_qtype")
     if rule.scope == "activations" and rule.weight_qtype is not None:
         raise ValueError(
-            f"weight_qtype={rule.weight_qtype!r} with scope='activations': products of two activations have no weight; "
+            f"weight_qtype={rule.weight_qtype!r} with scope='activations': matmuls of two activations have no weight; "
             "set act_qtype (and kv_qtype), or another scope"
         )
     alone = rule.act_qtype is not None and rule.weight_qtype is None and not _given(rule, "fwd")
     if alone and rule.scope != "activations":
         raise ValueError(
-            f"act_qtype={rule.act_qtype!r} without weight_qtype would leave products with a weight alone, as Qwix does "
-            "without a word: set weight_qtype too, or scope='activations' for products of two activations"
+            f"act_qtype={rule.act_qtype!r} without weight_qtype would leave matmuls with a weight in float, as Qwix "
+            "silently does: set weight_qtype too, or scope='activations' for matmuls of two activations"
         )
     if rule.square_tiles and rule.tile_size is None:
         raise ValueError("square_tiles=True needs tile_size, as in tile_size=128")
@@ -47,10 +47,10 @@ def check_forward(rule: Any) -> None:
 
 
 def check_backward(rule: Any) -> None:
-    """Refuse settings of gradients that stay in float, and those that a replaced matmul makes meaningless."""
+    """Raise for settings of gradients that stay in float, or of a matmul that is replaced."""
     if rule.bwd_qtype is not None and rule.weight_qtype is None and rule.fwd is None and rule.scope != "activations":
         raise ValueError(
-            f"bwd_qtype={rule.bwd_qtype!r} without weight_qtype: gradients are quantized where the forward product is; "
+            f"bwd_qtype={rule.bwd_qtype!r} without weight_qtype: gradients are quantized where the forward matmul is; "
             "set weight_qtype"
         )
     overridden = any(key.endswith("_grad_qtype") for key, _ in rule.additional_qt_config or ())
@@ -59,7 +59,7 @@ def check_backward(rule: Any) -> None:
         if unread and (rule.dlhs is None or rule.drhs is None):
             raise ValueError(f"{_shown(rule, unread[0])} without bwd_qtype: the gradients stay in float; set bwd_qtype")
     _check_reduction(rule)
-    if rule.scope != "all":  # else the products of two activations still read the fields
+    if rule.scope != "all":  # else matmuls of two activations still read the fields
         _check_replaced(rule)
     _check_same(rule, "weight_qtype", "fwd", "rhs")
     _check_same(rule, "act_qtype", "fwd", "lhs")
@@ -71,10 +71,10 @@ def _check_reduction(rule: Any) -> None:
     if rule.reduce_qtype is None:
         unread = [f for f in ("reduce_axes", "reduce_feedback") if _changed(rule, f)]
         if unread:
-            raise ValueError(f"{_shown(rule, unread[0])} without reduce_qtype: gradients are added up in float; set it")
+            raise ValueError(f"{_shown(rule, unread[0])} without reduce_qtype: gradients are reduced in float; set it")
     elif not rule.reduce_axes:
         raise ValueError(
-            f"{_shown(rule, 'reduce_qtype')} needs reduce_axes, the axes of the mesh along which rows are cut, as in "
+            f"{_shown(rule, 'reduce_qtype')} needs reduce_axes, the mesh axes along which rows are sharded, as in "
             "reduce_axes=('data', 'fsdp')"
         )
     elif get_format(rule.reduce_qtype).tile is not None:

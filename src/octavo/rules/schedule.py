@@ -36,7 +36,7 @@ class Schedule(Config):
         self._check_calibrates()
 
     def _check_calibrates(self) -> None:
-        """Refuse static ranges that would be frozen before any stage could measure them."""
+        """Raise for static ranges that would be frozen before any stage measures them."""
         if self.freeze_at is None:
             return
         static = [step for step, rules in self.stages if any(rule.act_static_scale for rule in rules)]

@@ -1,4 +1,4 @@
-"""Evaluating a jaxpr with its multiplications replaced."""
+"""Evaluating a jaxpr with its matmuls replaced."""
 
 import dataclasses
 import functools
@@ -66,7 +66,7 @@ def _step(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
     name = eqn.primitive.name
     if name in MATMULS:
         with inside(eqn):
-            return [_product(eqn, values, frame)]
+            return [_matmul(eqn, values, frame)]
     if name in CUSTOM:
         if (own := _own_product(eqn, values, frame)) is not None:
             return [own]
@@ -86,7 +86,7 @@ def _step(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
     return [Value(*pair) for pair in zip(outs, flow(eqn, [v.origin for v in values]), strict=True)]
 
 
-def _product(eqn: Equation, values: list[Value], frame: Frame) -> Value:
+def _matmul(eqn: Equation, values: list[Value], frame: Frame) -> Value:
     site = find_site(eqn, values, frame)
     data = [_operand(v.data) for v in values]
     origin = flow(eqn, [v.origin for v in values[:2]])[0]
@@ -94,8 +94,8 @@ def _product(eqn: Equation, values: list[Value], frame: Frame) -> Value:
         origin = Origin(module=site.path)
     if site.config is None and not any(isinstance(x, QArray) for x in data[:2]):
         return Value(bind(eqn, data)[0], origin)
-    frame.context.provider._seen.update(() if site.rule is None else (site.rule,))
-    return Value(_called(eqn, eqn.params, data, site, frame), origin)
+    frame.context.provider._used.update(() if site.rule is None else (site.rule,))
+    return Value(_call_operation(eqn, eqn.params, data, site, frame), origin)
 
 
 def _operand(data: Any) -> Any:
@@ -104,7 +104,7 @@ def _operand(data: Any) -> Any:
 
 
 def _own_product(eqn: Equation, values: list[Value], frame: Frame) -> Value | None:
-    """A product of ours. One with a config of its own is left as it is, or done with its weight's codes."""
+    """One of our own products. If it has a config, it stays as it is, or takes a weight's codes."""
     first = eqn.params["num_consts"]
     atoms, args = eqn.invars[first:], values[first:]
     marked = marked_product(custom_body(eqn))
@@ -113,7 +113,7 @@ def _own_product(eqn: Equation, values: list[Value], frame: Frame) -> Value | No
         return None
     call = marked.call
     if isinstance(call, DispatchCall):
-        return _dispatched(eqn, values, args, frame, call)
+        return _dispatch(eqn, values, args, frame, call)
     site = own_site(eqn, list(atoms[:2]), args[:2], frame, call)
     origin = Origin(module=site.path)
     with inside(eqn):
@@ -122,11 +122,11 @@ def _own_product(eqn: Equation, values: list[Value], frame: Frame) -> Value | No
         data = [_operand(v.data) for v in args]
         if call.config is not None:
             return Value(call.run(*jax.tree.unflatten(marked.tree, data)), origin)
-        frame.context.provider._seen.update(() if site.rule is None else (site.rule,))
-        return Value(_called(eqn, call.params, data, site, frame), origin)
+        frame.context.provider._used.update(() if site.rule is None else (site.rule,))
+        return Value(_call_operation(eqn, call.params, data, site, frame), origin)
 
 
-def _dispatched(eqn: Equation, values: list[Value], args: list[Value], frame: Frame, call: DispatchCall) -> Value:
+def _dispatch(eqn: Equation, values: list[Value], args: list[Value], frame: Frame, call: DispatchCall) -> Value:
     """Tokens dispatched to experts, in the format that the rule for those says."""
     tokens, order, *anchor = args
     path = anchor[0].origin.module if anchor else None
@@ -139,7 +139,7 @@ def _dispatched(eqn: Equation, values: list[Value], args: list[Value], frame: Fr
         return Value(dispatch(as_array(tokens.data), order.data, config), origin)
 
 
-def _called(eqn: Equation, params: Any, data: list[Any], site: Site, frame: Frame) -> Array:
+def _call_operation(eqn: Equation, params: Any, data: list[Any], site: Site, frame: Frame) -> Array:
     """The result of the provider's operation, as the equation wants it."""
     provider, context = frame.context.provider, frame.context
     lhs, rhs, *rest = data

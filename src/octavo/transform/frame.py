@@ -34,7 +34,7 @@ class Provider(Protocol):
 
     rules: tuple[QuantizationRule, ...]
     telemetry: bool
-    _seen: set[QuantizationRule]
+    _used: set[QuantizationRule]
     dot_general: Callable[..., Any]
     einsum: Callable[..., Any]
     conv_general_dilated: Callable[..., Any]

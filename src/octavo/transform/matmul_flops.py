@@ -1,4 +1,4 @@
-"""How many FLOPs one matmul or convolution costs."""
+"""The FLOPs of a matmul or convolution."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ def conv_flops(features: int, others: int, windows: Iterable[Window]) -> int:
 
 
 def matmul_flops(name: str, params: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> int:
-    """FLOPs of one execution of a primitive that multiplies, for these shapes."""
+    """FLOPs of one execution of a matmul primitive, for these shapes."""
     if name == "dot_general":
         (_, contract), (_, batch) = params["dimension_numbers"]
         return dot_flops(lhs, rhs, (*contract, *batch))

@@ -1,4 +1,4 @@
-"""What a matched operation does: the default, quantized as the rule says, and the place to override it."""
+"""Providers: what is done where a rule matches, quantized by default, and how to override it."""
 
 import contextlib
 import contextvars
@@ -18,7 +18,7 @@ from octavo.qarray import QArray, Quantizer
 from octavo.rules import QuantizationRule, as_rules, find
 from octavo.transform.frame import Frame, Key
 from octavo.transform.site import Site
-from octavo.transform.state import GRADIENT_STATE, QUANT_STATS, static_ranges, watch
+from octavo.transform.state import GRADIENT_STATE, QUANT_STATS, static_ranges, telemetry_state
 
 
 @dataclasses.dataclass
@@ -34,7 +34,7 @@ _current: contextvars.ContextVar[Operation | None] = contextvars.ContextVar("oct
 
 _tracing: contextvars.ContextVar["QuantizationProvider | None"] = contextvars.ContextVar("octavo_tracing", default=None)
 module_path: contextvars.ContextVar[str] = contextvars.ContextVar("octavo_module", default="")
-"""The module whose method is being traced, where a framework tells."""
+"""The path of the module whose method is being traced, where a framework sets it."""
 
 
 @contextlib.contextmanager
@@ -58,11 +58,11 @@ def operating(operation: Operation | None) -> Iterator[None]:
 
 
 def get_current_rule(op_name: str | None = None) -> QuantizationRule | None:
-    """The rule for what is being done now; None outside of a quantized function, or if no rule matches.
+    """The rule of the current operation; None outside of a quantized function, or if no rule matches.
 
-    For code that a provider's operation runs, the rule of that operation. For code that quantizes by itself, a Pallas
-    kernel for example, the rule for an operation of this name in the module that is being traced. Ask outside of
-    `jax.jit`, which would remember the answer.
+    In an operation that a provider overrides, it is the rule of that operation. In code that quantizes by itself, such
+    as a Pallas kernel, it is the rule for an operation of this name in the module that is being traced. Call it outside
+    of `jax.jit`, which would cache the answer.
 
     >>> get_current_rule("gmm") is None
     True
@@ -89,16 +89,16 @@ class QuantizationProvider:
     """
 
     telemetry: bool = False
-    """Whether operations also tell how well their number formats fit; see `octavo.inspect.telemetry`."""
+    """Whether operations measure how well their number formats fit; see `octavo.inspect.telemetry`."""
 
     def __init__(self, rules: Any, *, disable_jit: bool = False):
-        del disable_jit  # Qwix needs it to see through jit; here jit is seen through anyway.
+        del disable_jit  # for Qwix, which cannot rewrite inside of jit
         self.rules: tuple[QuantizationRule, ...] = as_rules(rules)
-        self._seen: set[QuantizationRule] = set()
+        self._used: set[QuantizationRule] = set()
 
     @property
     def overrides(self) -> frozenset[str]:
-        """The operations that a subclass does in its own way."""
+        """The operations that a subclass overrides."""
         return frozenset(name for name in _OPERATIONS if getattr(type(self), name) is not _OPERATIONS[name])
 
     @property
@@ -113,7 +113,7 @@ class QuantizationProvider:
 
     def get_unused_rules(self) -> list[QuantizationRule]:
         """The rules that no operation has used so far."""
-        return [rule for rule in self.rules if rule not in self._seen]
+        return [rule for rule in self.rules if rule not in self._used]
 
     def dot_general(
         self,
@@ -175,7 +175,7 @@ class QuantizationProvider:
 
 
 class QtProvider(QuantizationProvider):
-    """Quantized training and quantization-aware training: float parameters, low-precision products.
+    """Quantized training and quantization-aware training: float parameters, low-precision matmuls.
 
     >>> QtProvider([QuantizationRule(weight_qtype="int8", act_qtype="int8")]).quantizes_params
     False
@@ -217,7 +217,7 @@ def _has_state(rule: QuantizationRule) -> bool:
 
 
 def product_options(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the parameters of a product those that are not about axes."""
+    """The parameters of a product other than its axes."""
     return {name: params[name] for name in _OPTIONS if params.get(name) is not None}
 
 
@@ -227,7 +227,7 @@ def _run_current(lhs: Any, rhs: Any, *rest: Any, params: dict[str, Any]) -> Arra
 
 
 def run_product(site: Site, frame: Frame, lhs: Any, rhs: Any, *rest: Any, params: Mapping[str, Any]) -> Array:
-    """The product of an equation with these parameters, quantized as the rule of its site says."""
+    """Run the product of an equation with these parameters, quantized by the rule of its site."""
     options = product_options(params)
     if "window_strides" in params:
         geometry = {name: params[name] for name in GEOMETRY if name in params}
@@ -275,7 +275,7 @@ def _quantized(
         key = Key(GRADIENT_STATE, site.path, site.op_id)
         scaling |= frame.read(key, lambda: ops.init_scaling(config, lhs, rhs, product, **placement))
     if frame.context.provider.telemetry:
-        scaling |= watch(site, frame, config, operands)
+        scaling |= telemetry_state(site, frame, config, operands)
     key = _rounding_key(site, frame, config)
     return op(lhs, rhs, *args, config=config, key=key, scaling=scaling, **placement)
 

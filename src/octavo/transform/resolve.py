@@ -1,4 +1,4 @@
-"""Which rule decides about a multiplication, and how it is quantized."""
+"""Resolving the rule of a matmul: its path, its weight, its rule, and the config that the rule compiles to."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +23,7 @@ _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 def find_site(eqn: Equation, values: list[Value], frame: Frame) -> Site:
-    """The site of an equation that multiplies, with its rule; counts its operation."""
+    """The site of a matmul equation, with its rule; counts its operation."""
     names = _names(eqn, frame)
     op = MATMULS[eqn.primitive.name]
     if op == "dot_general" and is_einsum(names):
@@ -33,25 +33,25 @@ def find_site(eqn: Equation, values: list[Value], frame: Frame) -> Site:
     draft = _draft(eqn, eqn.invars[:2], values[:2], frame, op, eqn.primitive.name, eqn.params)
     if BACKWARD in names:
         draft = dataclasses.replace(draft, gradient="dlhs" if draft.weights[1] else "drhs")
-    return _ruled(draft, frame)
+    return _with_rule(draft, frame)
 
 
 def own_site(eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame, call: Call | FloatCall) -> Site:
-    """The site of a product of ours: rules have no say in one that was written with a config of its own."""
+    """The site of one of our own products; rules do not apply to one with a config of its own."""
     op = "gmm" if GMM in _names(eqn, frame) else call.product.op
     draft = _draft(eqn, atoms, values, frame, op, call.product.primitive, call.params)
     if call.config is None:
-        return _ruled(draft, frame)
-    return _noted(dataclasses.replace(draft, config=call.config), frame)
+        return _with_rule(draft, frame)
+    return _record(dataclasses.replace(draft, config=call.config), frame)
 
 
 def rule_of(path: str, op: str, context: Context) -> QuantizationRule | None:
-    """The rule for something that is done with a weight of this name."""
+    """The rule for an operation with a weight at this path."""
     return find(context.provider.rules, path, op, weights=True)
 
 
-def _ruled(draft: Site, frame: Frame) -> Site:
-    """A site with what the rules say about it."""
+def _with_rule(draft: Site, frame: Frame) -> Site:
+    """A site with its rule and config."""
     rule = _rule(draft, frame.context)
     reason, config = _decide(draft, rule)
     placement = UNPLACED
@@ -60,14 +60,14 @@ def _ruled(draft: Site, frame: Frame) -> Site:
         gather = weight_gather(stored, axes, left=left) if axes else None
         placement = Placement(gather, _grad_reduce(draft, rule, stored))
     site = dataclasses.replace(draft, rule=rule, config=config, placement=placement, reason=reason)
-    return _noted(site, frame)
+    return _record(site, frame)
 
 
 def _names(eqn: Equation, frame: Frame) -> str:
     return "/".join(s for s in (frame.scope, scope(eqn)) if s)
 
 
-def _noted(site: Site, frame: Frame) -> Site:
+def _record(site: Site, frame: Frame) -> Site:
     frame.context.sites[site.path, site.op_id, site.gradient] = site
     return site
 
@@ -117,15 +117,15 @@ def _rule(site: Site, context: Context) -> QuantizationRule | None:
 
 
 def _decide(site: Site, rule: QuantizationRule | None) -> tuple[str | None, DotConfig | None]:
-    """Why a site is left alone, or how it is quantized."""
+    """The reason why a site stays in float, or its config."""
     if rule is None:
         return "no rule matches", None
     if rule.leaves_alone:
         return "a rule leaves it alone", None
     if site.lhs[1] not in _FLOATS or site.rhs[1] not in _FLOATS:
-        return f"{site.lhs[1]} x {site.rhs[1]} is no product of floats", None
+        return f"{site.lhs[1]} x {site.rhs[1]} is not a matmul of floats", None
     if site.op in ("dot_general", "einsum") and not site.numbers[0][0]:
-        return "an outer product: nothing is summed", None
+        return "an outer product: nothing is contracted", None
     lhs, rhs = site.weights
     config = dot_config(rule, lhs_weight=lhs, rhs_weight=rhs)
     if config is None:
@@ -137,19 +137,19 @@ def _decide(site: Site, rule: QuantizationRule | None) -> tuple[str | None, DotC
 
 
 def _stored(site: Site, context: Context) -> NamedSharding | None:
-    """How the weight of a site lies, from where its parameter does; None if that is not known.
+    """The sharding of a site's weight, from that of its parameter; None if that is not known.
 
-    An axis of the operand lies as that axis of the parameter which it is, the whole of it or its outer part.
+    An axis of the operand is sharded as the axis of the parameter that it is, or of which it is the outer factor.
     """
     lhs, rhs = site.weights
     origin = site.origins[1] if rhs else site.origins[0]
-    where = context.shardings.get(site.leaf or "")
-    if where is None or not (lhs or rhs) or origin.axes is None:
+    sharding = context.shardings.get(site.leaf or "")
+    if sharding is None or not (lhs or rhs) or origin.axes is None:
         return None
-    parts = _sharding.partitions(where, 32)
-    spec = [parts[max(axis, key=lambda part: part.stride).axis] if axis else None for axis in origin.axes]
+    parts = _sharding.partitions(sharding, 32)
+    spec = [parts[max(axis, key=lambda factor: factor.stride).axis] if axis else None for axis in origin.axes]
     named = [name for part in spec for name in _sharding.names(part)]
-    return None if len(named) != len(set(named)) else NamedSharding(where.mesh, PartitionSpec(*spec))
+    return None if len(named) != len(set(named)) else NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def _grad_reduce(site: Site, rule: QuantizationRule, stored: NamedSharding) -> GradReduce | None:
@@ -177,7 +177,7 @@ def _grad_reduce(site: Site, rule: QuantizationRule, stored: NamedSharding) -> G
 
 
 def _gradient_config(config: DotConfig, gradient: str) -> DotConfig | None:
-    """A gradient that stands in the function itself, as a product of its own: the gradient first, then the residual."""
+    """The config of a gradient matmul that is part of the function itself: cotangent first, then residual."""
     matmul = config.dlhs if gradient == "dlhs" else config.drhs
     if matmul.lhs is None and matmul.rhs is None:
         return None

@@ -1,4 +1,4 @@
-"""One multiplication in a function: where it is, what it multiplies, and which rule decides about it."""
+"""A matmul in a function: its path, its operands, and its rule."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from octavo.transform.weights import Origin, stored_quantizer
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A multiplication and what is decided about it."""
+    """A matmul and what the rules decide about it."""
 
     path: str
     op: str
@@ -67,7 +67,7 @@ def site_quantizer(site: Site, shapes: Mapping[str, tuple[int, ...]]) -> Quantiz
     if operand is None or not origin.is_stored or site.leaf is None:
         return None
     if site.config.fwd.rotate is not None or site.config.sparsity is not None:
-        # Its codes are those of the rotated or masked weight: it stays in float, and is rounded in every product.
+        # Its codes are those of the rotated or masked weight: it stays in float, and is quantized in every matmul.
         return None
     shape = (site.rhs if rhs else site.lhs)[0]
     how = operand.quantizer(len(shape), **operand_axes(site, right=rhs))

@@ -150,7 +150,9 @@ def _static_range(
     return tracker.read(state, measured)
 
 
-def watch(site: Site, frame: Frame, config: DotConfig, operands: Sequence[Any]) -> dict[str, dict[str, Array]]:
+def telemetry_state(
+    site: Site, frame: Frame, config: DotConfig, operands: Sequence[Any]
+) -> dict[str, dict[str, Array]]:
     """Zeros to add to the scaling of a matmul; their gradient is its telemetry."""
     state = frame.read(Key(TELEMETRY, site.path, site.op_id), lambda: init_telemetry(config))
     varying = [getattr(getattr(jax.typeof(x), "mat", None), "varying", frozenset()) for x in operands]
