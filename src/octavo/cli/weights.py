@@ -11,7 +11,7 @@ import octavo
 from octavo.cli.target import TargetCall, UsageError
 from octavo.transform import QtProvider
 from octavo.transform.arguments import PARAMETERS, argument_names
-from octavo.transform.jaxpr import of_arrays
+from octavo.transform.jaxpr import as_array_function
 
 # The random streams that Linen models ask for, as octavo.plan gives them.
 _STREAMS = ("params", "dropout", "stochastic_rounding")
@@ -128,5 +128,5 @@ _SPLITS = {None: _function, "linen": _linen, "nnx": _nnx, "equinox": _equinox}
 
 def _shapes(fn: Callable[..., Any], *args: Any) -> Any:
     """The shapes that a function returns; leaves of its arguments that are no arrays are passed through."""
-    flat, arrays = of_arrays(fn, args, {})
+    flat, arrays = as_array_function(fn, args, {})
     return jax.eval_shape(flat, *arrays)

@@ -20,8 +20,8 @@ from octavo.frameworks.linen_state import PARAMS, host, leaf_names, nest, plain,
 from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
 from octavo.transform.provider import module_path
-from octavo.transform.schedule import StageProvider, united
-from octavo.transform.state import GRADIENT_STATE, QUANT_STATS, flat, keeping, merged, nested
+from octavo.transform.schedule import StageProvider, union_state
+from octavo.transform.state import GRADIENT_STATE, QUANT_STATS, flatten_state, keep_as_gradient, merge_state, nest_state
 
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("octavo_linen", default=False)
 _STREAM = "stochastic_rounding"
@@ -162,7 +162,7 @@ class _Call:
                 inputs = plain(variables), rngs, *args
                 out, after = self.low._run(inputs, kwargs, state, self._key(), self._updates())
                 new.update(after)
-                return keeping(out, self._unused(pure, inputs, kwargs, state))
+                return keep_as_gradient(out, self._unused(pure, inputs, kwargs, state))
 
             return lift.pack(inner, (True,), (True,), (True,), name="quantized", enable_kwargs=True)
 
@@ -188,7 +188,7 @@ class _Call:
             return {}
         own, *rest = (self._quantized(pure, p)._discover(args, kwargs)[1] for p in (self.provider, *others))
         keys = {key: None for known in rest for key in known if key.collection == GRADIENT_STATE and key not in own}
-        return list(flat(state, keys).values())
+        return list(flatten_state(state, keys).values())
 
     def _key(self) -> Any:
         return self.module.make_rng(_STREAM) if self.module.has_rng(_STREAM) else None
@@ -212,7 +212,7 @@ class _Call:
                 return bare.apply(variables, *args, **kwargs, method=method, mutable=True, rngs=streams)
 
         inputs = (plain(variables), args, kwargs)
-        self._put(nested(united(self._quantized(pure, p)._initial(inputs, {}) for p in stateful)))
+        self._put(nest_state(union_state(self._quantized(pure, p)._initial(inputs, {}) for p in stateful)))
         if provider.quantizes_params:
             self._quantize(self._quantized(pure).stored_quantizers(*inputs))
 
@@ -226,7 +226,7 @@ class _Call:
                 continue
             for name, value in tree.items():
                 old = module.get_variable(collection, name, {})
-                module.put_variable(collection, name, merged(old, value))
+                module.put_variable(collection, name, merge_state(old, value))
 
     def _quantize(self, quantizers: Mapping[str, Any]) -> None:
         for path, quantizer in quantizers.items():

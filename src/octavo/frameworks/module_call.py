@@ -14,7 +14,7 @@ from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
 from octavo.transform.jaxpr import FROM_ROOT
 from octavo.transform.provider import module_path
-from octavo.transform.state import GRADIENT_STATE, keeping, without
+from octavo.transform.state import GRADIENT_STATE, keep_as_gradient, unused_state
 
 
 class ModuleCall:
@@ -67,7 +67,9 @@ class ModuleCall:
     def run(self, state: Mapping[str, Any], key: Any, update: bool | frozenset[str]) -> tuple[Any, dict[str, Any]]:
         """The result and the new state. State that the call does not use is its own gradient, so that it is kept."""
         arrays, new = self.quantized._run((self.inputs,), {}, state, key, update)
-        computed = iter(keeping(arrays, without(state.get(GRADIENT_STATE, {}), new.get(GRADIENT_STATE, {}))))
+        computed = iter(
+            keep_as_gradient(arrays, unused_state(state.get(GRADIENT_STATE, {}), new.get(GRADIENT_STATE, {})))
+        )
         leaves = [leaf if passed else next(computed) for passed, leaf in self.passed]
         return jax.tree.unflatten(self.out_tree, leaves), new
 

@@ -5,7 +5,7 @@ from typing import Any
 from flax import nnx
 
 from octavo.transform.frame import Key
-from octavo.transform.state import GRADIENT_STATE, QUANT_STATS, kind_of
+from octavo.transform.state import GRADIENT_STATE, QUANT_STATS, state_structure
 
 
 class QuantStat(nnx.Variable):
@@ -42,7 +42,7 @@ def put(modules: dict[str, Any], key: Key, value: Any) -> None:
         attribute = f"{last}/{attribute}"
     if not hasattr(modules[path], attribute):
         setattr(modules[path], attribute, VARIABLES[key.collection](value))
-    elif kind_of(getattr(modules[path], attribute).get_value()) != kind_of(value):
+    elif state_structure(getattr(modules[path], attribute).get_value()) != state_structure(value):
         raise ValueError(
             f"{key.name} at {key.path!r} has another state already: give static ranges the same act_batch_axes in all "
             "stages of a schedule, and quantize the float model rather than one that is quantized by other rules"

@@ -20,7 +20,7 @@ from octavo.inspect.flops import count_flops
 from octavo.numerics import FormatLike, get_format
 from octavo.qarray import QArray, is_qarray
 from octavo.transform.arguments import Weights, argument_names, leaf_paths, weight_names
-from octavo.transform.jaxpr import live, of_arrays, this_platform
+from octavo.transform.jaxpr import as_array_function, current_platform, make_live_jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +154,8 @@ def cost(fn: Any, *args: Any, formats: Mapping[str, FormatLike] | None = None, w
     whole = jax.tree.leaves(args, is_leaf=is_qarray)
     codes = _codes(whole)
     known = {q.qtype.name: q.qtype for q in codes.values()} | dict(formats or {})
-    jaxpr, names = live(*of_arrays(fn, args, {})), {i: q.qtype.name for i, q in codes.items()}
-    found = count_flops(jaxpr, platform=this_platform(), formats=names)
+    jaxpr, names = make_live_jaxpr(*as_array_function(fn, args, {})), {i: q.qtype.name for i, q in codes.items()}
+    found = count_flops(jaxpr, platform=current_platform(), formats=names)
     macs: dict[tuple[tuple[str, int], ...], int] = {}
     for p, (lhs, rhs) in zip(found.matmuls, found.codes, strict=True):
         sides = _named(lhs or p.lhs_dtype, known), _named(rhs or p.rhs_dtype, known)

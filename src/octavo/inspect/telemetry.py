@@ -21,7 +21,7 @@ from octavo.transform.api import Quantized, quantized
 from octavo.transform.arguments import Weights
 from octavo.transform.frame import Key
 from octavo.transform.site import Site
-from octavo.transform.state import TELEMETRY, nested
+from octavo.transform.state import TELEMETRY, nest_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Telemetry:
                 )
 
             def loss(zeros: dict[Key, Any]) -> Any:
-                out, _ = self._low._run(args, kwargs, {**(state or {}), **nested(zeros)}, key, update)
+                out, _ = self._low._run(args, kwargs, {**(state or {}), **nest_state(zeros)}, key, update)
                 return _scalar(out, self._low.fn)
 
             sites = {(site.path, site.op_id): site for site in context.sites.values()}

@@ -12,7 +12,7 @@ from jax import export
 from octavo._text import format_table
 from octavo.inspect.flops import CountedMatmul, count_flops
 from octavo.inspect.stablehlo import Lowered, read_stablehlo
-from octavo.transform.jaxpr import live, of_arrays, this_platform
+from octavo.transform.jaxpr import as_array_function, current_platform, make_live_jaxpr
 
 LOW = ("native", "emulated")
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -151,9 +151,9 @@ def verify(fn: Any, *args: Any, platform: str | None = None, **kwargs: Any) -> V
         raise TypeError(f"verify takes a function and its arguments, got {type(fn).__name__}: verify(fn, *args)")
     if platform is not None and platform not in PLATFORMS:
         raise ValueError(f"platform is one of {PLATFORMS}, got {platform!r}")
-    flat, arrays = of_arrays(fn, args, kwargs)
-    target = platform or this_platform()
-    found = count_flops(live(flat, arrays), platform=target)
+    flat, arrays = as_array_function(fn, args, kwargs)
+    target = platform or current_platform()
+    found = count_flops(make_live_jaxpr(flat, arrays), platform=target)
     lowered = None if platform is None else _lower(flat, arrays, platform)
     return Verification(found.matmuls, target, found.opaque, found.loops, lowered)
 

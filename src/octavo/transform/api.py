@@ -18,8 +18,8 @@ from octavo.transform.frame import Context, Frame, Host, Key, Value
 from octavo.transform.provider import QtProvider, QuantizationProvider, tracing
 from octavo.transform.rearrange import as_array
 from octavo.transform.site import Site, site_quantizer
-from octavo.transform.state import check_calibrated, flat, nested
-from octavo.transform.weights import ACTIVATION, Origin, of_leaf
+from octavo.transform.state import check_calibrated, flatten_state, nest_state
+from octavo.transform.weights import ACTIVATION, Origin, parameter_origin
 
 _ON_UNMATCHED = ("error", "warn", "ignore")
 
@@ -83,7 +83,7 @@ class Inputs(NamedTuple):
         found = []
         for leaf, name, moves in zip(self.leaves, self.names, self.dynamic, strict=True):
             if moves:
-                found.append(ACTIVATION if name is None else of_leaf(name, leaf.shape))
+                found.append(ACTIVATION if name is None else parameter_origin(name, leaf.shape))
         return found
 
     def fill(self, arrays: list[Any]) -> Any:
@@ -144,7 +144,7 @@ class Quantized:
         >>> list(state["quant_stats"]["layer"]["dot_general0_lhs"])
         ['count', 'sum_of_absmax']
         """
-        return nested(self._initial(args, kwargs))
+        return nest_state(self._initial(args, kwargs))
 
     def stateful(
         self, state: Mapping[str, Any] | None = None, *, key: PRNGKeyArray | None = None, update: bool = True
@@ -225,7 +225,7 @@ class Quantized:
     ) -> tuple[Any, dict[str, Any]]:
         inputs = self._inputs(args, kwargs)
         known = self._discover(args, kwargs)[1] if self.provider.stateful else {}
-        before = flat(state, known)
+        before = flatten_state(state, known)
         context = self._context(update=update)
         check_calibrated({k: v for k, v in before.items() if not context.updates(k.path)})
         traced = self._trace(inputs)
@@ -233,7 +233,7 @@ class Quantized:
         outs = evaluate(traced.jaxpr, _values(inputs.arrays, inputs.origins()), frame)
         self._check(context, traced)
         out = jax.tree.unflatten(traced.out_tree, [as_array(v.data) for v in outs])
-        return out, nested({**before, **frame.new})
+        return out, nest_state({**before, **frame.new})
 
     def _check(self, context: Context, traced: jaxpr.Traced) -> None:
         """Raise if nothing would be quantized."""

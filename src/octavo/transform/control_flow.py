@@ -17,10 +17,10 @@ from octavo.transform import jaxpr
 from octavo.transform.frame import Frame, Key, Value
 from octavo.transform.jaxpr import Equation, Jaxpr, scope
 from octavo.transform.rearrange import as_array
-from octavo.transform.weights import ACTIVATION, Origin, combine, scanned
+from octavo.transform.weights import ACTIVATION, Origin, combine, layer_origin
 
 
-def concerns(eqn: Equation, values: list[Value], frame: Frame) -> bool:
+def needs_rewrite(eqn: Equation, values: list[Value], frame: Frame) -> bool:
     """Whether to rewrite a body: it has a matmul, or weights pass through it."""
     if eqn.primitive.name == "cond" and eqn.params.get("branches_platforms"):
         return False  # lowerings of one function for several platforms
@@ -149,7 +149,7 @@ def _scan(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
     consts, init, xs = values[:n], values[n:m], values[m:]
     unchanged = [parts.body.outvars[i] is parts.body.invars[n + i] for i in range(parts.carry)]
     kept = [v.origin if same else ACTIVATION for v, same in zip(init, unchanged, strict=True)]
-    origins = [*(v.origin for v in consts), *kept, *(scanned(v.origin) for v in xs)]
+    origins = [*(v.origin for v in consts), *kept, *(layer_origin(v.origin) for v in xs)]
     fn = Body(parts.body, origins, frame, scope(eqn), trips=frame.trips * parts.length)
     state = _state(_scan, eqn, values, frame)
     keys = None if frame.key is None else jax.random.split(frame.key, parts.length)

@@ -20,15 +20,15 @@ from octavo.transform.jaxpr import (
     Jaxpr,
     bind,
     custom_body,
+    equation_context,
     has_matmul,
-    inside,
     is_literal,
 )
 from octavo.transform.provider import GEOMETRY, Operation, operating, product_options, run_product
-from octavo.transform.rearrange import as_array, rearranged
-from octavo.transform.resolve import find_site, own_site, rule_of
+from octavo.transform.rearrange import as_array, rearrange
+from octavo.transform.resolve import find_rule, find_site, product_site
 from octavo.transform.site import Site
-from octavo.transform.weights import CONSTANT, Origin, flow
+from octavo.transform.weights import CONSTANT, Origin, propagate
 
 
 def evaluate(jaxpr: Jaxpr, values: list[Value], frame: Frame) -> list[Value]:
@@ -65,7 +65,7 @@ def _last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
 def _step(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
     name = eqn.primitive.name
     if name in MATMULS:
-        with inside(eqn):
+        with equation_context(eqn):
             return [_matmul(eqn, values, frame)]
     if name in CUSTOM:
         if (own := _own_product(eqn, values, frame)) is not None:
@@ -73,23 +73,23 @@ def _step(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
         opened = any(rule.inside_custom for rule in frame.context.provider.rules)
         if opened and has_matmul(custom_body(eqn), True):
             return evaluate(custom_body(eqn), values, frame.inner(control_flow.scope(eqn), new=frame.new))
-    elif (rewrite := control_flow.REWRITES.get(name)) is not None and control_flow.concerns(eqn, values, frame):
-        with inside(eqn):
+    elif (rewrite := control_flow.REWRITES.get(name)) is not None and control_flow.needs_rewrite(eqn, values, frame):
+        with equation_context(eqn):
             return rewrite(eqn, values, frame)
     quantized = isinstance(values[0].data, QArray) if values else False
-    with inside(eqn):
+    with equation_context(eqn):
         if quantized:
-            outs = rearranged(eqn, values[0].data, [as_array(v.data) for v in values[1:]])
+            outs = rearrange(eqn, values[0].data, [as_array(v.data) for v in values[1:]])
             if outs is not None:
-                return [Value(*pair) for pair in zip(outs, flow(eqn, [v.origin for v in values]), strict=True)]
+                return [Value(*pair) for pair in zip(outs, propagate(eqn, [v.origin for v in values]), strict=True)]
         outs = bind(eqn, [as_array(v.data) for v in values])
-    return [Value(*pair) for pair in zip(outs, flow(eqn, [v.origin for v in values]), strict=True)]
+    return [Value(*pair) for pair in zip(outs, propagate(eqn, [v.origin for v in values]), strict=True)]
 
 
 def _matmul(eqn: Equation, values: list[Value], frame: Frame) -> Value:
     site = find_site(eqn, values, frame)
     data = [_operand(v.data) for v in values]
-    origin = flow(eqn, [v.origin for v in values[:2]])[0]
+    origin = propagate(eqn, [v.origin for v in values[:2]])[0]
     if not origin.is_weight and not origin.constant:
         origin = Origin(module=site.path)
     if site.config is None and not any(isinstance(x, QArray) for x in data[:2]):
@@ -114,9 +114,9 @@ def _own_product(eqn: Equation, values: list[Value], frame: Frame) -> Value | No
     call = marked.call
     if isinstance(call, DispatchCall):
         return _dispatch(eqn, values, args, frame, call)
-    site = own_site(eqn, list(atoms[:2]), args[:2], frame, call)
+    site = product_site(eqn, list(atoms[:2]), args[:2], frame, call)
     origin = Origin(module=site.path)
-    with inside(eqn):
+    with equation_context(eqn):
         if not any(site.quantized) and (call.config is not None or site.config is None):
             return Value(bind(eqn, [as_array(v.data) for v in values])[0], origin)
         data = [_operand(v.data) for v in args]
@@ -130,9 +130,9 @@ def _dispatch(eqn: Equation, values: list[Value], args: list[Value], frame: Fram
     """Tokens dispatched to experts, in the format that the rule for those says."""
     tokens, order, *anchor = args
     path = anchor[0].origin.module if anchor else None
-    rule = rule_of(path or "", "ragged_dot", frame.context)
+    rule = find_rule(path or "", "ragged_dot", frame.context)
     origin = Origin(module=tokens.origin.module)
-    with inside(eqn):
+    with equation_context(eqn):
         if rule is None or rule.dispatch_qtype is None:
             return Value(bind(eqn, [as_array(v.data) for v in values])[0], origin)
         config = dataclasses.replace(call.expert_parallel, qtype=rule.dispatch_qtype)

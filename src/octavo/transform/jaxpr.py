@@ -52,7 +52,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], in_tree: Any) -> Traced
     return Traced(jaxpr, trees[-1])
 
 
-def of_arrays(
+def as_array_function(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], list[Any]]:
     """`fn(*args, **kwargs)` as a function of the arrays among its arguments, and these; the rest is passed on."""
@@ -67,7 +67,7 @@ def of_arrays(
     return flat, [leaves[i] for i in places]
 
 
-def live(fn: Callable[..., Any], arrays: Sequence[Any]) -> Jaxpr:
+def make_live_jaxpr(fn: Callable[..., Any], arrays: Sequence[Any]) -> Jaxpr:
     """The jaxpr of a function of arrays, without what no result depends on.
 
     A custom gradient computes every cotangent, also those that nobody asked for; XLA drops them, and so does this.
@@ -76,7 +76,7 @@ def live(fn: Callable[..., Any], arrays: Sequence[Any]) -> Jaxpr:
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def this_platform() -> str:
+def current_platform() -> str:
     """The platform that functions are compiled for here, as JAX names it when it lowers them."""
     return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 
@@ -87,13 +87,13 @@ def is_literal(atom: Any) -> bool:
 
 
 def bind(eqn: Equation, values: Sequence[Any]) -> list[Any]:
-    """Do what an equation says with these values, where `inside` has been entered."""
+    """Do what an equation says with these values, where `equation_context` has been entered."""
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 @contextlib.contextmanager
-def inside(eqn: Equation) -> Iterator[None]:
+def equation_context(eqn: Equation) -> Iterator[None]:
     """The circumstances (names, meshes, modes) under which an equation was traced."""
     names = scope(eqn)
     with jax.named_scope(names) if names else contextlib.nullcontext(), eqn.ctx.manager:

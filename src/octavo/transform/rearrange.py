@@ -15,7 +15,7 @@ def as_array(data: Any) -> Any:
     return data.dequantize() if isinstance(data, QArray) else data
 
 
-def rearranged(eqn: Equation, q: QArray, others: list[Any]) -> list[QArray] | None:
+def rearrange(eqn: Equation, q: QArray, others: list[Any]) -> list[QArray] | None:
     """The results of an equation whose first operand is a QArray; None if it does not only rearrange."""
     handler = _HANDLERS.get(eqn.primitive.name)
     if handler is None:

@@ -36,7 +36,7 @@ def find_site(eqn: Equation, values: list[Value], frame: Frame) -> Site:
     return _with_rule(draft, frame)
 
 
-def own_site(eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame, call: Call | FloatCall) -> Site:
+def product_site(eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame, call: Call | FloatCall) -> Site:
     """The site of one of our own products; rules do not apply to one with a config of its own."""
     op = "gmm" if GMM in _names(eqn, frame) else call.product.op
     draft = _draft(eqn, atoms, values, frame, op, call.product.primitive, call.params)
@@ -45,7 +45,7 @@ def own_site(eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame,
     return _record(dataclasses.replace(draft, config=call.config), frame)
 
 
-def rule_of(path: str, op: str, context: Context) -> QuantizationRule | None:
+def find_rule(path: str, op: str, context: Context) -> QuantizationRule | None:
     """The rule for an operation with a weight at this path."""
     return find(context.provider.rules, path, op, weights=True)
 

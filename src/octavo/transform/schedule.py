@@ -9,7 +9,14 @@ from octavo.transform.api import Quantized, quantized
 from octavo.transform.arguments import Weights
 from octavo.transform.frame import Key
 from octavo.transform.provider import QtProvider
-from octavo.transform.state import GRADIENT_STATE, keeping, kind_of, merged, nested, without
+from octavo.transform.state import (
+    GRADIENT_STATE,
+    keep_as_gradient,
+    merge_state,
+    nest_state,
+    state_structure,
+    unused_state,
+)
 
 
 def scheduled(
@@ -70,7 +77,7 @@ class Scheduled:
 
         Stages share state of the same name, so that the ranges of one serve the next.
         """
-        return nested(united(stage._initial(args, kwargs) for stage in self.stages))
+        return nest_state(union_state(stage._initial(args, kwargs) for stage in self.stages))
 
     def stateful(
         self,
@@ -90,18 +97,18 @@ class Scheduled:
         def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
             whole = dict(state or {})
             out, new = stage.stateful(whole, key=key, update=update and updates)(*args, **kwargs)
-            unused = without(whole.get(GRADIENT_STATE, {}), new.get(GRADIENT_STATE, {}))
-            return keeping(out, unused), merged(whole, new)
+            unused = unused_state(whole.get(GRADIENT_STATE, {}), new.get(GRADIENT_STATE, {}))
+            return keep_as_gradient(out, unused), merge_state(whole, new)
 
         return call
 
 
-def united(states: Iterable[Mapping[Key, Any]]) -> dict[Key, Any]:
+def union_state(states: Iterable[Mapping[Key, Any]]) -> dict[Key, Any]:
     """The union of the states of stages, which share what has the same key."""
     state: dict[Key, Any] = {}
     for each in states:
         for key, new in each.items():
-            if kind_of(state.setdefault(key, new)) != kind_of(new):
+            if state_structure(state.setdefault(key, new)) != state_structure(new):
                 raise ValueError(
                     f"a stage keeps another state for {key.name} at {key.path!r} than a stage before it: give static "
                     "ranges the same act_batch_axes in all stages"

@@ -23,7 +23,7 @@ TELEMETRY = "telemetry"
 """Collections of state: static ranges, delayed scaling (whose gradient is its new value), telemetry."""
 
 
-def nested(state: Mapping[Key, Any]) -> dict[str, Any]:
+def nest_state(state: Mapping[Key, Any]) -> dict[str, Any]:
     """State by keys as nested dictionaries."""
     tree: dict[str, Any] = {}
     for key, value in state.items():
@@ -34,8 +34,8 @@ def nested(state: Mapping[Key, Any]) -> dict[str, Any]:
     return tree
 
 
-def flat(tree: Mapping[str, Any], known: Mapping[Key, Any]) -> dict[Key, Any]:
-    """The inverse of `nested` for these keys; raises if one is missing."""
+def flatten_state(tree: Mapping[str, Any], known: Mapping[Key, Any]) -> dict[Key, Any]:
+    """The inverse of `nest_state` for these keys; raises if one is missing."""
     state = {}
     for key in known:
         place: Any = tree.get(key.collection, {})
@@ -63,22 +63,22 @@ def check_calibrated(state: Mapping[Key, Any]) -> None:
             )
 
 
-def merged(old: Any, new: Any) -> Any:
+def merge_state(old: Any, new: Any) -> Any:
     """Nested dictionaries merged, `new` over `old`."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new
-    return {**old, **{name: merged(old[name], new[name]) if name in old else new[name] for name in new}}
+    return {**old, **{name: merge_state(old[name], new[name]) if name in old else new[name] for name in new}}
 
 
-def without(old: Any, new: Any) -> Any:
+def unused_state(old: Any, new: Any) -> Any:
     """The entries of nested dictionaries that `new` has not."""
     if not isinstance(new, Mapping):
         return {}
-    kept = {name: without(value, new[name]) if name in new else value for name, value in old.items()}
+    kept = {name: unused_state(value, new[name]) if name in new else value for name, value in old.items()}
     return {name: value for name, value in kept.items() if name not in new or value}
 
 
-def keeping(out: Any, state: Any) -> Any:
+def keep_as_gradient(out: Any, state: Any) -> Any:
     """`out`, with unused state as its own gradient, so that an update by the gradient keeps it."""
     return _keeping(out, state) if jax.tree.leaves(state) else out
 
@@ -91,7 +91,7 @@ def _keeping(out: Any, state: Any) -> Any:
 _keeping.defvjp(lambda out, state: (out, state), lambda state, g: (g, state))
 
 
-def kind_of(state: Any) -> Any:
+def state_structure(state: Any) -> Any:
     """The structure, shapes and dtypes of state."""
     return jax.tree.structure(state), [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
 

@@ -55,7 +55,7 @@ CONSTANT = Origin(constant=True)
 ACTIVATION = Origin()
 
 
-def of_leaf(path: str, shape: Sequence[int], module: str | None = None) -> Origin:
+def parameter_origin(path: str, shape: Sequence[int], module: str | None = None) -> Origin:
     """The origin of a parameter itself."""
     axes = tuple((Factor(axis, 1, size),) for axis, size in enumerate(shape))
     return Origin((path,), axes, path.rpartition("/")[0] if module is None else module)
@@ -85,7 +85,7 @@ def combine(origins: Sequence[Origin]) -> Origin:
     return Origin(module=common_module([o for o in known if not o.is_weight]))
 
 
-def flow(eqn: Any, origins: Sequence[Origin]) -> list[Origin]:
+def propagate(eqn: Any, origins: Sequence[Origin]) -> list[Origin]:
     """The origins of the results of an equation without a body."""
     name, first = eqn.primitive.name, origins[0] if origins else CONSTANT
     if name in _KEEP and first.is_weight:
@@ -200,7 +200,7 @@ def _gathered(table: Origin, index: Origin, eqn: Any) -> Origin:
     return Origin(module=table.module)
 
 
-def scanned(origin: Origin) -> Origin:
+def layer_origin(origin: Origin) -> Origin:
     """The origin of one layer of a stack, in the body of a scan."""
     return origin if origin.axes is None else dataclasses.replace(origin, axes=origin.axes[1:])
 
