@@ -21,9 +21,9 @@ from timing import Results, arguments
 from octavo._tree import flatten_paths
 from octavo.files.safetensors import Info, Lazy, write
 from octavo.models import ModelConfig, abstract_params
-from octavo.pretrained.huggingface import describe_model, huggingface_names
+from octavo.pretrained.huggingface import describe_model
 from octavo.pretrained.model import PretrainedModel
-from octavo.pretrained.names import is_transposed
+from octavo.pretrained.names import huggingface_names, is_transposed
 
 SIZES = {"emb_dim": 2048, "num_query_heads": 32, "num_kv_heads": 8, "head_dim": 64, "mlp_dim": 8192}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -52,7 +52,7 @@ class Tokenizer(abc.ABC):
     @property
     @abc.abstractmethod
     def digest(self) -> str:
-        """Differs between tokenizers that give a text different ids."""
+        """A hash that differs between tokenizers that encode differently."""
 
     @property
     def eos_id(self) -> int:

@@ -19,7 +19,7 @@ from octavo.pretrained.convert import Summary
 from octavo.pretrained.export import Export, Request, register_exporter
 from octavo.pretrained.memory import peak_memory
 from octavo.pretrained.model import Leaf, PretrainedModel
-from octavo.pretrained.names import file_names, is_transposed
+from octavo.pretrained.names import gguf_names, is_transposed
 from octavo.pretrained.registry import ModelFormat, register_format
 from octavo.qarray import QArray
 
@@ -27,43 +27,12 @@ ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
 """Whether RoPE rotates neighbouring rows of queries and keys (interleaved), as llama.cpp does for Llama."""
 
 _SKIPPED = ("rope_freqs.weight",)
-_NAMES = {
-    "token_embedder/embedding": "token_embd.weight",
-    "decoder/decoder_norm/scale": "output_norm.weight",
-    "decoder/logits_dense/kernel": "output.weight",
-}
-_LAYER_NAMES = {
-    "pre_self_attention_layer_norm/scale": "attn_norm.weight",
-    "post_self_attention_layer_norm/scale": "ffn_norm.weight",
-    "self_attention/query/kernel": "attn_q.weight",
-    "self_attention/key/kernel": "attn_k.weight",
-    "self_attention/value/kernel": "attn_v.weight",
-    "self_attention/out/kernel": "attn_output.weight",
-    "self_attention/query/bias": "attn_q.bias",
-    "self_attention/key/bias": "attn_k.bias",
-    "self_attention/value/bias": "attn_v.bias",
-    "self_attention/query_norm/scale": "attn_q_norm.weight",
-    "self_attention/key_norm/scale": "attn_k_norm.weight",
-    "mlp/wi_0/kernel": "ffn_gate.weight",
-    "mlp/wi_1/kernel": "ffn_up.weight",
-    "mlp/wo/kernel": "ffn_down.weight",
-}
 
 TYPES = {"int8": "Q8_0", "int4": "Q4_0", "float16": "F16", "float32": "F32", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 TYPES |= {"f16": "F16", "f32": "F32", "bfloat16": "BF16", "bf16": "BF16"}
 """The tensor types that are written, by the names of recipes."""
 
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
-
-
-def gguf_names(config: ModelConfig) -> dict[str, str]:
-    """The name in GGUF files of each parameter, by its path.
-
-    >>> sizes = dict(vocab_size=8, emb_dim=8, num_query_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=8, num_layers=1)
-    >>> gguf_names(ModelConfig(**sizes, scan_layers=False))["decoder/layers_0/mlp/wo/kernel"]
-    'blk.0.ffn_down.weight'
-    """
-    return file_names(config, _NAMES, _LAYER_NAMES, "blk.{}.{}")
 
 
 def matches(path: Path) -> bool:

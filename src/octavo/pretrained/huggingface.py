@@ -15,7 +15,7 @@ from octavo.models import ModelConfig
 from octavo.numerics import nearest_names
 from octavo.pretrained.export import Export, Exporter, converting, register_exporter
 from octavo.pretrained.model import Leaf, PretrainedModel
-from octavo.pretrained.names import file_names, is_transposed
+from octavo.pretrained.names import huggingface_names, is_transposed
 from octavo.pretrained.registry import ModelFormat, register_format
 from octavo.pretrained.tokenizer import read_tokenizer
 from octavo.qarray import QArray
@@ -28,37 +28,6 @@ ARCHITECTURES = {
 }
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "relu": "relu"}
 _SHARD_BYTES = 5 * 10**9
-_NAMES = {
-    "token_embedder/embedding": "model.embed_tokens.weight",
-    "decoder/decoder_norm/scale": "model.norm.weight",
-    "decoder/logits_dense/kernel": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "pre_self_attention_layer_norm/scale": "input_layernorm.weight",
-    "post_self_attention_layer_norm/scale": "post_attention_layernorm.weight",
-    "self_attention/query/kernel": "self_attn.q_proj.weight",
-    "self_attention/key/kernel": "self_attn.k_proj.weight",
-    "self_attention/value/kernel": "self_attn.v_proj.weight",
-    "self_attention/out/kernel": "self_attn.o_proj.weight",
-    "self_attention/query/bias": "self_attn.q_proj.bias",
-    "self_attention/key/bias": "self_attn.k_proj.bias",
-    "self_attention/value/bias": "self_attn.v_proj.bias",
-    "self_attention/query_norm/scale": "self_attn.q_norm.weight",
-    "self_attention/key_norm/scale": "self_attn.k_norm.weight",
-    "mlp/wi_0/kernel": "mlp.gate_proj.weight",
-    "mlp/wi_1/kernel": "mlp.up_proj.weight",
-    "mlp/wo/kernel": "mlp.down_proj.weight",
-}
-
-
-def huggingface_names(config: ModelConfig) -> dict[str, str]:
-    """The name in Hugging Face's files of each parameter, by its path.
-
-    >>> sizes = dict(vocab_size=8, emb_dim=8, num_query_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=8, num_layers=1)
-    >>> huggingface_names(ModelConfig(**sizes, scan_layers=False))["decoder/layers_0/mlp/wo/kernel"]
-    'model.layers.0.mlp.down_proj.weight'
-    """
-    return file_names(config, _NAMES, _LAYER_NAMES, "model.layers.{}.{}")
 
 
 def matches(path: Path) -> bool:

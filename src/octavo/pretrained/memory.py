@@ -1,17 +1,17 @@
-"""How much memory a process has held."""
+"""Peak memory of the process."""
 
 import sys
 from pathlib import Path
 
 
 def peak_memory() -> int:
-    """The most memory that this process has held at once, in bytes; 0 where that is not known.
+    """Peak resident memory of this process in bytes; 0 if unknown.
 
     >>> peak_memory() > 2**20
     True
     """
     try:
-        # The resource usage of a process counts that of its parent when it was forked; this does not.
+        # Unlike getrusage, this does not count memory of the parent before a fork.
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     except (OSError, StopIteration):

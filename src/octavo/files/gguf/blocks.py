@@ -1,7 +1,7 @@
-"""How ggml packs numbers into blocks: the layout of every type, and codes and scales out of its bytes.
+"""Codes and scales of ggml's blocks.
 
-A block is a NumPy record; `Codes` is what is in many of them. The layouts are those of ggml-common.h, the order of
-roundings that of dequantize_row_* in ggml-quants.c, so that values agree bit for bit.
+A block is a NumPy record. The layouts are those of ggml-common.h, and the order of roundings is that of
+dequantize_row_* in ggml-quants.c, so that values are bit-equal.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ SUPER = 256
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """Values of blocks, `scale * (table[code] or code) + minimum`, as arrays of shape [blocks, groups, values]."""
+    """Blocks with values `scale * (table[code] or code) + minimum`, as arrays of shape [blocks, groups, values]."""
 
     codes: np.ndarray
     scale: np.ndarray
@@ -24,7 +24,7 @@ class Codes:
     table: np.ndarray | None = None
 
     def values(self, out: np.ndarray) -> None:
-        """Write the float32 values into `out`, of as many elements as there are codes."""
+        """Write the float32 values into `out`, which has as many elements as there are codes."""
         numbers = self.codes if self.table is None else self.table[self.codes]
         out = out.reshape(self.codes.shape)
         with np.errstate(all="ignore"):  # a scale may be inf or NaN
@@ -46,13 +46,13 @@ def f32(halves: np.ndarray) -> np.ndarray:
 
 
 def bits(packed: np.ndarray, shifts: Sequence[int], width: int) -> np.ndarray:
-    """Fields of `width` bits of bytes [blocks, chunks, n] at each of the shifts: [blocks, chunks, shifts, n]."""
+    """Bit fields of `width` bits of bytes [blocks, chunks, n] at each of the shifts: [blocks, chunks, shifts, n]."""
     amounts = np.asarray(shifts, np.uint8)[:, None]
     return (packed[:, :, None, :] >> amounts) & np.uint8((1 << width) - 1)
 
 
 def nibbles(packed: np.ndarray) -> np.ndarray:
-    """Bytes [blocks, n] as codes [blocks, 1, 2n]: the low halves of all come before the high halves."""
+    """Bytes [blocks, n] as codes [blocks, 1, 2n]: all low nibbles, then all high nibbles."""
     return bits(packed[:, None, :], (0, 4), 4).reshape(len(packed), 1, -1)
 
 

@@ -1,4 +1,4 @@
-"""K-quants: 256 values to a block, in groups of 16 or 32 with scales that are small integers themselves."""
+"""K-quants: blocks of 256 values in groups of 16 or 32, whose scales are quantized to small integers."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from octavo.files.gguf.blocks import SUPER, Blocks, Codes, bits, f32, signed
 
 
 def _times(d: np.ndarray, small: np.ndarray) -> np.ndarray:
-    """The scale of each group: the float of its block times a small integer, [blocks, groups, 1]."""
+    """The scale of each group, its block's scale times a small integer: [blocks, groups, 1]."""
     with np.errstate(all="ignore"):
         return (f32(d) * small.astype(np.float32))[:, :, None]
 
@@ -31,7 +31,7 @@ def q3_k(blocks: Blocks) -> Codes:
 def _scales_and_minima(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Eight scales and eight minima of six bits in twelve bytes.
 
-    The first four of each lie in the low bits of bytes 0-3 and 4-7; of the last four the low nibbles are in bytes 8-11
+    The first four of each are in the low bits of bytes 0-3 and 4-7; of the last four the low nibbles are in bytes 8-11
     and the upper two bits above the first ones.
     """
     first, second, last = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]

@@ -1,4 +1,4 @@
-"""Blocks of ggml as a QArray, where that says the same."""
+"""Blocks of ggml as QArrays, where those have exactly the same values."""
 
 from collections.abc import Iterable
 
@@ -32,7 +32,7 @@ _TWO_BIT_TERNARY = ("TQ1_0", "TQ2_0")
 
 
 def assemble(info: Info, parts: Iterable[tuple[Blocks, Codes]]) -> QArray | None:
-    """The QArray of blocks that come in pieces, or None if one of them has no exact counterpart."""
+    """The QArray of a tensor's blocks, given in pieces, or None if it would not be exact."""
     if info.kind not in _FORMATS:
         return None
     fmt = _FORMATS[info.kind]
@@ -42,7 +42,7 @@ def assemble(info: Info, parts: Iterable[tuple[Blocks, Codes]]) -> QArray | None
     done, tile = 0, 1
     for blocks, piece in parts:
         if info.kind in _TWO_BIT_TERNARY and piece.codes.max() > 1:
-            return None  # the fourth code, which int2 has not; nothing writes it
+            return None  # the fourth code, which int2 does not have and nothing writes
         scale = _e8m0(blocks, piece) if info.kind == "MXFP4" else piece.scale
         if scale is None:
             return None
@@ -66,14 +66,14 @@ def assemble(info: Info, parts: Iterable[tuple[Blocks, Codes]]) -> QArray | None
 
 
 def _stored(codes: np.ndarray, fmt: Format) -> np.ndarray:
-    """Small integers under the dtype of a format; those of e2m1 are its bits."""
+    """Codes in the storage dtype of a format; those of e2m1 are bit patterns."""
     if fmt.storage == ml_dtypes.float4_e2m1fn:
         return codes.view(np.uint8).view(ml_dtypes.float4_e2m1fn)
     return codes.astype(fmt.storage, copy=False)
 
 
 def _e8m0(blocks: Blocks, piece: Codes) -> np.ndarray | None:
-    """The exponents as scales; None where ggml and e8m0 differ (255) or float32 would overflow or lose bits."""
+    """Exponents as scales; None where ggml and e8m0 differ (255), or float32 would overflow or lose bits."""
     exponent = blocks["e"]
     used = (piece.codes & np.uint8(7)).any(axis=-1)
     outside = (exponent < 2) | (exponent > 252)
@@ -83,7 +83,7 @@ def _e8m0(blocks: Blocks, piece: Codes) -> np.ndarray | None:
 
 
 def _zero_points(piece: Codes, fmt: Format) -> np.ndarray | None:
-    """Zero points z with minimum == -z * scale, exactly and for all; None if there are no such."""
+    """Integer zero points z with minimum == -z * scale exactly, or None."""
     assert piece.minimum is not None
     with np.errstate(all="ignore"):
         zero = np.rint(-piece.minimum / piece.scale)

@@ -1,4 +1,4 @@
-"""The tensor types of ggml: a number in the file, a name, how large a block is, and how to take it apart."""
+"""The tensor types of ggml: number in the file, name, block size and decoder."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ class TensorType:
         return self.values > 1
 
     def nbytes(self, count: int) -> int:
-        """Bytes of so many values, which are whole blocks."""
+        """Bytes of a number of values that fill whole blocks."""
         return count // self.values * self.block.itemsize
 
 
@@ -100,6 +100,6 @@ _ALL = (
 TYPES: dict[str, TensorType] = {kind.name: kind for kind in _ALL}
 BY_NUMBER: dict[int, TensorType] = {kind.number: kind for kind in _ALL}
 
-# Numbers that ggml gave up; llama.cpp refuses them too.
+# Numbers of types that ggml removed; llama.cpp does not read them either.
 REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4"}
 REMOVED |= {37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}

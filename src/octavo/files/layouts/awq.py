@@ -1,6 +1,6 @@
 """AWQ as AutoAWQ writes it, in its "gemm" version.
 
-Eight 4-bit fields of neighbouring outputs lie in an int32, in `qweight` [in, out/8] and `qzeros` [groups, out/8], the
+Eight 4-bit codes of neighbouring outputs share an int32, in `qweight` [in, out/8] and `qzeros` [groups, out/8], the
 lowest first those of outputs 0, 2, 4, 6, 1, 3, 5, 7. `scales` are [groups, out]; `value = (field - zero) * scale`.
 """
 

@@ -46,7 +46,7 @@ _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 @register_layout
 @dataclasses.dataclass(frozen=True)
 class CompressedTensors(Layout):
-    """The layouts of compressed-tensors, chosen for each weight by what the file has for it."""
+    """The layouts of compressed-tensors, selected for each weight by its tensors in the file."""
 
     method: ClassVar[str] = "compressed-tensors"
     code_suffixes: ClassVar[Mapping[str, str]] = {".weight_packed": ".weight"}

@@ -27,7 +27,7 @@ _CLASSES = ("Linear", "Embedding")
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The modules that a group of the configuration is for, and how their weights are quantized."""
+    """A group of modules in the configuration, and how their weights are quantized."""
 
     targets: tuple[str, ...]
     bits: int
@@ -37,11 +37,11 @@ class Group:
 
     @property
     def by_class(self) -> bool:
-        """Whether the group is for all modules of a class, such as all linear ones."""
+        """Whether the group targets a class of modules, such as Linear."""
         return any(target in _CLASSES for target in self.targets)
 
     def names(self, module: str) -> bool:
-        """Whether the group names a module."""
+        """Whether the group targets a module by name."""
         return any(target not in _CLASSES and matches(target, module) for target in self.targets)
 
     def integer_bits(self, name: str) -> int:
@@ -66,7 +66,7 @@ def parse_groups(config: Mapping[str, Any]) -> tuple[Group, ...]:
         raise FileError(f"quantization_config has the sparsity {sparsity['format']!r}; Octavo reads dense weights only")
     table = config.get("config_groups")
     if not isinstance(table, dict) or not table:
-        raise FileError("quantization_config of compressed-tensors has no config_groups; is it whole?")
+        raise FileError("quantization_config of compressed-tensors has no config_groups; is it complete?")
     groups = []
     for name, group in table.items():
         weights = group.get("weights") if isinstance(group, dict) else None
@@ -78,7 +78,7 @@ def parse_groups(config: Mapping[str, Any]) -> tuple[Group, ...]:
         size = None if weights.get("group_size") is None else count(weights, "group_size")
         targets = strings(group, "targets")
         if not targets:
-            raise FileError(f"quantization_config has the group {name!r} without targets; is it whole?")
+            raise FileError(f"quantization_config has the group {name!r} without targets; is it complete?")
         block = parse_block(weights, "block_structure")
         block = (1, size) if block is None and size is not None and size > 0 else block
         groups.append(Group(targets, bits, choice(weights, "type", kinds, default="int"), size, block))
@@ -91,14 +91,14 @@ def _known(fmt: Any) -> None:
 
 
 def format_name(scheme: Scheme) -> str:
-    """The name of the layout that a scheme is written in."""
+    """The compressed-tensors format in which a scheme is written."""
     if scheme.format in ("nvfp4", "mxfp4"):
         return f"{scheme.format}-pack-quantized"
     return "float-quantized" if scheme.format.startswith("float8") else "pack-quantized"
 
 
 def make_config(schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
-    """The configuration for weights of these schemes: one group for each, by name where there are several."""
+    """The configuration for weights of these schemes: one group for each scheme, by name if there are several."""
     modules: dict[tuple[str, str], list[str]] = {}
     arguments: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {}
     for name, scheme in schemes.items():

@@ -8,7 +8,7 @@ from octavo.files.layouts.scheme import Scheme
 
 
 def choice(config: Mapping[str, Any], key: str, values: Mapping[Any, Any], default: Any = None) -> Any:
-    """The meaning of a value that is one of several."""
+    """Look up a value that must be one of several."""
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | str) or value not in values:
@@ -27,7 +27,7 @@ def count(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def strings(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """A list of strings that may be missing."""
+    """A list of strings, empty if missing."""
     value = config.get(key)
     value = [] if value is None else value
     if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
@@ -41,7 +41,7 @@ def module_of(weight: str) -> str:
 
 
 def one_scheme(method: str, schemes: Mapping[str, Scheme | None]) -> tuple[Scheme, list[str]]:
-    """The scheme that all quantized weights have, the dtype of scales aside, and the modules that stay in float."""
+    """The common scheme of all quantized weights, except for the dtype of scales, and the modules in float."""
     plain = [module_of(name) for name, scheme in schemes.items() if scheme is None]
     found = {(s.format, s.tile, s.zero_point): (name, s) for name, s in schemes.items() if s is not None}
     if not found:

@@ -1,11 +1,11 @@
 """GPTQ as AutoGPTQ and GPTQModel write it.
 
-Eight 4-bit fields lie in an int32, the first lowest, along the inputs in `qweight` [in/8, out] and along the outputs in
-`qzeros` [groups, out/8]; 2, 3 and 8 bits likewise, as one stream. `scales` are [groups, out], and
-`value = (field - zero) * scale`. The format "gptq" stores `zero - 1` modulo `2**bits`, "gptq_v2" the zero itself.
+Eight 4-bit codes share an int32, the first in the lowest bits, along the inputs in `qweight` [in/8, out] and along the
+outputs in `qzeros` [groups, out/8]; 2, 3 and 8 bits likewise, as one bit stream. `scales` are [groups, out], and
+`value = (code - zero) * scale`. The format "gptq" stores `zero - 1` modulo `2**bits`, "gptq_v2" the zero itself.
 
-`g_idx` [in] has the group of each input. Where quantization went by the size of activations (`desc_act`) groups are out
-of order; a `QArray` cannot hold that, and such a weight is read as its values.
+`g_idx` [in] has the group of each input. With activation order (`desc_act`) groups are out of order, which a `QArray`
+cannot represent: such a weight is read as a float array.
 """
 
 import dataclasses

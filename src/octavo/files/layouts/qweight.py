@@ -1,6 +1,6 @@
 """What the layouts of AWQ and GPTQ share: `qweight`, `qzeros` and `scales` in place of `weight`.
 
-Codes lie in int32 words. `scales` are [groups, out], and `value = (code - zero) * scale`.
+Codes are packed into int32 words. `scales` are [groups, out], and `value = (code - zero) * scale`.
 """
 
 import abc

@@ -90,7 +90,7 @@ def _entry(value: Any, where: str) -> Entry:
         raise FileError(f"{where} has the shape {_short(shape)}, not a list of up to {MAX_RANK} sizes; {_DAMAGED}")
     if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise FileError(f"{where} has the data_offsets {_short(offsets)}, not a beginning and an end; {_DAMAGED}")
-    # NumPy refuses even an empty array whose other sizes multiply to more than it can count.
+    # NumPy raises even for an empty array if its other sizes multiply to more than 2**63 - 1.
     if math.prod(size for size in shape if size) * DTYPES[kind].itemsize > LARGEST:
         raise FileError(f"{where} has the shape {_short(shape)}, which is too large to count; {_DAMAGED}")
     bits, given = bits_of(kind) * math.prod(shape), offsets[1] - offsets[0]
