@@ -15,7 +15,7 @@ from octavo.pretrained.huggingface import write_huggingface
 from octavo.pretrained.model import on_device
 from tests.cases import slow_except
 from tests.pretrained.conftest import SMALL, source_of
-from tests.pretrained.real import path_of, real
+from tests.pretrained.real import real
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -118,7 +118,7 @@ def test_real_models_go_to_gguf_with_their_tokenizers(tmp_path):
     text = "Once upon a time, there was a dog named Max. He said: “Hi, 42!” naïve\n\n  ok"
     for name in ("stories15m", "smollm2"):
         source = real(name)
-        assert main(["quantize", str(path_of(name)), "int8", str(tmp_path / f"{name}.gguf"), "--format", "gguf"]) == 0
+        gguf.write_model(source, "int8", tmp_path / f"{name}.gguf")
         found = open_model(tmp_path / f"{name}.gguf")
         assert found.config == source.config
         assert found.tokenizer.encode(text) == source.tokenizer.encode(text)
