@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,14 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo._optional import import_optional
+from octavo._tree import unflatten_paths
 from octavo._typing import Array
 from octavo.files.safetensors import SafeTensors
 from octavo.frameworks import convert, served
 from octavo.models import ModelConfig
 from octavo.models.bert import POOLINGS, BertConfig, Params, bert_apply, normalize
 from octavo.numerics import FormatLike, nearest_names
+from octavo.pretrained.tokenizer import read_json
 from octavo.pretrained.weight_rules import weight_rules
-from octavo.qarray import QArray, quantize
+from octavo.qarray import is_qarray, quantize
 from octavo.rules import QuantizationRule, as_rules
 
 _ACTIVATIONS = {
@@ -65,7 +66,7 @@ class Encoder:
     @property
     def nbytes(self) -> int:
         """Bytes of all parameters."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params, is_leaf=_is_quantized))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params, is_leaf=is_qarray))
 
     def embed(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:
         """Embeddings of texts, `[texts, emb_dim]` in float32.
@@ -115,13 +116,13 @@ class Encoder:
         >>> low.params["encoder"]["layers_0"]["mlp"]["wi"]["kernel"].scale.shape
         (2, 128)
         """
-        if any(map(_is_quantized, jax.tree.leaves(self.params, is_leaf=_is_quantized))):
+        if any(map(is_qarray, jax.tree.leaves(self.params, is_leaf=is_qarray))):
             raise ValueError("this encoder is quantized already: quantize the float one it was made from")
         rules = _rules(recipe, activations)
         ids = jax.ShapeDtypeStruct((1, 8), jnp.int32)
         model = functools.partial(bert_apply, self.config)
         params = convert(model, self.params, ids, jax.ShapeDtypeStruct((1, 8), bool), rules=rules)
-        params = jax.tree.map(lambda x: x.pack(axis=-2) if _is_quantized(x) else x, params, is_leaf=_is_quantized)
+        params = jax.tree.map(lambda x: x.pack(axis=-2) if is_qarray(x) else x, params, is_leaf=is_qarray)
         if words is not None:
             table = quantize(params["embeddings"]["word"]["embedding"], words, channelwise_axes=(0,))
             params["embeddings"]["word"]["embedding"] = table.pack()
@@ -154,12 +155,12 @@ def open_encoder(path: str | Path, *, max_length: int | None = None, num_heads: 
         raise FileNotFoundError(
             f"there is no directory {path}: give that of an encoder, with model.safetensors and tokenizer.json"
         )
-    described = _json(path / "config.json")
+    described = read_json(path / "config.json")
     with SafeTensors(path) as file:
         prefix = _prefix(file, path)
         config = _config(file, prefix, described, num_heads, path)
         params = _read(file, prefix, config)
-    limit = max_length or _json(path / "sentence_bert_config.json").get("max_seq_length") or config.max_length
+    limit = max_length or read_json(path / "sentence_bert_config.json").get("max_seq_length") or config.max_length
     limit = limit if max_length else min(limit, config.max_length)
     tokenizer = _tokenizer(path / "tokenizer.json", limit, config)
     return Encoder(config, params, tokenizer, _pooling(path), limit)
@@ -173,10 +174,6 @@ def _embed(
     return normalize(POOLINGS[pooling](states, mask))
 
 
-def _is_quantized(x: Any) -> bool:
-    return isinstance(x, QArray)
-
-
 def _power_of_two(n: int, least: int) -> int:
     return max(least, 1 << max(n - 1, 0).bit_length())
 
@@ -188,18 +185,6 @@ def _rules(recipe: Any, activations: FormatLike | None) -> tuple[QuantizationRul
     if activations is None:
         return rules
     return tuple(r if r.leaves_alone else r.replace(act_qtype=activations) for r in rules)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is not a JSON object but a {type(found).__name__}")
-    return found
 
 
 def _prefix(file: SafeTensors, path: Path) -> str:
@@ -269,21 +254,14 @@ def _names(config: BertConfig) -> Iterator[tuple[str, str]]:
 
 
 def _read(file: SafeTensors, prefix: str, config: BertConfig) -> Params:
-    params: Params = {}
+    params: dict[str, np.ndarray] = {}
     for path, name in _names(config):
         weight = file.read(f"{prefix}{name}.weight")
-        _put(params, path, {"scale": weight} if weight.ndim == 1 else {"kernel": weight.T})
-        _put(params, path, {"bias": file.read(f"{prefix}{name}.bias")})
+        params |= {f"{path}/scale": weight} if weight.ndim == 1 else {f"{path}/kernel": weight.T}
+        params[f"{path}/bias"] = file.read(f"{prefix}{name}.bias")
     for part, name in (("word", "word"), ("position", "position"), ("type", "token_type")):
-        table = file.read(f"{prefix}embeddings.{name}_embeddings.weight")
-        _put(params, f"embeddings/{part}", {"embedding": table})
-    return params
-
-
-def _put(tree: Params, path: str, arrays: dict[str, np.ndarray]) -> None:
-    for key in path.split("/"):
-        tree = tree.setdefault(key, {})
-    tree.update({name: jnp.asarray(x) for name, x in arrays.items()})
+        params[f"embeddings/{part}/embedding"] = file.read(f"{prefix}embeddings.{name}_embeddings.weight")
+    return unflatten_paths({path: jnp.asarray(x) for path, x in params.items()})
 
 
 def _tokenizer(path: Path, limit: int, config: BertConfig) -> Any:
@@ -300,7 +278,9 @@ def _tokenizer(path: Path, limit: int, config: BertConfig) -> Any:
 def _pooling(path: Path) -> str:
     """The pooling that sentence-transformers configures, the mean by default."""
     for place in ("1_Pooling/config.json", "pooling.json"):
-        asked = {key for key, value in _json(path / place).items() if key.startswith("pooling_mode_") and value is True}
+        asked = {
+            key for key, value in read_json(path / place).items() if key.startswith("pooling_mode_") and value is True
+        }
         if asked:
             known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
             if len(asked) > 1 or not asked <= set(known):

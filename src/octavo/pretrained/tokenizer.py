@@ -30,9 +30,9 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
 
 
 def _with_huggingface_settings(directory: Path, inner: Any) -> SubwordTokenizer:
-    named = _json(directory / "tokenizer_config.json")
-    generation = _json(directory / "generation_config.json")
-    model = _json(directory / "config.json")
+    named = read_json(directory / "tokenizer_config.json")
+    generation = read_json(directory / "generation_config.json")
+    model = read_json(directory / "config.json")
     known = inner.get_vocab(with_added_tokens=True)
     special = {f"{kind}_token": token for kind in ("bos", "eos") if (token := _content(named.get(f"{kind}_token")))}
     bos = known.get(special.get("bos_token", next((t for t in _BEGINNINGS if t in known), "")))
@@ -60,10 +60,14 @@ def _content(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is no such file."""
     if not path.is_file():
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no object: it is not what its name says")
+        raise ValueError(f"{path} is not a JSON object but a {type(found).__name__}")
     return found
