@@ -1,8 +1,10 @@
 """Helpers of the tests of files."""
 
+import functools
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from octavo.files import FileError, Info, SafeTensors
@@ -24,6 +26,12 @@ def golden(name):
     """An open file of the other implementations, and its configuration."""
     file = SafeTensors(GOLDEN / f"{name}.safetensors")
     return file, json.loads(file.metadata["quantization_config"])
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def dequantized(q, dtype=None):
+    """The values of a QArray, in one program: eager calls compile each primitive."""
+    return q.dequantize(dtype)
 
 
 class Tensors:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from octavo import QArray
 from octavo.files import FileError, Info, SafeTensors
 from octavo.files.layouts import Scheme, get_layout, layout_of, layouts
 from octavo.files.safetensors import write
-from tests.files.common import GOLDEN, Tensors, golden
+from tests.files.common import GOLDEN, Tensors, dequantized, golden
 
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.safetensors"))
 # What each weight is read as: its format, and whether it has a zero point. None: as values.
@@ -65,7 +66,7 @@ def weight(layout, file):
 
 
 def values(x, dtype=None):
-    return np.asarray(x.dequantize(dtype)) if isinstance(x, QArray) else x
+    return np.asarray(dequantized(x, dtype=dtype)) if isinstance(x, QArray) else x
 
 
 def test_all_files_are_tested():
@@ -162,19 +163,20 @@ def test_whatever_is_written_reads_back(case, method, tmp_path):
 )
 def test_what_octavo_quantizes_is_written(fmt, how, methods):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32))
-    q = octavo.quantize(x, fmt, **how)
+    # As the model has it, too: inputs first, packed along them.
+    q, packed = jax.jit(lambda x: ((q := octavo.quantize(x, fmt, **how)), q.T.pack(axis=-2).T))(x)
+    wanted = dequantized(q, dtype=np.dtype(np.float32))
     done = set()
     for method in ("compressed-tensors", "gptq", "awq"):
         kind = get_layout(method)
-        # As the model has it: inputs first, packed along them.
-        for weight in (q, q.T.pack(axis=-2).T):
+        for weight in (q, packed):
             try:
                 tensors = kind.write("up.weight", weight)
             except FileError:
                 continue
             layout = layout_of(kind.config_for({"up.weight": Scheme.of(weight)}))
             back = layout.read(Tensors(tensors), "up.weight")
-            assert np.array_equal(back.dequantize(np.float32), q.dequantize(np.float32))
+            assert np.array_equal(dequantized(back, dtype=np.dtype(np.float32)), wanted)
             done.add(method)
     assert done == methods
 

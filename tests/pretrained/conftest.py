@@ -24,7 +24,7 @@ SMALL = ModelConfig(
 @functools.cache
 def source_of(config=SMALL):
     origin = {"kind": "random", "path": "small", "name": "small", "max_length": 64}
-    params = init_params(config, jax.random.key(0))
+    params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(0))
     return PretrainedModel.from_params(config, params, tokenizer=ByteTokenizer(), origin=origin)
 
 

@@ -1,5 +1,7 @@
 """Tokenizers out of the metadata of GGUF files: small vocabularies, how text is cut, and what is wrong."""
 
+import functools
+
 import numpy as np
 import pytest
 import tokenizers
@@ -52,9 +54,14 @@ def test_byte_level_bpe():
     assert made.tokenizer.encode("<|im_end|>").tokens[0] == "<"
 
 
+@functools.cache
+def llama_bpe():
+    return tokenizer_of(byte_level("llama-bpe", add_bos_token=False))
+
+
 @given(st.text(max_size=40))
 def test_any_text_comes_back(text):
-    made = tokenizer_of(byte_level("llama-bpe", add_bos_token=False))
+    made = llama_bpe()
     if not any(token in text for token in ("<|", "<tool>")):
         assert made.decode(made.encode(text)) == text
 
@@ -115,6 +122,11 @@ def test_sentence_piece():
     assert plain.decode(plain.encode(" abc")) == " abc"
 
 
+@functools.cache
+def llama_pieces():
+    return tokenizer_of(sentence_piece())
+
+
 def greedy(scores, text):
     """SentencePiece's ids: of all neighbours that make a piece, those with the best score are merged first."""
     pieces = [part for c in (" " + text if text else "") for part in ([c] if c in scores else c.encode())]
@@ -133,7 +145,7 @@ def test_sentence_piece_is_the_greedy_algorithm(text):
     metadata = sentence_piece()
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     pairs = zip([t.replace("\u2581", " ") for t in tokens[259:269]], scores[259:269].tolist(), strict=True)
-    assert tokenizer_of(metadata).encode(text) == greedy(dict(pairs), text)
+    assert llama_pieces().encode(text) == greedy(dict(pairs), text)
 
 
 def test_it_is_read_from_a_file(tmp_path):
