@@ -162,7 +162,8 @@ def test_what_is_converted_is_served_bit_for_bit(name):
     assert 0 < error < 0.2
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_other_dtypes(dtype):
     config = SMALL.replace(dtype=dtype, weight_dtype=dtype)
     params = jax.tree.map(lambda x: x.astype(dtype), params_of())

@@ -149,7 +149,9 @@ def test_bfloat16_is_close(config):
     np.testing.assert_allclose(narrow, logits, rtol=2**-6, atol=2**-6)
 
 
-@pytest.mark.parametrize("config", BFLOAT16, ids=["dense", "moe"])
+@pytest.mark.parametrize(
+    "config", [BFLOAT16[0], pytest.param(BFLOAT16[1], marks=pytest.mark.slow)], ids=["dense", "moe"]
+)
 def test_bfloat16_is_really_used(config):
     def sites(config):
         model = octavo.quantized(functools.partial(apply, config), "int8", on_unmatched="ignore")
@@ -167,8 +169,6 @@ def test_weights_are_kept_in_their_own_dtype():
     config = MOE.replace(weight_dtype="bfloat16")
     params = abstract_params(config)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
-    logits, _ = jax.eval_shape(functools.partial(apply, config), params, *batch(MOE))
-    assert logits.dtype == jnp.float32
 
 
 @pytest.mark.slow
@@ -202,5 +202,5 @@ def test_a_split_batch_gives_the_same(config):
     np.testing.assert_allclose(cut, whole, rtol=1e-5, atol=1e-5)
     assert aux.load_balance.shape == ()
     assert (aux.load_balance > 0) == (config.num_experts > 1)
-    with pytest.raises(ValueError, match="6 rows cannot be cut into batch_split=4 equal parts"):
+    with pytest.raises(ValueError, match="6 rows cannot be split into batch_split=4 equal parts"):
         run(config.replace(batch_split=4), params, *inputs)

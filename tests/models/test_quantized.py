@@ -46,7 +46,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(["dense", "mixed, minimal"], MODELS))
+@pytest.mark.parametrize("name", slow_except(["dense"], MODELS))
 def test_what_is_quantized(name):
     config = MODELS[name]
     low = octavo.quantized(functools.partial(apply, config), RULES)

@@ -92,6 +92,9 @@ def test_equal_tokens_stay_together():
     assert (logits[0] >= low[0]).tolist() == [False, True, True, True, False]
 
 
+run = jax.jit(sample_tokens)
+
+
 def test_rows_are_independent_and_seeds_repeat():
     rng = np.random.default_rng(1)
     logits = jnp.asarray(rng.standard_normal((4, 300)), jnp.float32)
@@ -102,7 +105,6 @@ def test_rows_are_independent_and_seeds_repeat():
         SamplingParams(seed=2**40 + 3),
     ]
     seen, number = jnp.zeros((4, 300), bool), jnp.asarray([3, 0, 3, 9])
-    run = jax.jit(sample_tokens)
     together = run(logits, Settings.of(many), number, seen).token
     for row, params in enumerate(many):
         # In the company of others, whose rows are hotter.
@@ -118,23 +120,21 @@ def test_parameters_are_no_reason_to_compile():
     traced = []
 
     @jax.jit
-    def run(logits, settings, number, seen):
+    def traced_run(logits, settings, number, seen):
         traced.append(1)
         return sample_tokens(logits, settings, number, seen)
 
     for params in CASES.values():
-        run(jnp.zeros((1, 300)), Settings.of([params]), jnp.zeros(1, jnp.int32), jnp.zeros((1, 300), bool))
+        traced_run(jnp.zeros((1, 300)), Settings.of([params]), jnp.zeros(1, jnp.int32), jnp.zeros((1, 300), bool))
     assert len(traced) == 1
 
 
 def test_nan_shows():
-    logits = jnp.zeros((1, 300)).at[0, 17].set(jnp.nan)
+    logits = jnp.zeros((4, 300)).at[0, 17].set(jnp.nan)
     for params in (SamplingParams(temperature=0), SamplingParams(seed=0, top_p=0.9)):
-        choice = jax.jit(sample_tokens)(
-            logits, Settings.of([params]), jnp.zeros(1, jnp.int32), jnp.zeros((1, 300), bool)
-        )
-        assert np.isnan(choice.logprob[0])
-        assert 0 <= choice.token[0] < 300
+        sample = run(logits, Settings.of([params] * 4), jnp.zeros(4, jnp.int32), jnp.zeros((4, 300), bool))
+        assert np.isnan(sample.logprob).tolist() == [True, False, False, False]
+        assert 0 <= sample.token[0] < 300
 
 
 def test_top_logprobs():

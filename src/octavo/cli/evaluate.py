@@ -1,4 +1,4 @@
-"""`octavo eval`: how good a model is on a text, and how far it is from its float original."""
+"""`octavo eval`: perplexity on a text, and divergence from a reference model."""
 
 import argparse
 import json
@@ -13,27 +13,27 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command and its options."""
     parser = commands.add_parser(
         "eval",
-        help="perplexity of a model on a text, and its distance to another",
+        help="perplexity of a model on a text, and its divergence from another",
         description="Measure a model on a text: perplexity with its standard error; against another model of the same "
         "vocabulary also the KL divergence, the RMS change of probabilities, how often both choose the same token, and "
         "the signal to noise ratio of every layer. " + MODEL,
         epilog="Example: octavo eval small --against model.gguf --text book.txt --max-tokens 20000",
     )
-    parser.add_argument("model", metavar="MODEL", help="the model to measure")
+    parser.add_argument("model", metavar="MODEL", help="the model to evaluate")
     parser.add_argument("--text", metavar="FILE", required=True, help="a text file")
-    parser.add_argument("--against", metavar="FLOAT", help="the model to compare with, such as the one in float")
+    parser.add_argument("--against", metavar="FLOAT", help="the reference model, such as the float original")
     parser.add_argument("--max-tokens", type=int, metavar="N", default=0, help="only the first N tokens of the text")
     parser.add_argument("--length", type=int, metavar="N", default=256, help="tokens in a window (default 256)")
     add_kv_cache(parser)
     parser.add_argument(
-        "--out", metavar="DIR", help="where the report goes, with the figures as JSON (default: runs/eval-MODEL-TEXT)"
+        "--out", metavar="DIR", help="the directory of the report and its JSON (default: runs/eval-MODEL-TEXT)"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate as the arguments say, and return the exit status."""
+    """Evaluate, and return the exit status."""
     from octavo.pretrained import open_model
     from octavo.serve import KVConfig
     from octavo.serve.evaluate import evaluate
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace, source: Any, against: Any, found: Any) -> Path:
-    """Write the figures and the page about them to a directory of their own."""
+    """Write the record and its page to a directory, and return the page."""
     from octavo.pretrained.memory import peak_memory
     from octavo.report import render
     from octavo.report.page import versions

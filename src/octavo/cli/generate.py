@@ -1,4 +1,4 @@
-"""`octavo generate`: what a model makes of prompts, printed as it comes.
+"""`octavo generate`: continue prompts, and print tokens as they are generated.
 
 One prompt is answered token by token. Several are made side by side and printed one after the other, each as soon as
 all before it are done.
@@ -21,35 +21,45 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command and its options."""
     parser = commands.add_parser(
         "generate",
-        help="go on from prompts with a model, token by token",
+        help="continue prompts with a model, token by token",
         description="Print what a model makes of prompts, as it makes it; at the end, on stderr, how fast and in how "
         "much memory. " + MODEL,
         epilog="Example: octavo generate small --prompt 'Once upon a time' --max-tokens 64 --kv int8. Exit status 1: a "
         "text ended in an error; 2: the model, a prompt or an option is wrong.",
     )
     parser.add_argument("model", metavar="MODEL", help="the model to run")
-    parser.add_argument(
-        "--prompt", metavar="TEXT", action="append", help="what to go on from; several are done side by side"
-    )
+    parser.add_argument("--prompt", metavar="TEXT", action="append", help="the text to continue; several are batched")
     parser.add_argument("--prompt-file", metavar="FILE", help="a prompt on each line; - reads standard input")
-    parser.add_argument("--chat", action="store_true", help="prompts are what a user says, in the model's template")
-    parser.add_argument("--max-tokens", type=int, metavar="N", default=128, help="tokens at most (default 128)")
-    parser.add_argument("--temperature", type=float, metavar="T", default=0.8, help="default 0.8; 0: likeliest token")
-    parser.add_argument("--top-k", type=int, metavar="K", default=0, help="only the K likeliest tokens (0: all)")
-    parser.add_argument("--top-p", type=float, metavar="P", default=1.0, help="only the likeliest that sum to P")
-    parser.add_argument("--min-p", type=float, metavar="P", default=0.0, help="only those with this share of the top")
+    parser.add_argument(
+        "--chat", action="store_true", help="prompts are user messages, formatted by the model's chat template"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", default=128, help="the most tokens of an answer (default 128)"
+    )
+    parser.add_argument("--temperature", type=float, metavar="T", default=0.8, help="default 0.8; 0: greedy")
+    parser.add_argument("--top-k", type=int, metavar="K", default=0, help="only the K most probable tokens (0: all)")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", default=1.0, help="only the most probable tokens that sum to P"
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        default=0.0,
+        help="only tokens with this fraction of the highest probability",
+    )
     parser.add_argument("--repetition-penalty", type=float, metavar="R", default=1.0, help="above 1: fewer repeats")
-    parser.add_argument("--seed", type=int, metavar="N", help="the same number gives the same text")
-    parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end the answer before this text")
     add_kv_cache(parser)
-    parser.add_argument("--slots", type=int, metavar="N", help="prompts done at a time (default: all, up to 8)")
+    parser.add_argument("--slots", type=int, metavar="N", help="prompts at a time (default: all, up to 8)")
     parser.add_argument("--max-length", type=int, metavar="N", help="tokens of a prompt and its answer (default: fits)")
-    parser.add_argument("--json", action="store_true", help="print a line of JSON for each prompt, when it is done")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each finished prompt")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate as the arguments say, and return the exit status."""
+    """Generate, and return the exit status."""
     try:
         prompts = _prompts(args)
         params = _params(args)
@@ -58,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"octavo generate: {error}", file=sys.stderr)
         return 2
     seeded = [params if params.seed is None else params.replace(seed=params.seed + i) for i in range(len(ids))]
-    # Before the clock starts: both programs are compiled by a first token of nothing.
+    # Compiles both programs before the clock starts.
     warm = type(params)(temperature=0.0, max_tokens=2)
     for _ in engine.generate([ids[0][:1]], warm):
         pass
@@ -72,10 +82,10 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         printer.close()
         return 130
-    except BrokenPipeError:  # whoever reads has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         return 0
     printer.close()
-    print(f"octavo generate: {clock.said(ids)}\n{_loaded(source, engine)}", file=sys.stderr)
+    print(f"octavo generate: {clock.summary(ids)}\n{_memory(source, engine)}", file=sys.stderr)
     return 1 if clock.failed else 0
 
 
@@ -119,7 +129,7 @@ def _engine(args: argparse.Namespace, prompts: Sequence[str]) -> tuple[Any, Any,
         ids = [tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in prompts]
     else:
         ids = [list(tokenizer.encode(prompt)) for prompt in prompts]
-    ids = [tokens or _beginning(tokenizer, prompt) for tokens, prompt in zip(ids, prompts, strict=True)]
+    ids = [tokens or _bos(tokenizer, prompt) for tokens, prompt in zip(ids, prompts, strict=True)]
     slots = min(len(ids), _MOST_SLOTS) if args.slots is None else args.slots
     length = max(map(len, ids)) + args.max_tokens if args.max_length is None else args.max_length
     engine = Engine(source, slots=slots, max_length=length, kv=kv)
@@ -128,16 +138,16 @@ def _engine(args: argparse.Namespace, prompts: Sequence[str]) -> tuple[Any, Any,
     return engine, source, ids
 
 
-def _beginning(tokenizer: Any, prompt: str) -> list[int]:
-    """An empty prompt is the beginning of a text, if the tokenizer has a token for that."""
+def _bos(tokenizer: Any, prompt: str) -> list[int]:
+    """The BOS token, for an empty prompt."""
     bos = getattr(tokenizer, "bos_id", None)
     if bos is None:
-        raise ValueError(f"the prompt {prompt!r} has no tokens, and the tokenizer none that begins a text")
+        raise ValueError(f"the prompt {prompt!r} has no tokens, and the tokenizer has no BOS token")
     return [bos]
 
 
 class _Text:
-    """Prompts and what follows them, in order: of the first that is not done, every piece as it comes."""
+    """Prints prompts and answers in order; the first unfinished one as it is generated."""
 
     def __init__(self, prompts: Sequence[str], out: Any):
         self._prompts, self._out = prompts, out
@@ -170,7 +180,7 @@ class _Text:
 
 
 class _Json:
-    """A line for each prompt that is done."""
+    """Prints a line for each finished prompt."""
 
     def __init__(self, prompts: Sequence[str], ids: Sequence[Sequence[int]]):
         self._prompts, self._ids = prompts, ids
@@ -197,7 +207,7 @@ class _Json:
 
 
 class _Clock:
-    """When tokens came."""
+    """Measures the speed of generation."""
 
     def __init__(self):
         self._start = time.perf_counter()
@@ -212,7 +222,7 @@ class _Clock:
         self._tokens += event.token >= 0
         self.failed = self.failed or event.finish == "error"
 
-    def said(self, ids: Sequence[Sequence[int]]) -> str:
+    def summary(self, ids: Sequence[Sequence[int]]) -> str:
         count, seconds = self._tokens, self._last - self._start
         prompt = sum(map(len, ids))
         after = self._last - self._first
@@ -220,7 +230,7 @@ class _Clock:
         return f"{count} tokens from {prompt} of prompt in {seconds:.2f} s{speed}"
 
 
-def _loaded(source: Any, engine: Any) -> str:
+def _memory(source: Any, engine: Any) -> str:
     mib = 2**20
     kv = engine.kv
     from octavo.pretrained.memory import peak_memory

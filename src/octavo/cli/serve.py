@@ -1,4 +1,4 @@
-"""`octavo serve`: a model behind an HTTP endpoint that OpenAI's clients can use."""
+"""`octavo serve`: serve a model over HTTP, compatible with clients of OpenAI's API."""
 
 import argparse
 import json
@@ -11,14 +11,14 @@ from typing import Any
 
 from octavo.cli.options import MODEL, add_kv_cache
 
-_LONGEST = 2048
+_DEFAULT_LENGTH = 2048
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command and its options."""
     parser = commands.add_parser(
         "serve",
-        help="serve a model over HTTP, as OpenAI's clients expect it",
+        help="serve a model over HTTP, compatible with OpenAI's API",
         description="Answer /v1/completions and /v1/chat/completions, streaming or not, for many clients at a time. "
         "Stops in good order at SIGINT and SIGTERM. " + MODEL,
         epilog="Example: octavo serve small --slots 8 --kv int8. Exit status 2: the model or an option is wrong, or "
@@ -29,27 +29,29 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "--host", default="127.0.0.1", help="the address to listen on (default 127.0.0.1: this machine)"
     )
     parser.add_argument("--port", type=int, default=8000, help="the port (default 8000); 0 takes a free one")
-    parser.add_argument("--name", help="what the model is called in requests (default: the name of the file)")
-    parser.add_argument("--slots", type=int, metavar="N", default=8, help="texts made at a time (default 8)")
+    parser.add_argument("--name", help="the name of the model in requests (default: the name of the file)")
+    parser.add_argument("--slots", type=int, metavar="N", default=8, help="texts generated at a time (default 8)")
     parser.add_argument("--queue", type=int, metavar="N", default=64, help="texts that may wait (default 64)")
     parser.add_argument(
         "--max-length", type=int, metavar="N", help="tokens of a text (default: the model's, up to 2048)"
     )
     add_kv_cache(parser)
-    parser.add_argument("--timeout", type=float, metavar="S", default=600.0, help="seconds for an answer (default 600)")
     parser.add_argument(
-        "--grace", type=float, metavar="S", default=10.0, help="seconds to finish answers when stopped (default 10)"
+        "--timeout", type=float, metavar="S", default=600.0, help="seconds for a response (default 600)"
+    )
+    parser.add_argument(
+        "--grace", type=float, metavar="S", default=10.0, help="seconds to finish responses when stopped (default 10)"
     )
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help="refuse requests without this key; better set OCTAVO_API_KEY, since others may see a command's arguments",
+        help="require this key; prefer OCTAVO_API_KEY, since other users may see a command's arguments",
     )
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve as the arguments say, until a signal ends it; return the exit status."""
+    """Serve until a signal, and return the exit status."""
     try:
         from octavo.serve.http import Limits, bind
 
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         # Before the model is loaded, which may take long.
         sock = bind(args.host, args.port)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        return _refuse(error)
+        return _fail(error)
     with sock:
         return _serve(args, sock, limits, key)
 
@@ -73,7 +75,7 @@ def _serve(args: argparse.Namespace, sock: socket.socket, limits: Any, key: str 
     try:
         engine, name = _engine(args)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        return _refuse(error)
+        return _fail(error)
     except KeyboardInterrupt:  # while the model was loaded: there is nothing to finish
         return 130
 
@@ -99,11 +101,11 @@ def _engine(args: argparse.Namespace) -> tuple[Any, str]:
     if source.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer: it cannot read a prompt")
     kv = KVConfig(keys=args.kv, values=args.kv_values or args.kv, axis=args.kv_axis) if args.kv else KVConfig()
-    # Some models could take very long texts, for which the memory of every slot would be reserved.
-    longest = min(_LONGEST, int(source.origin.get("max_length") or _LONGEST))
+    # Memory is reserved for every slot, and the context of some models is very long.
+    longest = min(_DEFAULT_LENGTH, int(source.origin.get("max_length") or _DEFAULT_LENGTH))
     length = longest if args.max_length is None else args.max_length
     engine = Engine(source, slots=args.slots, kv=kv, max_length=length)
-    # Compiles what every request needs, so that the first does not wait for it.
+    # Compiles both programs, so that the first request does not wait.
     for _ in engine.generate([[0]], SamplingParams(temperature=0.0, max_tokens=2)):
         pass
     return engine, args.name or Path(args.model).resolve().name
@@ -114,6 +116,6 @@ def _is_loopback(sock: socket.socket) -> bool:
     return host == "::1" or host.startswith("127.")
 
 
-def _refuse(error: Exception) -> int:
+def _fail(error: Exception) -> int:
     print(f"octavo serve: {error}", file=sys.stderr)
     return 2

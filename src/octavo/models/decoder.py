@@ -139,7 +139,7 @@ def split_batch(layer: Any, x: Array, angles: RotaryAngles, parts: int) -> tuple
         return layer(x, angles)[:2]
     rows = x.shape[0]
     if rows % parts:
-        raise ValueError(f"{rows} rows cannot be cut into batch_split={parts} equal parts: choose another batch size")
+        raise ValueError(f"{rows} rows cannot be split into batch_split={parts} equal parts: choose another batch size")
 
     def part(tree: Any, number: int) -> Any:
         return jax.tree.map(lambda a: a.reshape(-1, parts, *a.shape[1:])[:, number] if a.shape[0] == rows else a, tree)

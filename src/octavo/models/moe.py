@@ -31,7 +31,7 @@ class Experts(nnx.Module):
     def __call__(
         self, rows: Float[Array, "rows inputs"], sizes: Shaped[Array, "..."], sharding: ExpertSharding | None = None
     ) -> Float[Array, "rows outputs"]:
-        """Rows sorted by expert, of which each has as many as `sizes` says; sharded over a mesh, if so."""
+        """A ragged matmul of rows sorted by expert, with `sizes` rows for each; expert parallel with a sharding."""
         kernel = self.kernel[...].astype(rows.dtype)
         if sharding is None:
             return jax.lax.ragged_dot(rows, kernel, sizes)
