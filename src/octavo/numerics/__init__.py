@@ -1,8 +1,9 @@
 """Number formats, rounding and bit packing."""
 
+from octavo._names import unknown_name as nearest_names
 from octavo.numerics.blocks import E8M0, BlockFormat, power_of_two_scale, round_scale
 from octavo.numerics.floats import FloatFormat, round_to_grid
-from octavo.numerics.format import Format, nearest_names, round_unit
+from octavo.numerics.format import Format, round_unit
 from octavo.numerics.integers import IntFormat
 from octavo.numerics.packing import pack_bits, unpack_bits
 from octavo.numerics.registry import FormatLike, formats, get_format, register_format

@@ -1,9 +1,7 @@
 """The interface of a number format."""
 
 import abc
-import difflib
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -135,10 +133,3 @@ def round_unit(x: Float[Array, "*s"], noise: Float[Array, "*n"] | None) -> Float
         return jax.lax.round(x, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
     low = jnp.floor(x)
     return low + (noise < x - low).astype(x.dtype)
-
-
-def nearest_names(name: str, known: Sequence[str]) -> str:
-    """A phrase that lists what a misspelt name may have meant."""
-    near = difflib.get_close_matches(name.lower(), list(known), n=4, cutoff=0.4)
-    hint = f"did you mean {', '.join(map(repr, near))}? " if near else ""
-    return f"{hint}Known: {', '.join(sorted(known))}"
