@@ -139,12 +139,13 @@ WRONG = {
     "weight_sparsity_n=2": "weight_sparsity_n=2 and weight_sparsity_m=null: set both",
     "load_parameters_path=nowhere": "load_parameters_path=nowhere: there is no such file or directory",
     "nowhere.yml": "there is no file nowhere.yml",
+    "quantization=fp8_gpu weight_quantization_calibration_method=fixed,-1,1": "weight_calibration_method='fixed,-1,1'",
 }
 
 
 @pytest.mark.parametrize("word", WRONG)
 def test_errors_come_before_anything_starts(word, tmp_path, capsys):
-    assert run([word, f"base_output_directory={tmp_path}"]) == 2
+    assert run([*word.split(), f"base_output_directory={tmp_path}"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("octavo train: ")
     assert WRONG[word] in captured.err
@@ -183,7 +184,7 @@ def test_a_package_of_some_datasets_is_named_as_well(tmp_path, monkeypatch, caps
 
 
 def test_an_error_of_the_program_is_not_hidden(tmp_path, monkeypatch):
-    def fail(config, mesh):
+    def fail(config, mesh, schedule):
         import no_such_module  # noqa: F401
 
     monkeypatch.setattr("octavo.train.run.train", fail)

@@ -302,7 +302,7 @@ def test_two_runs_cannot_share_a_directory(tmp_path, capsys):
 
 
 def test_an_error_on_the_way_lets_go_of_the_directory(tmp_path, monkeypatch):
-    def fail(self, config, mesh=None):
+    def fail(self, config, mesh=None, schedule=None):
         raise ValueError("no model today")
 
     with monkeypatch.context() as patch:

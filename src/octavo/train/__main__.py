@@ -47,6 +47,7 @@ def _load_and_train(argv: Sequence[str]) -> int:
         return _fail(str(error), USAGE)
     from octavo.train import distributed
     from octavo.train.mesh import global_batch_size, make_mesh
+    from octavo.train.quantization import training_schedule
 
     try:
         # Before any device is used; the mesh then has the devices of all processes.
@@ -54,14 +55,15 @@ def _load_and_train(argv: Sequence[str]) -> int:
         config = distributed.agree_on_config(config)
         mesh = make_mesh(config)
         global_batch_size(config, mesh.size)
+        schedule = training_schedule(config)
     except distributed.ConnectionLostError as error:
         return _fail(str(error), FAILED)
-    except ValueError as error:  # a mesh that cannot be made of these settings
+    except ValueError as error:  # a mesh or rules that cannot be made of these settings
         return _fail(str(error), USAGE)
-    return _train(config, sources, mesh)
+    return _train(config, sources, {"mesh": mesh, "schedule": schedule})
 
 
-def _train(config: "Config", sources: "Sources", mesh: Any) -> int:
+def _train(config: "Config", sources: "Sources", made: dict[str, Any]) -> int:
     # After the configuration is known to be right: these take a second to import.
     from octavo.checkpoint import CheckpointError
     from octavo.train import distributed, run
@@ -72,11 +74,11 @@ def _train(config: "Config", sources: "Sources", mesh: Any) -> int:
     if first := distributed.is_main_process():
         print(format_config(config, sources), flush=True)
     try:
-        outcome = run.train(config, mesh=mesh)
+        outcome = run.train(config, **made)
         report = _write_report(config.run_directory) if first else None
     except HaltedError as error:
         return _fail(f"{error}. Report: {_write_report(config.run_directory)}", FAILED) if first else FAILED
-    except ConfigError as error:  # rules that cannot be made, or sizes that the mesh does not divide
+    except ConfigError as error:  # sizes that the mesh does not divide; known once the vocabulary is
         return _fail(str(error), USAGE)
     except (CheckpointError, OSError, ValueError, distributed.ConnectionLostError) as error:
         return _exit_process(_fail(str(error), FAILED))

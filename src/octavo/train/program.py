@@ -17,7 +17,7 @@ from octavo.data.packing import KEYS
 from octavo.inspect import Plan, Verification, plan, verify
 from octavo.models import ModelConfig, abstract_params
 from octavo.ops.vjp import ERROR_FEEDBACK
-from octavo.rules import QtRule, QuantizationRule, recipe
+from octavo.rules import QtRule, QuantizationRule, Schedule, recipe
 from octavo.train import distributed, sharding
 from octavo.train.config import Config
 from octavo.train.mesh import global_batch_size, make_mesh
@@ -69,6 +69,7 @@ class Program:
       config: The configuration.
       mesh: The mesh; that of the configuration on the devices that there are by default.
       vocab_size: The tokenizer's, for a configuration that leaves it open.
+      schedule: The rules by stages; those of the configuration by default.
 
     Raises:
       ConfigError: Sizes that cannot be sharded over the mesh.
@@ -79,12 +80,12 @@ class Program:
     (3, 1280, 320)
     """
 
-    def __init__(self, config: Config, mesh: Any = None, *, vocab_size: int = 0):
+    def __init__(self, config: Config, mesh: Any = None, *, vocab_size: int = 0, schedule: Schedule | None = None):
         self.config = config
         self.mesh = make_mesh(config) if mesh is None else mesh
         self.model = model_config(config, vocab_size)
         self.batch_size = global_batch_size(config, self.mesh.size)
-        self.recipe_schedule = self.schedule = training_schedule(config)
+        self.recipe_schedule = self.schedule = schedule or training_schedule(config)
         if not self.is_single_device:
             sharding.check_fits(config, self.model, self.mesh)
             self.model = self.model.replace(placement=sharding.model_axis_rules(config, self.mesh))

@@ -18,7 +18,7 @@ import jax
 
 from octavo.checkpoint import CheckpointManager, CheckpointWarning
 from octavo.hlo import read_communication
-from octavo.rules import rules_to_json
+from octavo.rules import Schedule, rules_to_json
 from octavo.train import distributed
 from octavo.train.config import Config
 from octavo.train.directory import Log, describe, write_config, write_plan
@@ -55,7 +55,7 @@ class Outcome:
         return self.reason in (DONE, TARGET)
 
 
-def train(config: Config, *, log: Log | None = None, mesh: Any = None) -> Outcome:
+def train(config: Config, *, log: Log | None = None, mesh: Any = None, schedule: Schedule | None = None) -> Outcome:
     """Train in the run's directory until the end, a target or a signal; resumes from the newest checkpoint there.
 
     SIGTERM and Ctrl-C end the run after the current step, with a checkpoint.
@@ -64,6 +64,7 @@ def train(config: Config, *, log: Log | None = None, mesh: Any = None) -> Outcom
       config: The configuration.
       log: Takes each line of the log; printed by default, with a progress bar in a terminal.
       mesh: The mesh, if it is made already.
+      schedule: The rules by stages, if they are made already.
 
     Raises:
       HaltedError: A loss or a gradient is not finite. Checkpoints that were saved before stay.
@@ -83,7 +84,7 @@ def train(config: Config, *, log: Log | None = None, mesh: Any = None) -> Outcom
         asynchronous=config.async_checkpointing,
     ) as checkpoints:
         _check_no_overwrite(config, checkpoints)
-        trainer = Trainer(config, mesh)
+        trainer = Trainer(config, mesh, schedule)
         saved = _restore(trainer, checkpoints, print_line)
         outcome = _finished(config, trainer.now, saved)
         if outcome is not None:

@@ -12,6 +12,7 @@ from octavo.data import make_dataset
 from octavo.inspect import Verification
 from octavo.models import init_params
 from octavo.qarray import dequantize, is_qarray, shardings
+from octavo.rules import Schedule
 from octavo.train import distributed
 from octavo.train.config import Config
 from octavo.train.mesh import global_batch_size, make_mesh
@@ -29,6 +30,7 @@ class Trainer(Program):
     Args:
       config: The configuration.
       mesh: The mesh; that of the configuration on the devices that there are by default.
+      schedule: The rules by stages; those of the configuration by default.
 
     >>> from octavo.train.config import Config
     >>> trainer = Trainer(Config(num_devices=1, dataset_type="synthetic", base_emb_dim=32, base_mlp_dim=64))
@@ -36,10 +38,10 @@ class Trainer(Program):
     (0, (16, 128))
     """
 
-    def __init__(self, config: Config, mesh: Any = None):
+    def __init__(self, config: Config, mesh: Any = None, schedule: Schedule | None = None):
         mesh = make_mesh(config) if mesh is None else mesh
         self.data = make_dataset(config, "train", batch_size=global_batch_size(config, mesh.size))
-        super().__init__(config, mesh, vocab_size=self.data.vocab_size)
+        super().__init__(config, mesh, vocab_size=self.data.vocab_size, schedule=schedule)
         self._compiled: dict[tuple[str, int], Any] = {}
         self.resume(self._initial_state())
 
