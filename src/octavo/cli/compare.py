@@ -4,10 +4,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from octavo.train.config import Config, ConfigError, load
-from octavo.train.quantization import training_rules
+if TYPE_CHECKING:
+    from octavo.train.config import Config
 
 _HELP = """usage: octavo compare [CONFIG.yml] quantization=RECIPE[,RECIPE...] [seeds=N] [key=value ...]
 
@@ -31,6 +31,9 @@ def run(argv: Sequence[str]) -> int:
     if any(word in ("-h", "--help", "help") for word in argv):
         print(_HELP)
         return 0
+    from octavo.train.config import load
+    from octavo.train.quantization import training_rules
+
     own = {"quantization": "int8", "seeds": "2", "eval_points": "10", "fresh": "false"}
     rest = []
     for word in argv:
@@ -55,18 +58,22 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _number(name: str, text: str) -> int:
+    from octavo.train.config import ConfigError
+
     if not text.isdigit() or int(text) < 1:
         raise ConfigError([f"{name}={text}: a whole number, 1 or more"])
     return int(text)
 
 
 def _flag(name: str, text: str) -> bool:
+    from octavo.train.config import ConfigError
+
     if text.lower() not in ("true", "false"):
         raise ConfigError([f"{name}={text}: true or false"])
     return text.lower() == "true"
 
 
-def _compare(config: Config, recipes: list[str], options: dict[str, Any]) -> int:
+def _compare(config: "Config", recipes: list[str], options: dict[str, Any]) -> int:
     from octavo.report import compare_report
     from octavo.train.compare import Comparison
 
