@@ -53,6 +53,22 @@ class Walk:
         return f"{name:<24}" + "".join(f"{n:>12,}" for n in numbers)
 
 
+def lower_train_step() -> None:
+    """From a configuration to the lowered program of the first training step of a small language model."""
+    from octavo.train import load
+    from octavo.train.program import Program
+
+    keys = {
+        "model_name": "1m",
+        "quantization": "int8",
+        "dataset_type": "synthetic",
+        "max_target_length": 32,
+        "use_qwix_quantization": True,
+    }
+    config, _ = load([f"{key}={value}" for key, value in keys.items()], environ={})
+    Program(config, vocab_size=256).lower()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="list the functions of the forward pass, by file")
@@ -66,6 +82,7 @@ def main() -> None:
     print(made.row("quantized(fn, 'int8')"))
     print(forward.row("forward jaxpr"))
     print(gradient.row("gradient jaxpr"))
+    print(Walk().run(lower_train_step).row("first training step"))
     if args.list:
         for (file, name, line), count in sorted(forward.calls.items()):
             print(f"{count:>5}  {file}:{line} {name}")

@@ -109,5 +109,5 @@ def test_what_is_not_finite_is_seen_everywhere_it_was():
 
 
 def test_integers_are_refused():
-    with pytest.raises(TypeError, match=r"one of floats, got int32: use jax\.lax\.psum"):
+    with pytest.raises(TypeError, match=r"takes floats, got int32: use jax\.lax\.psum"):
         summed(jnp.ones((N, 4), jnp.int32))

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from octavo import ops
 from octavo._typing import Array
 from octavo.ops import Conv, ConvDims, Dims, Dot, DotConfig, Operand, Product, Ragged
+from octavo.ops.api import result_dtype
+from octavo.ops.product import Call, quantized_product
 from octavo.ops.products.ragged import NUMBERS as RAGGED
 from octavo.qarray import QArray, Quantizer
 from octavo.rules import QuantizationRule, as_rules, find
@@ -234,7 +236,7 @@ def run_product(site: Site, frame: Frame, lhs: Any, rhs: Any, *rest: Any, params
         args = (params["window_strides"], params["padding"])
         product = Conv(ConvDims.of(lhs.shape, rhs.shape, *args, **geometry))
         op = functools.partial(ops.conv_general_dilated, **geometry, **options)
-        return _quantized(site, frame, op, product, product.dims, lhs, rhs, *args)
+        return _quantized(site, frame, op, product, product.dims, lhs, rhs, *args, options=options)
     if "ragged_dot_dimension_numbers" in params:
         numbers, (sizes, *offset) = params["ragged_dot_dimension_numbers"], rest
         if offset or params.get("group_offset") is not None:
@@ -244,12 +246,21 @@ def run_product(site: Site, frame: Frame, lhs: Any, rhs: Any, *rest: Any, params
         return _quantized(site, frame, op, Ragged(), dims, lhs, rhs, sizes, numbers)
     product = Dot.of(params["dimension_numbers"], lhs.ndim, rhs.ndim)
     op = functools.partial(ops.dot_general, **options)
-    return _quantized(site, frame, op, product, product.axes, lhs, rhs, params["dimension_numbers"])
+    return _quantized(site, frame, op, product, product.axes, lhs, rhs, params["dimension_numbers"], options=options)
 
 
 def _quantized(
-    site: Site, frame: Frame, op: Callable[..., Array], product: Product, dims: Dims, lhs: Any, rhs: Any, *args: Any
+    site: Site,
+    frame: Frame,
+    op: Callable[..., Array],
+    product: Product,
+    dims: Dims,
+    lhs: Any,
+    rhs: Any,
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> Array:
+    """`op(lhs, rhs, *args)` as the config of a site says; with `options`, the product itself, whose axes are known."""
     config, operands = site.config, (lhs, rhs)
     if config is None:
         return op(lhs, rhs, *args)
@@ -277,7 +288,11 @@ def _quantized(
     if frame.context.provider.telemetry:
         scaling |= telemetry_state(site, frame, config, operands)
     key = _rounding_key(site, frame, config)
-    return op(lhs, rhs, *args, config=config, key=key, scaling=scaling, **placement)
+    if options is None:
+        return op(lhs, rhs, *args, config=config, key=key, scaling=scaling, **placement)
+    dtype = result_dtype(lhs, rhs, options.get("preferred_element_type"))
+    call = Call(product, config, dtype, options.get("precision"), options.get("out_sharding"), **placement)
+    return quantized_product(call, lhs, rhs, key=key, scaling=scaling)
 
 
 def _rounding_key(site: Site, frame: Frame, config: DotConfig) -> Array | None:
