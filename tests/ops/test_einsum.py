@@ -1,5 +1,7 @@
 """Any equation: against numpy.einsum, with QArrays, with a config, and its errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +49,7 @@ QUICK = ("bqhd,bkhd->bhqk", "...ij,...jk->...ik", "abc,cd,de->abe", "ij,jkl->ik"
 def test_every_equation(equation):
     xs = data(next(shapes for e, *shapes in CASES if e == equation))
     want = np.einsum(equation.replace(" ", ""), *(np.asarray(x, np.float64) for x in xs))
-    np.testing.assert_allclose(octavo.einsum(equation, *xs), want, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(functools.partial(octavo.einsum, equation))(*xs), want, atol=1e-5)
 
     def square(xs):
         out = octavo.einsum(equation, *xs, config=DotConfig.qt("int8"))
@@ -64,7 +66,7 @@ def test_every_equation(equation):
 def test_operands_may_be_qarrays():
     x, w = data([(2, 3, 32), (32, 8)])
     for q in (octavo.quantize(w, "int8", channelwise_axes=(1,)), octavo.quantize(w, "nf4", tiled_axes={0: 16}).pack()):
-        got = octavo.einsum("bsd,df->bsf", x, q)
+        got = jax.jit(functools.partial(octavo.einsum, "bsd,df->bsf"))(x, q)
         np.testing.assert_allclose(got, jnp.einsum("bsd,df->bsf", x, q.dequantize()), atol=1e-4)
     with pytest.raises(TypeError, match="leave the config out"):
         octavo.einsum("bsd,df->bsf", x, q, config=DotConfig.qt("int8"))
@@ -74,7 +76,7 @@ def test_a_config_quantizes_in_the_order_of_the_call():
     x, w = data([(4, 8), (8, 4)])
     types = dot_types(lambda x, w: octavo.einsum("ab,bc->ca", x, w, config=DotConfig.qt("int8")), x, w)
     assert set(types) == {("int8", "int8", "int32")}
-    out = octavo.einsum("ab,bc->ca", x, w, config=DotConfig.weight_only("int2"))
+    out = jax.jit(lambda x, w: octavo.einsum("ab,bc->ca", x, w, config=DotConfig.weight_only("int2")))(x, w)
     right = octavo.quantize(w, "int2", channelwise_axes=(1,)).dequantize()
     np.testing.assert_allclose(out, (x @ right).T, atol=1e-5)
 
@@ -84,7 +86,8 @@ def test_lists_of_axes_and_dtypes():
     np.testing.assert_allclose(octavo.einsum(x, [0, 1], w, [1, 2], [0, 2]), x @ w, atol=1e-5)
     np.testing.assert_allclose(octavo.einsum(x, [0, 1], w, [1, 2]), x @ w, atol=1e-5)
     bf16 = [a.astype(jnp.bfloat16) for a in (x, w)]
-    assert octavo.einsum("ij,jk->ik", *bf16, config=DotConfig.qt("int8")).dtype == jnp.bfloat16
+    low = jax.eval_shape(lambda *xs: octavo.einsum("ij,jk->ik", *xs, config=DotConfig.qt("int8")), *bf16)
+    assert low.dtype == jnp.bfloat16
     assert octavo.einsum("ij,jk->ik", *bf16, preferred_element_type=jnp.float32).dtype == jnp.float32
 
 
@@ -109,9 +112,10 @@ class TestScaling:
     def test_bounds_of_the_one_contraction_are_those_of_a_dot(self):
         config = DotConfig.qt("int8")
         bounds = {"lhs": {"absmax": jnp.full((4, 1), 5.0)}, "rhs": {"absmax": jnp.full((1, 6), 4.0)}}
-        got = octavo.einsum("bi,io->bo", self.x, self.w, config=config, scaling=bounds)
-        np.testing.assert_array_equal(got, octavo.dot(self.x, self.w, config=config, scaling=bounds))
-        assert np.any(got != octavo.dot(self.x, self.w, config=config))
+        dot = jax.jit(lambda scaling: octavo.dot(self.x, self.w, config=config, scaling=scaling))
+        got = jax.jit(lambda s: octavo.einsum("bi,io->bo", self.x, self.w, config=config, scaling=s))(bounds)
+        np.testing.assert_array_equal(got, dot(bounds))
+        assert np.any(got != dot({}))
 
     def test_an_outer_product_takes_no_ranges(self):
         text, operands = "bi,k,ij->bjk", (self.x, self.outer, self.w)
@@ -119,7 +123,7 @@ class TestScaling:
         config = DotConfig.qt("int8").with_operands(fwd_lhs=delayed)
         state = octavo.ops.init_einsum_scaling(config, text, *operands)
         assert list(state) == ["lhs"]  # of one contraction, not of two
-        new = jax.grad(lambda s: jnp.sum(octavo.einsum(text, *operands, config=config, scaling=s)))(state)
+        new = jax.jit(jax.grad(lambda s: jnp.sum(octavo.einsum(text, *operands, config=config, scaling=s))))(state)
         assert float(new["lhs"]["amax_history"].ravel()[0]) > 0
 
     def test_ranges_have_to_be_those_of_all_contractions(self):

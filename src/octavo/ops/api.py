@@ -35,8 +35,22 @@ def dot_general(
     """`jax.lax.dot_general` in low precision.
 
     Operands that are QArrays are multiplied as they are, in any mix with arrays. With a `config`, float operands are
-    quantized here, and so are the two gradients. `key` drives stochastic rounding; `scaling` holds ranges that come
-    from outside: bounds, or tracker states, whose gradient is the updated state.
+    quantized here, and so are the two gradients.
+
+    Args:
+      lhs: the left operand.
+      rhs: the right operand.
+      dimension_numbers: as in `jax.lax.dot_general`.
+      precision: of a dot of floats.
+      preferred_element_type: the dtype of the result; by default what the operands promote to.
+      out_sharding: of the result, on a mesh with explicit axes.
+      config: how the operands of the three matmuls are quantized; None multiplies operands as they are.
+      key: for stochastic rounding.
+      scaling: ranges from outside, by operand: bounds, or tracker states, whose gradient is the updated state.
+      placement: how the weight is all-gathered and its gradient reduced over devices.
+
+    Returns:
+      The product.
 
     >>> import octavo
     >>> x, w = jnp.ones((2, 4)), jnp.eye(4)

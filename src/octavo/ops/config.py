@@ -21,12 +21,21 @@ _RESIDUALS = ("reuse", "requantize", "original")
 class Operand(Config):
     """How one operand of one matmul is quantized, whatever its axes turn out to be.
 
-    By default every index of the axes that are not contracted has a scale of its own. `tile` cuts the last contracted
-    axis into tiles (a count of values, or 1/n); with `tile_axis=0` the first one, which is where a batch is sharded.
-    `square` cuts the last remaining axis into tiles of the same size too, and `per_tensor` gives one scale to all (or,
-    with `tile`, to all rows of a tile). `dequant` says where the scale comes back in: on the "output" of a
-    low-precision matmul; on this "input" before a float matmul; or on the "other" input, for which the scale runs along
-    the contracted axes instead. A `tracker` makes the range a remembered one.
+    By default every index of the axes that are not contracted has a scale of its own.
+
+    Args:
+      qtype: the format of the codes.
+      tile: the tile size along a contracted axis: a count of values, or the fraction 1/n of the axis.
+      tile_axis: which contracted axis has tiles: -1 the last, 0 the first, which is where a batch is sharded.
+      square: tiles of the same size along the last remaining axis as well.
+      per_tensor: one scale for the tensor, or with `tile` for all rows of a tile.
+      calibration: how a range is found.
+      rounding: "nearest" or "stochastic".
+      scale_dtype: the dtype of scales.
+      arithmetic: the dtype in which codes are computed.
+      dequant: where the scale comes back in: on the "output" of a low-precision matmul; on this "input" before a float
+        matmul; or on the "other" input, for which the scale runs along the contracted axes instead.
+      tracker: state from which the range is read, as for delayed scaling.
     """
 
     qtype: Format
@@ -105,15 +114,19 @@ class Operand(Config):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Matmul(Config):
-    """One of the three matmuls: its two operands (None: left in float) and what is special about it.
+    """One of the three matmuls of a training step.
 
-    In a gradient, `lhs` is the incoming gradient and `rhs` the residual. `residual` says what the residual is: "reuse"
-    takes the forward's codes and moves their scale into the gradient, or requantizes them where tiles make that
-    impossible; "requantize" quantizes the forward's low-bit value again, by `rhs`, along this matmul's contraction;
-    "original" keeps the float value, quantized by `rhs` if that is given. `rotate` multiplies both operands with a
-    Hadamard matrix of blocks of that size along the last contracted axis, which spreads outliers and cancels out.
-    `accumulator` is the dtype in which floats are summed, and the products of tiles (float32 unless given); the
-    integers of a tile always sum in int32.
+    Args:
+      lhs: the left operand, in a gradient the incoming gradient; None for float.
+      rhs: the right operand, in a gradient the residual; None for float.
+      residual: what the residual of a gradient is. "reuse" takes the forward's codes and moves their scale into the
+        gradient, or requantizes them where tiles make that impossible; "requantize" quantizes the forward's low-bit
+        value again, by `rhs`, along this matmul's contraction; "original" saves the float value, quantized by `rhs` if
+        that is given.
+      rotate: multiplies both operands with a Hadamard matrix of blocks of this size along the last contracted axis,
+        which spreads outliers and cancels out.
+      accumulator: the dtype in which floats are summed, and the products of tiles (float32 unless given); the integers
+        of a tile always sum in int32.
     """
 
     lhs: Operand | None = None
@@ -139,10 +152,15 @@ class Matmul(Config):
 class DotConfig(Config):
     """A matmul and its two gradients, quantized: the one description that every recipe compiles to.
 
-    `clip_gradient` zeroes the gradient of values outside the calibrated range. `sparsity` (n, m) keeps, of each m
-    weights along the contraction of `rhs`, the n largest. `lowering` forces how the matmuls run: see
-    `octavo.ops.lowerings`. `smooth` is SmoothQuant's alpha: the forward divides `lhs` and multiplies `rhs`, for each
-    contracted index k, by max|lhs_k|**alpha / max|rhs_k|**(1 - alpha) before it quantizes them.
+    Args:
+      fwd: the forward matmul.
+      dlhs: the gradient of the left operand.
+      drhs: the gradient of the right operand.
+      clip_gradient: whether the gradient of values outside the calibrated range is zero.
+      sparsity: (n, m) keeps, of each m weights along the contraction of `rhs`, the n largest.
+      lowering: how the matmuls run, one of `octavo.ops.lowerings()`.
+      smooth: SmoothQuant's alpha: the forward divides `lhs` and multiplies `rhs`, for each contracted index k, by
+        max|lhs_k|**alpha / max|rhs_k|**(1 - alpha) before it quantizes them.
 
     >>> DotConfig.qt("int8").fwd.lhs.qtype.name
     'int8'
