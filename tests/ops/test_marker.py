@@ -117,4 +117,4 @@ def test_a_config_with_placement_beside_it_round_trips_through_json():
     assert site.placement.gather is not None
     assert site.placement.reduction is not None
     assert DotConfig.from_json(site.config.to_json()) == site.config
-    assert eval(repr(site.config), vars(octavo) | vars(octavo.numerics) | vars(octavo.calibration)) == site.config
+    assert eval(repr(site.config), vars(octavo.ops) | vars(octavo.numerics) | vars(octavo.calibration)) == site.config
