@@ -52,10 +52,10 @@ def test_it_quantizes_every_matmul_of_the_layers(name, tmp_path):
 def test_it_trains(name, tmp_path):
     """Attention, experts, and an expert that sees all tokens: every kind of matmul in one program."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "shared_experts": 1}
-    trainer = Trainer(configure(name, tmp_path, **experts, learning_rate=2e-2))
-    losses = [float(trainer.step()["learning/lm_loss"]) for _ in range(8)]
+    trainer = Trainer(configure(name, tmp_path, **experts, learning_rate=1e-2, steps=16))
+    losses = [float(trainer.step()["learning/lm_loss"]) for _ in range(16)]
     assert np.isfinite(losses).all()
-    assert losses[-1] < losses[0] - 0.5
+    assert np.mean(losses[-3:]) < losses[0] - 0.5
     check_coverage(trainer, name, "moe_block", "moe_block/shared_experts")
     dtypes = {x.dtype for x in jax.tree.leaves(trainer.state.params)}
     assert dtypes == {np.dtype("float32")}
