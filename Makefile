@@ -24,7 +24,7 @@ test: $(STAMP) ## run the tests (ARGS="-k rounding" narrows them)
 test-slow: $(STAMP) ## run the tests that `make test` leaves out (needs `make data` and scripts/browser)
 	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m pytest --shapes=trust -m "(slow or data or browser) and not codegen" $(ARGS)
 	$(PYTHON) -m pytest --shapes=trust -m codegen $(ARGS)
-	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m pytest --shapes=trust -n0 -m multiprocess tests/train/multiprocess $(ARGS)
+	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m pytest --shapes=trust -n0 -m multiprocess tests/checkpoint tests/train/multiprocess $(ARGS)
 
 lint: $(STAMP) ## check format, style, types, layers and dependencies
 	$(PYTHON) -m ruff format --check

@@ -77,14 +77,6 @@ def missing(item):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Deselect the tests that need data or a browser that are not here; the last line of the run says so."""
-    seen: dict[str, int] = {}
-    for item in items:
-        marker = item.get_closest_marker("sampled")
-        if marker is not None:
-            name = item.nodeid.partition("[")[0]
-            number = seen[name] = seen.get(name, -1) + 1
-            if number % marker.args[0]:
-                item.add_marker("slow")
     left_out: dict[str, int] = {}
     here, absent = [], []
     for item in items:
