@@ -32,8 +32,8 @@ def params_of(config):
 
 def batch(config, shape=(2, 7), key=2):
     """Tokens, positions and segments; the first sequence packs two documents."""
-    rng, split = np.random.default_rng(key), shape[1] // 2
-    tokens = rng.integers(0, config.vocab_size, shape)
+    split = shape[1] // 2
+    tokens = jax.random.randint(jax.random.key(key), shape, 0, config.vocab_size)
     index = np.broadcast_to(np.arange(shape[1]), shape)
     segments = 1 + ((np.arange(shape[0])[:, None] == 0) & (index >= split))
     positions = np.where(segments == 2, index - split, index)
