@@ -1,6 +1,7 @@
 """Strict JAX for every test: no implicit dtype or rank promotion, array shapes checked, eight devices."""
 
 import gc
+import importlib
 import importlib.util
 import os
 import shutil
@@ -62,6 +63,19 @@ def _promotion(request):
     else:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             yield
+
+
+@pytest.fixture
+def registries(monkeypatch):
+    """What a test registers is gone after it: a worker runs many files."""
+    for module, names in (
+        ("calibration", ("_makers",)),
+        ("numerics", ("_formats", "_aliases")),
+        ("rules", ("_recipes",)),
+    ):
+        registry = importlib.import_module(f"octavo.{module}.registry")
+        for name in names:
+            monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
 
 
 def missing(item):

@@ -33,12 +33,14 @@ EXAMPLES = {
 
 def classes():
     """Every concrete config class of Octavo's core."""
-    for package in ("numerics", "calibration", "qarray", "ops", "rules", "transform"):
+    core = ("numerics", "calibration", "qarray", "ops", "rules", "transform", "compat")
+    for package in core:
         path = importlib.import_module(f"octavo.{package}").__path__
         for module in pkgutil.walk_packages(path, f"octavo.{package}."):
             if "-" not in module.name:
                 importlib.import_module(module.name)
-    own = {name: cls for name, cls in Config._classes.items() if cls.__module__.startswith("octavo.")}
+    prefixes = tuple(f"octavo.{package}." for package in core)
+    own = {name: cls for name, cls in Config._classes.items() if cls.__module__.startswith(prefixes)}
     return {
         name: cls for name, cls in own.items() if "__dataclass_fields__" in vars(cls) and not inspect.isabstract(cls)
     }

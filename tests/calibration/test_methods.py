@@ -159,6 +159,7 @@ def test_a_bad_string_is_refused_when_the_description_is_made(text, message):
         Quantizer("int8", calibration=text)
 
 
+@pytest.mark.usefixtures("registries")
 def test_a_user_registers_a_calibration():
     register_calibration("test_half", lambda: AbsMax(0.5), replace=True)
     assert "test_half" in calibrations()

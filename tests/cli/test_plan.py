@@ -232,7 +232,7 @@ def test_a_module_that_fails(capsys, tmp_path, monkeypatch):
 
 def test_the_nearest_names(capsys):
     text = usage_error(capsys, "plan", "toy:predct", "--rules", "int8")
-    assert text.startswith("toy has no attribute 'predct': did you mean 'predict', ")
+    assert text.startswith("toy has no attribute 'predct': did you mean 'predict'? ")
     text = usage_error(capsys, "plan", "toy:predict", "--rules", "int9")
     assert text.startswith("--rules: unknown recipe 'int9': did you mean 'int8', ")
 

@@ -212,7 +212,7 @@ def test_a_rule_says_where_and_how():
     [
         ({"reduce_axes": ("fsdp",)}, r"reduce_axes=\('fsdp',\) without reduce_qtype: gradients are reduced in float"),
         ({"reduce_feedback": True}, "reduce_feedback=True without reduce_qtype"),
-        ({"reduce_qtype": "int8"}, "reduce_qtype='int8' needs reduce_axes, the axes of the mesh along which rows are"),
+        ({"reduce_qtype": "int8"}, "reduce_qtype='int8' needs reduce_axes, the mesh axes along which rows are sharded"),
         ({"reduce_qtype": "int8", "reduce_axes": "fsdp"}, "reduce_axes='fsdp': a tuple of names such as"),
         ({"reduce_qtype": "nvfp4", "reduce_axes": ("fsdp",)}, "reduce_qtype='nvfp4' has tiles of its own"),
     ],

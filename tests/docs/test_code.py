@@ -8,17 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from octavo.calibration import registry as calibrations
-from octavo.numerics import registry as formats
-from octavo.rules import registry as recipes
-
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "octavo"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Pages that train by Optax, which relies on JAX's own promotion.
 STANDARD_PROMOTION = ("docs/train.md",)
+pytestmark = pytest.mark.usefixtures("registries")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-REGISTRIES = ((formats, "_formats"), (formats, "_aliases"), (calibrations, "_makers"), (recipes, "_recipes"))
 
 
 def modules():
@@ -37,13 +33,6 @@ def pages():
         if "```python" in path.read_text():
             name = str(path.relative_to(ROOT))
             yield pytest.param(name, marks=[pytest.mark.standard_promotion] * (name in STANDARD_PROMOTION))
-
-
-@pytest.fixture(autouse=True)
-def _registries(monkeypatch):
-    """What an example registers is gone after it."""
-    for module, name in REGISTRIES:
-        monkeypatch.setattr(module, name, dict(getattr(module, name)))
 
 
 def run(text, names, where, line):

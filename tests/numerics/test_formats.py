@@ -168,6 +168,7 @@ def test_formats_print_as_code_and_round_trip_through_json(name):
     assert fmt.overflow == "saturate"
 
 
+@pytest.mark.usefixtures("registries")
 def test_a_user_registers_a_format():
     fmt = TableFormat(name="test_table", values=(-2.0, -0.5, 0.0, 1.0))
     register_format(fmt, aliases=("test_alias",), replace=True)
