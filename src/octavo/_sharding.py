@@ -1,8 +1,8 @@
-"""Shardings that are part of an array's type: meshes with explicit axes, and operands that are `reduced`.
+"""Shardings that are part of an array's type: meshes with explicit axes, and `reduced` operands.
 
-An array that is `reduced` over a mesh axis is replicated there, and its gradient is `unreduced`: each device has its
-own summand. So a gradient crosses devices where that is asked for, once. In a `shard_map` an array is reduced over
-manual axes, and elsewhere over explicit ones.
+An array that is `reduced` over a mesh axis is replicated along it, and its gradient is `unreduced`: each device holds a
+partial sum. So a gradient is reduced over devices once, where the program says so. Inside a `shard_map` an array is
+reduced over manual axes, elsewhere over explicit ones.
 """
 
 import math
@@ -17,7 +17,7 @@ type Spec = NamedSharding | PartitionSpec
 
 
 def explicit(x: Any) -> NamedSharding | None:
-    """The sharding that is part of an array's type; None where the compiler chooses."""
+    """The sharding that is part of an array's type; None if the compiler chooses it."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     typed = mesh is not None and any(kind == AxisType.Explicit for kind in getattr(mesh, "axis_types", ()))
@@ -25,22 +25,22 @@ def explicit(x: Any) -> NamedSharding | None:
 
 
 def spec_of(sharding: Spec) -> PartitionSpec:
-    """The spec of a sharding, or itself."""
+    """The partition spec of a sharding; a partition spec itself."""
     return sharding.spec if isinstance(sharding, NamedSharding) else sharding
 
 
 def with_spec(sharding: Spec, spec: PartitionSpec) -> Spec:
-    """Another spec of the same kind and mesh."""
+    """A sharding (or partition spec) of the same type and mesh with another partition spec."""
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
 
 
 def partitions(sharding: Spec, ndim: int) -> tuple[Any, ...]:
-    """The mesh axes along each axis of an array, whatever it is reduced over."""
+    """The mesh axes of each axis of an array, ignoring reduced and unreduced axes."""
     return (*spec_of(sharding).partitions, *(None,) * ndim)[:ndim]
 
 
 def names(part: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec.
+    """The mesh axes of one entry of a partition spec.
 
     >>> names(None), names("data"), names(("data", "fsdp"))
     ((), ('data',), ('data', 'fsdp'))
@@ -49,14 +49,14 @@ def names(part: Any) -> tuple[str, ...]:
 
 
 def plain(sharding: Any) -> Any:
-    """A sharding over the same axes that is neither reduced nor unreduced."""
+    """The same sharding, neither reduced nor unreduced."""
     if sharding is None:
         return sharding
     return with_spec(sharding, PartitionSpec(*spec_of(sharding).partitions))
 
 
 def gradient_sharding(sharding: Any) -> Any:
-    """The sharding of an array's gradient: what is reduced in one is unreduced in the other."""
+    """The sharding of an array's gradient: reduced and unreduced axes are swapped."""
     if sharding is None:
         return sharding
     spec = spec_of(sharding)
@@ -64,7 +64,7 @@ def gradient_sharding(sharding: Any) -> Any:
 
 
 def is_unreduced(sharding: Spec | None) -> bool:
-    """Whether it is unreduced over a mesh axis."""
+    """Whether a sharding is unreduced over a mesh axis."""
     return sharding is not None and bool(spec_of(sharding).unreduced)
 
 
@@ -74,7 +74,7 @@ def manual_axes(x: Any, kind: str) -> frozenset[str]:
 
 
 def check_not_unreduced(x: jax.Array) -> None:
-    """Raise for an unreduced array: a sum that is not taken cannot be rounded."""
+    """Raise for an unreduced array: partial sums cannot be quantized."""
     typed = explicit(x)
     pending = manual_axes(x, "unreduced") | (frozenset() if typed is None else typed.spec.unreduced)
     if pending:
@@ -85,10 +85,10 @@ def check_not_unreduced(x: jax.Array) -> None:
 
 
 def without_reduced(x: jax.Array) -> jax.Array:
-    """An array that is reduced nowhere, with the same values on every device: codes are computed of this.
+    """An array that is `reduced` over no mesh axis, with the same values on every device: codes are computed from it.
 
-    Its gradient still is unreduced, but was summed on the way; an operation that is to save that needs a gradient of
-    its own. An unreduced array raises.
+    The gradient still is typed unreduced, but is reduced on the way; only a custom_vjp avoids that reduction. Raises
+    for an unreduced array.
     """
     check_not_unreduced(x)
     typed, inside = explicit(x), manual_axes(x, "reduced")
@@ -98,7 +98,7 @@ def without_reduced(x: jax.Array) -> jax.Array:
 
 
 def reshard_for_broadcast(part: jax.Array, x: jax.Array) -> jax.Array:
-    """A scale, or anything that is broadcast against `x`, sharded along the axes that both have in full."""
+    """Reshard a scale, or any array to be broadcast against `x`, like `x` along axes of equal size."""
     where = explicit(x)
     if where is None:
         return part
@@ -108,7 +108,7 @@ def reshard_for_broadcast(part: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def reshard_if_explicit(x: Any, sharding: Any) -> Any:
-    """An array resharded on a mesh with explicit axes; as it is elsewhere."""
+    """Reshard an array on a mesh with explicit axes; a no-op elsewhere."""
     where = explicit(x)
     if sharding is None or where is None or spec_of(sharding) == where.spec:
         return x
@@ -116,12 +116,12 @@ def reshard_if_explicit(x: Any, sharding: Any) -> Any:
 
 
 def restore_reduced(x: jax.Array, where: NamedSharding | None) -> jax.Array:
-    """A result of `without_reduced(x)`, reduced again over the mesh axes of x."""
+    """Reshard an array computed from `without_reduced(x)` to be reduced like `x`, whose sharding is `where`."""
     return reshard_if_explicit(x, where) if where is not None and where.spec.reduced else x
 
 
 def replicate_axes(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
-    """An array that is replicated along some of its axes, or along all."""
+    """Replicate an array along some of its axes, by default all."""
     where = explicit(x)
     if where is None:
         return x
@@ -131,7 +131,7 @@ def replicate_axes(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array
 
 
 def repeat(x: jax.Array, times: int, axis: int) -> jax.Array:
-    """`jnp.repeat`, which cannot infer an explicit sharding of its result."""
+    """`jnp.repeat` for explicit shardings, whose result sharding it cannot infer."""
     if explicit(x) is None:
         return jnp.repeat(x, times, axis=axis)
     wide = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), (*x.shape[: axis + 1], times, *x.shape[axis + 1 :]))
@@ -139,7 +139,7 @@ def repeat(x: jax.Array, times: int, axis: int) -> jax.Array:
 
 
 def split(x: jax.Array, cuts: Sequence[Sequence[int]]) -> jax.Array:
-    """An array with each axis split into these; the first of them keeps the mesh axes, if they divide it.
+    """Split each axis into several; the first of them keeps the axis's mesh axes, if they divide it.
 
     >>> split(jnp.ones((4, 6)), [(4,), (2, 3)]).shape
     (4, 2, 3)
@@ -158,7 +158,7 @@ def split(x: jax.Array, cuts: Sequence[Sequence[int]]) -> jax.Array:
 
 
 def merge(x: jax.Array, widths: Sequence[int]) -> jax.Array:
-    """The inverse of `split`: so many axes each become one."""
+    """The inverse of `split`: merge each run of `widths[i]` axes into one."""
     starts = [sum(widths[:i]) for i in range(len(widths))]
     shape = [math.prod(x.shape[start : start + width]) for start, width in zip(starts, widths, strict=True)]
     where = explicit(x)
@@ -172,7 +172,7 @@ def merge(x: jax.Array, widths: Sequence[int]) -> jax.Array:
 
 
 def drop_axes_used_by(sharding: Spec, parts: Sequence[Any], first: Sequence[int]) -> Spec:
-    """A sharding with other partitions, in which the mesh axes of the `first` array axes are used nowhere else."""
+    """A sharding with partitions `parts`, in which mesh axes of the array axes `first` are dropped elsewhere."""
     taken = {name for axis in first for name in names(parts[axis])}
 
     def rest(axis: int, part: Any) -> Any:

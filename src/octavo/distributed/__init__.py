@@ -1,4 +1,4 @@
-"""What crosses devices, and in how many bits: weight all-gather, gradient reduction, expert parallelism."""
+"""Collectives in low precision: weight all-gather, gradient reduction, expert parallelism."""
 
 from octavo.distributed.collectives import quantized_psum, quantized_psum_scatter
 from octavo.distributed.expert_parallel import ExpertParallel, combine, dispatch, route

@@ -1,8 +1,8 @@
 """Collectives in low precision, inside `jax.shard_map`.
 
-An all-reduce over n devices is a reduce-scatter and an all-gather. Here the reduce-scatter is an all-to-all of codes,
-which each device sums in float32, and the all-gather is one of codes again: a quarter of the bytes in eight bits. The
-rounding error is known on the device that rounds; with error feedback it is added to the next sum.
+An all-reduce over n devices is a reduce-scatter followed by an all-gather. Here the reduce-scatter is an all-to-all of
+codes, which each device sums in float32, and the all-gather is one of codes too: a quarter of float32's bytes with
+eight bits. The rounding error is known on the device that rounds; error feedback adds it to the next sum.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from octavo.numerics import FormatLike
 from octavo.qarray import QArray, Quantizer
 
 BLOCK = 256
-"""Values that share a scale."""
+"""The number of values that share a scale."""
 
 
 def quantized_psum(
@@ -32,8 +32,8 @@ def quantized_psum(
     Args:
       x: the floats to sum.
       axis_name: the mesh axis, or axes, to sum over.
-      qtype: the format of the codes that cross devices.
-      error: the rounding error of the sum before (error feedback).
+      qtype: the format of the transferred codes.
+      error: this device's rounding error of the previous sum (error feedback).
       block: how many values share a scale.
 
     Returns:
@@ -52,7 +52,7 @@ def quantized_psum(
     shards = _pad(_pad(flat, devices).reshape(devices, -1), block)
     shard, error = _reduce_scatter(shards, axis_name, qtype, block)
     codes = _quantize(shard, qtype, block)
-    # The sum of a shard is rounded by one device, which adds that error to its own.
+    # The sum of a shard is rounded on one device, which adds this to its rounding error.
     error = error.at[jax.lax.axis_index(axis_name)].add(shard - codes.dequantize(jnp.float32))
     total = _transfer(codes, lambda y: jax.lax.all_gather(y, axis_name)).dequantize(jnp.float32)
     total, error = (y[:, : -(-x.size // devices)].reshape(-1)[: x.size].reshape(x.shape) for y in (total, error))
@@ -68,7 +68,19 @@ def quantized_psum_scatter(
     error: Array | None = None,
     block: int = BLOCK,
 ) -> tuple[Array, Array]:
-    """`jax.lax.psum_scatter(tiled=True)` in low precision: this device's shard of the sum, and its rounding error."""
+    """`jax.lax.psum_scatter(tiled=True)` in low precision.
+
+    Args:
+      x: the floats to sum.
+      axis_name: the mesh axis, or axes, to sum over.
+      qtype: the format of the transferred codes.
+      scatter_dimension: the axis of `x` that is scattered, a multiple of the number of devices.
+      error: this device's rounding error of the previous sum (error feedback).
+      block: how many values share a scale.
+
+    Returns:
+      This device's shard of the sum, and its rounding error, in the shape of `x`.
+    """
     wide, devices, axis = _with_error(x, error), jax.lax.axis_size(axis_name), scatter_dimension
     if x.shape[axis] % devices:
         raise ValueError(f"axis {axis} of an array {x.shape} has no {devices} equal shards: use quantized_psum")
@@ -81,9 +93,9 @@ def quantized_psum_scatter(
 
 
 def transfer(x: Any, collective: Callable[[Any], Any]) -> Any:
-    """`collective(x)`, with float8 transferred as bytes, which XLA must not see through.
+    """`collective(x)`, with float8 transferred as uint8 behind optimization barriers.
 
-    Where a backend has no float8, XLA would transfer the wider floats that it computes with.
+    Otherwise XLA, on a backend without float8, would transfer the wider floats that it computes with.
     """
     if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1):
         return collective(x)
@@ -100,7 +112,7 @@ def _with_error(x: Array, error: Array | None) -> Array:
 
 
 def _reduce_scatter(shards: Array, axis_name: Any, qtype: FormatLike, block: int) -> tuple[Array, Array]:
-    """Of the shards [devices, values] for each device: the sum of this one's, and the rounding error of all."""
+    """Reduce-scatter [devices, values]: the sum of this device's shard, and the rounding error of all shards."""
     codes = _quantize(shards, qtype, block)
     error = shards - codes.dequantize(jnp.float32)
     received = _transfer(codes, lambda y: jax.lax.all_to_all(y, axis_name, 0, 0))
@@ -114,10 +126,10 @@ def _quantize(x: Array, qtype: FormatLike, block: int) -> QArray:
 
 
 def _pad(x: Array, block: int) -> Array:
-    """The last axis padded with zeros to a multiple."""
+    """Pad the last axis with zeros to a multiple of `block`."""
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % block),))
 
 
 def _transfer(codes: QArray, collective: Callable[[Array], Array]) -> QArray:
-    """Codes and scales after a collective."""
+    """Apply a collective to codes and scales."""
     return codes._map(lambda x: transfer(x, collective))

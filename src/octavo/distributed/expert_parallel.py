@@ -1,8 +1,8 @@
 """Expert-parallel dispatch (all-gather) and combine (reduce-scatter).
 
-The tokens of devices that share the experts among them are all-gathered, each device sorts those that chose one of its
-own experts to the front, and afterwards the rows of each token are reduce-scattered. Tokens can be dispatched in low
-precision, with one scale per token; their gradient is what it would be in float.
+Tokens are all-gathered along the mesh axes of the experts, each device sorts the tokens routed to its own experts to
+the front, and afterwards the rows of each token are reduce-scattered. Tokens can be dispatched in low precision, with
+one scale per token; the gradient is straight-through.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ class ExpertParallel:
 
     Attributes:
       mesh: the (abstract) mesh.
-      batch: the mesh axes of the tokens' axis batch.
-      length: the mesh axes of the tokens' axis length.
-      experts: the mesh axes of the experts.
-      count: how many experts there are.
-      k: how many experts a token has.
-      qtype: the format in which tokens are dispatched; None for their own dtype.
+      batch: the mesh axes along which the tokens' batch axis is sharded.
+      length: the mesh axes along which the tokens' length axis is sharded.
+      experts: the mesh axes along which experts are sharded.
+      count: the number of experts.
+      k: the number of experts per token.
+      qtype: the format in which tokens are dispatched; None for the tokens' dtype.
     """
 
     mesh: Any
@@ -53,13 +53,13 @@ class ExpertParallel:
 
     @property
     def sharding(self) -> ExpertSharding:
-        """The sharding of rows that were dispatched."""
+        """The sharding of dispatched rows."""
         rows = tuple(axis for axis in (*self.batch, *self.length) if axis not in self.experts)
         return ExpertSharding(self.mesh, rows, self.experts)
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """The mesh axes along which devices have tokens of their own but share the experts."""
+        """The mesh axes along which both tokens and experts are sharded."""
         return tuple(axis for axis in (*self.batch, *self.length) if axis in self.experts)
 
     @property
@@ -71,20 +71,20 @@ class ExpertParallel:
         return PartitionSpec(self.sharding.row_axes or None)
 
     def top_k(self, x: Array) -> tuple[Array, Array]:
-        """The k largest of [batch, length, experts] and their indices, found by each device for its own tokens."""
+        """The k largest of [batch, length, experts] and their indices, computed by each device for its tokens."""
         run = self.sharding.shard_map(lambda x: jax.lax.top_k(x, self.k)[1], (self.token_spec,), self.token_spec)
         experts = run(jax.lax.stop_gradient(x))
-        # A gather with its scattered gradient would be partitioned by XLA only as far as it can be.
+        # XLA may not partition a gather and its gradient, a scatter.
         chosen = one_hot(experts, x.shape[-1])
         return jnp.sum(jnp.where(chosen, x[..., None, :], jnp.zeros_like(x)[..., None, :]), axis=-1), experts
 
     def all_gather(self, x: Array) -> Array:
-        """The tokens [batch, length, ...] of all devices that share experts with this one, as [tokens, ...]."""
+        """All-gather tokens [batch, length, ...] along the `shared` mesh axes, as [tokens, ...]."""
         x = x.reshape(-1, *x.shape[2:])
         return jax.lax.all_gather(x, self.shared, tiled=True) if self.shared else x
 
     def reduce_scatter(self, x: Array, like: tuple[int, ...]) -> Array:
-        """The sum of [tokens, ...] over the devices that share experts, each device with its own tokens."""
+        """Sum [tokens, ...] over the mesh axes of the experts, scattered to the devices of the tokens."""
         if self.shared:
             x = jax.lax.psum_scatter(x, self.shared, tiled=True)
         if rest := tuple(axis for axis in self.experts if axis not in self.shared):
@@ -93,16 +93,20 @@ class ExpertParallel:
 
 
 def one_hot(experts: Array, count: int) -> Array:
-    """Whether each of `count` experts is the one: [...] -> [..., count]."""
+    """A boolean one-hot encoding of expert indices: [...] -> [..., count]."""
     return experts[..., None] == jax.lax.broadcasted_iota(experts.dtype, (*experts.shape, count), experts.ndim)
 
 
 def route(experts: Array, config: ExpertParallel) -> tuple[Array, Array]:
-    """The order of rows and the group sizes for tokens that chose the experts [batch, length, k].
+    """The row order and group sizes of an expert-parallel dispatch.
+
+    Args:
+      experts: the expert indices of each token, [batch, length, k].
+      config: the sharding of tokens and experts.
 
     Returns:
-      For each row of a device which of the choices it is, those of its own experts first and in their order, [rows];
-      and how many rows each expert has, [shards, experts of a device].
+      The order [rows]: for each row of a device, the index of its (token, choice) pair, sorted by expert with the
+      device's own experts first; and the group sizes, [shards, experts of a device].
     """
 
     def local(experts: Array) -> tuple[Array, Array]:
@@ -119,17 +123,24 @@ def route(experts: Array, config: ExpertParallel) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class DispatchCall:
-    """What is static about one dispatch; a rule for the experts may set its format."""
+    """The static arguments of a dispatch; a rule that matches the experts may set its format."""
 
     expert_parallel: ExpertParallel
 
 
 def dispatch(x: Array, order: Array, config: ExpertParallel, *, anchor: Array | None = None) -> Array:
-    """Tokens [batch, length, size] as rows [rows, size] on the devices of their experts, in the order of `route`.
+    """All-gather tokens to the devices of their experts, in the row order of `route`.
 
-    By `anchor`, a weight of the experts, a rule finds this and may set the format in which tokens are dispatched.
+    Args:
+      x: the tokens, [batch, length, size].
+      order: the order that `route` returns.
+      config: the sharding of tokens and experts.
+      anchor: a weight of the experts: a rule that matches it may set the format in which tokens are dispatched.
+
+    Returns:
+      The rows, [rows, size].
     """
-    # Nothing of the weight but its name: it is neither saved for the gradient nor has one here.
+    # Only the weight's path matters: it is no residual and gets no gradient here.
     args = (x, order) if anchor is None else (x, order, jax.lax.stop_gradient(tangent_probe(anchor)))
     return _dispatch(DispatchCall(config), *args)
 
@@ -172,15 +183,22 @@ def _gather_codes(config: ExpertParallel, x: Array) -> Array:
 
 
 def _local_shape(config: ExpertParallel, shape: tuple[int, ...]) -> tuple[int, int]:
-    """The batch and the length of a device's own tokens."""
+    """The batch and length of a device's shard of the tokens."""
     return shape[0] // config.sharding.num_devices(config.batch), shape[1] // config.sharding.num_devices(config.length)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine(config: ExpertParallel, rows: Array, weights: Array, order: Array) -> Array:
-    """Tokens [batch, length, size]: each the sum of its rows, which `dispatch` made, by its weights [batch, length, k].
+    """Reduce-scatter rows to tokens: each token is the weighted sum of its rows.
 
-    Rows that have no expert on their device are to be zero.
+    Args:
+      config: the sharding of tokens and experts.
+      rows: one row per dispatched row, [rows, size]; rows without an expert on their device must be zero.
+      weights: the routing weights, [batch, length, k].
+      order: the order that `route` returns.
+
+    Returns:
+      The tokens, [batch, length, size].
     """
     shape = _local_shape(config, weights.shape[:2])
 
@@ -215,5 +233,5 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 def _by_token(config: ExpertParallel, rows: Array, order: Array) -> Array:
-    """A device's rows by token, [tokens, k, size], in float32."""
+    """A device's rows in token order, [tokens, k, size], in float32."""
     return rows[jnp.argsort(order)].reshape(-1, config.k, rows.shape[-1]).astype(jnp.float32)

@@ -1,9 +1,9 @@
 """Ragged dots whose rows and experts are sharded: each device has sorted rows for its own experts.
 
-XLA cannot partition a product whose rows are sorted by group: every device would get all rows, or all experts. Here
-rows are in shards, one for each device; a shard is sorted, and its last rows may belong to no expert of its device.
-Products of codes run per device, under `jax.shard_map`, and are reduced over devices: integers as integers, so that
-they are the same on any mesh. All else, ranges and scales above all, is computed on global arrays, as on one device.
+XLA cannot partition a ragged dot over sorted rows: every device would get all rows, or all experts. Here rows are
+sharded over devices; each shard is sorted, and its last rows may belong to no expert of its device. Dots of codes run
+per device under `jax.shard_map` and are reduced over devices: integers as integers, so that they are bit-exact on any
+mesh. Everything else, ranges and scales in particular, is computed on global arrays, as on one device.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from octavo.ops.codes import shard_map_operand
 from octavo.ops.vjp import ERROR_FEEDBACK
 
 SHARE = "octavo.share."
-"""The scope that says which fraction of the rows is expected to have an expert on their device: one in so many."""
+"""The named scope with n, where 1/n of the rows is expected to have an expert on their device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,9 @@ class ExpertSharding:
     Attributes:
       mesh: the (abstract) mesh.
       rows: the mesh axes along which rows are sharded, besides those of the experts.
-      experts: the mesh axes along which experts are sharded; rows are sharded along them, too.
-      inputs: the mesh axes of the matrices' axis k.
-      outputs: the mesh axes of the matrices' axis n.
+      experts: the mesh axes along which experts are sharded; rows are sharded along them as well.
+      inputs: the mesh axes along which axis k of the matrices is sharded.
+      outputs: the mesh axes along which axis n of the matrices is sharded.
       scattered: the axis of the matrices along which their gradient is reduce-scattered, and over which of `rows`.
     """
 
@@ -54,20 +54,20 @@ class ExpertSharding:
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which rows are sharded, from the slowest."""
+        """All mesh axes along which rows are sharded, major to minor."""
         return (*self.rows, *self.experts)
 
     @property
     def num_shards(self) -> int:
-        """How many shards the rows have."""
+        """The number of shards of the rows."""
         return self.num_devices(self.row_axes)
 
     def num_devices(self, axes: tuple[str, ...]) -> int:
-        """How many devices there are along these mesh axes."""
+        """The number of devices along these mesh axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def shard_map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """A function of a device's shards as one of global arrays."""
+        """`jax.shard_map` of a function of shards, over this mesh."""
         names = {axis for axis in self.mesh.axis_names if axis not in self.mesh.manual_axes}
 
         def local(*args: Any) -> Any:
@@ -83,8 +83,8 @@ class ExpertSharding:
     ) -> Array:
         """[m, k] x [experts, k, n], or with `contract` 2 of [experts, n, k]: `fn(lhs, rhs, sizes, over)` per device.
 
-        Where the contraction is sharded, the results of `fn` are summed; if `late`, `fn` does so itself, `over` these
-        mesh axes.
+        If the contraction is sharded, the results of `fn` are psummed; if `late`, `fn` itself does the psum, `over`
+        these mesh axes.
         """
         over, kept = (self.inputs, self.outputs) if contract == 1 else (self.outputs, self.inputs)
         rows = PartitionSpec(self.row_axes, _part(over))
@@ -120,7 +120,7 @@ class ExpertSharding:
         scales: Any,
         scaling: Any,
     ) -> tuple[Array, dict[str, Any]]:
-        """The same, reduced in low precision; and what `scaling` is to remember."""
+        """`by_rows`, reduced in low precision; also returns updates of `scaling`."""
 
         def reduce(out: Array, error: Any) -> tuple[Array, Any]:
             if rest := tuple(a for a in self.rows if a not in reduction.axes):
@@ -141,7 +141,7 @@ class ExpertSharding:
         scattered: tuple[int, tuple[str, ...]],
         error_spec: PartitionSpec,
     ) -> tuple[Array, Any]:
-        """`reduce(fn(lhs, rhs, sizes, scales), error)` per device, whose first result is scattered."""
+        """`reduce(fn(lhs, rhs, sizes, scales), error)` per device; its first result is scattered."""
         lhs, rhs, sizes, scales, error = args
         spec: list[Any] = [self.experts, self.inputs, self.outputs]
         whole, (axis, names) = PartitionSpec(*map(_part, spec)), scattered
@@ -157,7 +157,7 @@ class ExpertSharding:
         return run(lhs, rhs, sizes, scales, error)
 
     def pick(self, part: Array, sizes: Array, group: Callable[[Array], Array]) -> Array:
-        """For each row what belongs to its expert: [experts, n] -> [m, n]; `group(sizes)` are the rows' experts."""
+        """Gather the entry of each row's expert: [experts, n] -> [m, n]; `group(sizes)` are the rows' experts."""
         run = self.shard_map(
             lambda part, sizes: part[group(sizes[0])],
             (PartitionSpec(_part(self.experts)), PartitionSpec(self.row_axes)),
@@ -177,7 +177,7 @@ class ExpertSharding:
 
 
 def _where_long(x: Array, spec: PartitionSpec) -> PartitionSpec:
-    """The spec of an array that is broadcast along some of the axes."""
+    """The partition spec of an array with some axes of size one, for broadcasting."""
     return PartitionSpec(*(part if size > 1 else None for part, size in zip(spec, x.shape, strict=True)))
 
 

@@ -1,8 +1,8 @@
-"""The gradient of a weight, reduced over devices in low precision.
+"""Weight gradients, reduced over devices in low precision.
 
-XLA reduces the products of a device's rows wherever that suits it, and in float32. Here each device multiplies its own
-rows under `jax.shard_map`, and the result is reduce-scattered in low precision to where the gradient is stored. Ranges
-and scales of the operands are those of global arrays, as anywhere else.
+XLA would place the reduction of the partial gradients itself, and reduce in float32. Here each device multiplies its
+own rows under `jax.shard_map`, and the result is reduce-scattered in low precision to the sharding of the weight.
+Ranges and scales of the operands are those of global arrays, as elsewhere.
 """
 
 import dataclasses
@@ -24,21 +24,21 @@ from octavo.ops.vjp import ERROR_FEEDBACK
 
 
 def is_error_feedback(path: Sequence[Any]) -> bool:
-    """Whether a leaf of a tree of state, by its path there, is the rounding error of a reduced gradient."""
+    """Whether a leaf of the quantization state, given its key path, is error feedback of a reduced gradient."""
     return any(getattr(entry, "key", None) == ERROR_FEEDBACK for entry in path)
 
 
 @dataclasses.dataclass(frozen=True)
 class GradReduce:
-    """How the gradient of a weight is reduced: in `qtype`, over the mesh axes along which rows are sharded.
+    """The reduction of a weight's gradient: in `qtype`, over the mesh axes along which rows are sharded.
 
-    Along those of its axes that shard the weight this is a reduce-scatter, along the rest an all-reduce.
+    It is a reduce-scatter along mesh axes that also shard the weight, and an all-reduce along the others.
 
     Attributes:
       stored: the sharding of the weight.
-      rows: for each sharded axis of the rows its mesh axes, from the slowest.
-      qtype: the format of the codes that cross devices.
-      feedback: whether the rounding error of a device is added to its next gradient (error feedback).
+      rows: the mesh axes of each sharded row axis, major to minor.
+      qtype: the format of the transferred codes.
+      feedback: whether a device's rounding error is added to its next gradient (error feedback).
       left: whether the weight is the left operand.
     """
 
@@ -55,34 +55,34 @@ class GradReduce:
 
     @property
     def num_devices(self) -> int:
-        """How many devices are reduced over."""
+        """The number of devices that are reduced over."""
         return math.prod(self.stored.mesh.shape[axis] for axis in self.axes)
 
     @property
     def scatter(self) -> tuple[int, tuple[str, ...]]:
-        """The axis of the weight that is reduce-scattered, the one with most devices, and its mesh axes."""
+        """The axis of the weight that is reduce-scattered (the one over most devices), and its mesh axes."""
         found = [tuple(a for a in _sharding.names(part) if a in self.axes) for part in self.stored.spec] or [()]
         devices = [math.prod(self.stored.mesh.shape[a] for a in names) for names in found]
         axis = devices.index(max(devices))
         return axis, found[axis]
 
     def init_error(self, shape: Sequence[int]) -> dict[str, dict[str, Array]]:
-        """The initial error feedback for a weight of this shape, as part of its scaling."""
+        """The initial error feedback of a weight of this shape, as an entry of its scaling."""
         zeros = jnp.zeros((self.num_devices, *shape), jnp.float32)
         return {ERROR_FEEDBACK: {"error": zeros}} if self.feedback else {}
 
     @property
     def error_spec(self) -> PartitionSpec:
-        """The partition spec of the error: one per device, sharded like the weight along the other axes."""
+        """The partition spec of the error feedback: one per device, otherwise sharded like the weight."""
         return PartitionSpec(self.axes, *(names or None for names in self._others(len(self.stored.spec))))
 
     def _others(self, ndim: int) -> list[tuple[str, ...]]:
-        """For each axis of the weight its mesh axes, besides those of rows."""
+        """The mesh axes of each axis of the weight, without those of rows."""
         parts = _sharding.partitions(self.stored, ndim)
         return [tuple(a for a in _sharding.names(part) if a not in self.axes) for part in parts]
 
     def reduce(self, x: Array, error: Array | None) -> tuple[Array, Array]:
-        """In a shard_map over `axes`: this device's shard of the sum of `x`, and its rounding error."""
+        """Inside a shard_map over `axes`: this device's shard of the sum of `x`, and its rounding error."""
         axis, names = self.scatter
         rest = tuple(a for a in self.axes if a not in names)
         if not names:
@@ -90,7 +90,7 @@ class GradReduce:
         shard, error = quantized_psum_scatter(x, names, self.qtype, scatter_dimension=axis, error=error)
         if rest:
             shard, more = quantized_psum(shard, rest, self.qtype)
-            # An error of the shard that this device stores: it will be added there.
+            # This is the rounding error of the shard that this device stores: add it at the shard's position.
             start = jax.lax.axis_index(names) * shard.shape[axis]
             own = jax.lax.dynamic_slice_in_dim(error, start, shard.shape[axis], axis) + more
             error = jax.lax.dynamic_update_slice_in_dim(error, own, start, axis)
@@ -105,9 +105,9 @@ class GradReduce:
         transpose: Any,
         scaling: dict[str, Any],
     ) -> tuple[Array, dict[str, Any]]:
-        """The gradient of the weight, and what `scaling` is to remember.
+        """The gradient of the weight, and updates of `scaling`.
 
-        The gradient is `product(lhs, rhs)` of these `dims`, arranged by the `transpose` (a `DotTranspose`).
+        The gradient is `product(lhs, rhs)` with these `dims`, transposed by `transpose.arrange_out` (a `DotTranspose`).
         """
         others = self._others(len(transpose.order))
         for axis, names in self._row_axes(dims.lhs_contract).items():
@@ -141,7 +141,7 @@ class GradReduce:
         return grad, {ERROR_FEEDBACK: {"error": error}} if self.feedback else {}
 
     def _operand_specs(self, dims: Dims, kept: list[tuple[str, ...]]) -> tuple[PartitionSpec, PartitionSpec]:
-        """The specs of both operands, for a product whose axes, before it is arranged, are sharded along `kept`."""
+        """Partition specs of both operands, for a dot whose result, before `arrange_out`, is sharded along `kept`."""
         left: list[tuple[str, ...]] = [()] * dims.lhs_ndim
         right: list[tuple[str, ...]] = [()] * dims.rhs_ndim
         first, last = len(dims.lhs_batch), len(kept) - len(dims.rhs_remaining)
@@ -155,7 +155,7 @@ class GradReduce:
         return _spec(left), _spec(right)
 
     def _row_axes(self, contract: tuple[int, ...]) -> dict[int, tuple[str, ...]]:
-        """Mesh axes of each sharded contracted axis; a fused axis takes all of them."""
+        """The mesh axes of each sharded contracted axis; a fused axis is sharded along all of them."""
         if len(contract) < len(self.rows):
             return {contract[0]: self.axes}
         return dict(zip(contract, self.rows, strict=False))

@@ -1,4 +1,4 @@
-"""Sharded weights, all-gathered as codes."""
+"""All-gather of sharded weights as codes."""
 
 import dataclasses
 import math
@@ -15,11 +15,11 @@ from octavo.qarray import QArray
 
 @dataclasses.dataclass(frozen=True)
 class WeightGather:
-    """The sharding in which the weight of a product is stored, and the one in which the product uses it.
+    """The sharding in which the weight of a matmul is stored, and the one in which the matmul uses it.
 
-    Left to itself, XLA all-gathers a weight wherever that suits it: also as the wide floats that codes are made of or
-    are widened to. With these constraints it gathers codes and scales. The residual stays sharded, and is gathered once
-    more. `left`: the weight is the left operand.
+    Left to itself, XLA may all-gather a weight before it is quantized, or after its codes are widened. With these
+    sharding constraints it all-gathers codes and scales. The residual stays sharded, and is all-gathered again in the
+    backward pass. `left`: the weight is the left operand.
     """
 
     stored: NamedSharding
@@ -27,11 +27,11 @@ class WeightGather:
     left: bool = False
 
     def shard_codes(self, x: ArrayOrQArray) -> ArrayOrQArray:
-        """The codes of a weight, sharded as the weight is stored."""
+        """Constrain the codes of a weight to the sharding in which it is stored."""
         return self._constrain(x, self.stored)
 
     def all_gather(self, x: ArrayOrQArray) -> ArrayOrQArray:
-        """The codes of a weight, sharded as the product uses them."""
+        """All-gather the codes of a weight to the sharding in which the matmul uses them."""
         return self._constrain(self._constrain(x, self.stored), self.used)
 
     def _constrain(self, x: ArrayOrQArray, sharding: NamedSharding) -> ArrayOrQArray:
@@ -39,7 +39,16 @@ class WeightGather:
 
 
 def weight_gather(stored: NamedSharding, axes: tuple[str, ...], *, left: bool) -> WeightGather | None:
-    """The all-gather of a weight over some axes of its mesh; None if it is not sharded along any of them."""
+    """The all-gather of a weight over mesh axes.
+
+    Args:
+      stored: the sharding of the weight.
+      axes: the mesh axes to all-gather over.
+      left: whether the weight is the left operand.
+
+    Returns:
+      The all-gather, or None if the weight is not sharded along any of the axes.
+    """
     kept = []
     for part in stored.spec:
         rest = tuple(axis for axis in _sharding.names(part) if axis not in axes)
@@ -49,14 +58,14 @@ def weight_gather(stored: NamedSharding, axes: tuple[str, ...], *, left: bool) -
 
 
 def _constrain(x: Any, sharding: NamedSharding) -> Any:
-    """An array with this sharding, as far as its axes divide: a scale has shorter axes than its weight."""
+    """Constrain an array to a sharding, except along axes that it does not divide: scales are shorter than weights."""
     mesh = sharding.mesh
     parts = (*sharding.spec, *(None,) * x.ndim)[: x.ndim]
     devices = [math.prod(mesh.shape[axis] for axis in _sharding.names(part)) for part in parts]
     spec = PartitionSpec(
         *(part if size % count == 0 else None for part, size, count in zip(parts, x.shape, devices, strict=True))
     )
-    # The mesh is the current one in a shard_map over some other axes, and where explicit axes are left to XLA for once.
+    # Use the current mesh inside a shard_map over other axes, and where explicit axes temporarily are auto axes.
     current = jax.sharding.get_abstract_mesh()
     changed = not current.empty and (current.manual_axes or current.axis_types != mesh.axis_types)
     wanted = NamedSharding(current if changed else mesh, spec)

@@ -1,4 +1,4 @@
-"""What is faster? Native kernels for CPUs, on plain arrays; `octavo.ops` decides when they run."""
+"""Native CPU kernels on plain arrays; `octavo.ops` decides when they run."""
 
 from octavo.kernels.layer import LayerWeights, Matrix, decode_layer, decode_layer_reference
 from octavo.kernels.library import TARGETS, available, disabled, status, versions

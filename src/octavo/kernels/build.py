@@ -6,7 +6,7 @@ from octavo.kernels.compiling import BuildError, build
 
 
 def main() -> int:
-    """Compile, and say where the library is or why there is none."""
+    """Compile the library and print its path, or the reason it could not be built."""
     try:
         print(build())
     except BuildError as error:

@@ -1,4 +1,4 @@
-"""Compiling the CPU kernels: what the install does, and `python -m octavo.kernels.build` by hand.
+"""Compiling the CPU kernels, at install time or by hand with `python -m octavo.kernels.build`.
 
 Standard library only, since the build backend runs this file before Octavo is installed.
 """
@@ -16,16 +16,16 @@ HINT = "run `make` or `python -m octavo.kernels.build`"
 
 
 class BuildError(Exception):
-    """Why there is no library, in one line."""
+    """The library could not be built; the message is one line."""
 
 
 def library() -> Path:
-    """Where the compiled library is, or would be: beside this file, named after the platform."""
+    """The path of the compiled library, in this file's directory and named after the platform."""
     return Path(__file__).parent / f"_cpu-{sysconfig.get_platform()}.so"
 
 
 def is_current() -> bool:
-    """Whether the library is there and no source or header is newer than it."""
+    """Whether the library exists and is newer than all sources and headers."""
     if not library().exists():
         return False
     built = library().stat().st_mtime
@@ -33,9 +33,9 @@ def is_current() -> bool:
 
 
 def build() -> Path:
-    """Compile the library anew; raises `BuildError`.
+    """Compile the library and return its path; raises `BuildError`.
 
-    A library that is in use stays as it is for the processes that loaded it: the new one takes its name, not its place.
+    The file is replaced atomically: processes that have loaded the old library keep using it.
     """
     command, include = _compiler(), _headers()
     with tempfile.TemporaryDirectory(dir=library().parent, prefix=".build-") as folder:
@@ -54,14 +54,14 @@ def build() -> Path:
 
 
 def build_if_needed(say=print) -> Path | None:
-    """The library, compiled if it is missing or old; without one, a line that says why, and None."""
+    """The path of the library, compiled if it is missing or out of date; on failure, reports why and returns None."""
     if is_current():
         return library()
     try:
         return build()
     except BuildError as error:
         say(f"octavo: CPU kernels are not built, XLA's own code runs instead: {error}")
-        # An old library would be loaded as if it were the new one.
+        # A library that is out of date would be loaded as if it were current.
         library().unlink(missing_ok=True)
         return None
 

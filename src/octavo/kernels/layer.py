@@ -1,10 +1,10 @@
-"""A whole decoder layer for one new token of each text, with quantized matrices: what decoding a token is made of.
+"""One decoding step of a decoder layer, one token per sequence, with quantized matrices.
 
     x = x + out(attention(query_key_value(norm(x))))
     x = x + wo(silu(gate) * up),  [gate, up] = wi(norm(x))
 
-Attention has rotary positions and a cache of keys and values, into which those of the new token are written. The
-specification is `decode_layer_reference`; nothing is rounded but float32 sums.
+Attention has rotary embeddings and a KV cache, to which the keys and values of the new token are written. The
+specification is `decode_layer_reference`; results differ only by the rounding of float32 sums.
 """
 
 from collections.abc import Sequence
@@ -22,27 +22,27 @@ _NO_TABLE = (0.0,) * 16
 
 
 class Matrix(NamedTuple):
-    """A quantized matrix [K, N], as `matvec` takes it."""
+    """A quantized matrix [K, N], as in `matvec`."""
 
     codes: Shaped[Array, "a b"]
     scale: Float[Array, "groups columns"]
     table: Sequence[float] | None = None
-    """Values of 4-bit codes, which lie packed along K."""
+    """The values of 4-bit codes, which are packed along K."""
 
 
 class LayerWeights(NamedTuple):
-    """The parameters of a layer; those that are None are not there."""
+    """The parameters of a layer; those that are None are absent."""
 
     norm_in: Float[Array, "size"]
     query_key_value: Matrix
-    """Heads of queries, of keys and of values, side by side."""
+    """The query, key and value heads, concatenated along N."""
     out: Matrix
     norm_mid: Float[Array, "size"]
     wi: Matrix
-    """What passes the activation, and what it is multiplied by, side by side."""
+    """The gate and up projections, concatenated along N."""
     wo: Matrix
     bias: Float[Array, "mixed"] | None = None
-    """Of queries, keys and values."""
+    """The bias of queries, keys and values."""
     query_norm: Float[Array, "dim"] | None = None
     key_norm: Float[Array, "dim"] | None = None
 
@@ -62,11 +62,25 @@ def decode_layer(
     isa: str = "",
     threads: int = 0,
 ) -> tuple[Float[Array, "rows size"], Float[Array, "rows kv_heads dim time"], Float[Array, "rows kv_heads time dim"]]:
-    """What leaves the layer, and keys and values with those of the new tokens at their positions, on CPUs.
+    """One decoding step of a layer, on CPUs; gradients and vmap are unsupported.
 
-    Row i of `x` sees the first `positions[i]` entries of slot i and itself. A position of `limit` or more gives NaN.
-    Keys and values are written in place if they are donated to the program. `isa` and `threads` are as in `matvec`.
-    There is no gradient and no vmap.
+    Args:
+      x: the activations, one new token per row.
+      cos: the cosines of the rotary embedding.
+      sin: the sines of the rotary embedding.
+      positions: the position of each row's token, which attends to the first `positions[i]` entries of slot i and
+        itself. A position of `limit` or more gives NaN.
+      keys: the key cache, updated in place if it is donated.
+      values: the value cache, updated in place if it is donated.
+      weights: the parameters of the layer.
+      heads: the number of query heads.
+      epsilon: the epsilon of the norms.
+      limit: the number of valid positions.
+      isa: as in `matvec`.
+      threads: as in `matvec`.
+
+    Returns:
+      The layer's output, and the caches with the new tokens at their positions.
     """
     require()
     tables = [weight.table or _NO_TABLE for weight in (weights.query_key_value, weights.out, weights.wi, weights.wo)]
@@ -103,7 +117,7 @@ def decode_layer_reference(
     epsilon: float,
     limit: int,
 ) -> tuple[Float[Array, "rows size"], Float[Array, "rows kv_heads dim time"], Float[Array, "rows kv_heads time dim"]]:
-    """What `decode_layer` computes, in plain JAX."""
+    """The reference of `decode_layer`, in plain JAX."""
     rows, kv_heads, dim, time = keys.shape
 
     def norm(x: Array, scale: Array | None) -> Array:

@@ -1,4 +1,4 @@
-"""The compiled library: whether it is there, and what it can do on this processor."""
+"""Loading the compiled library, and the instruction sets it supports on this processor."""
 
 import ctypes
 import dataclasses
@@ -9,16 +9,16 @@ import jax
 from octavo.kernels import compiling
 
 FLOAT_TARGET, INT_TARGET, LAYER_TARGET = "octavo_float_matvec", "octavo_int_matvec", "octavo_decode_layer"
-# The names of the custom calls that are one product each.
+# The custom calls that compute a single matmul.
 TARGETS = (FLOAT_TARGET, INT_TARGET)
 
-# Part of the key of jit's caches: a program that was traced with kernels is not the one without.
+# Part of jit's cache key, since programs traced with and without kernels differ.
 _allowed = jax.make_user_context(default_value=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """The instruction sets that this processor has a version for, slowest first; or why there is none."""
+    """The kernel versions (instruction sets) for this processor, slowest first; or the problem that there are none."""
 
     versions: tuple[str, ...] = ()
     problem: str = ""
@@ -26,7 +26,7 @@ class Library:
 
 @functools.cache
 def load() -> Library:
-    """Load the library and register its custom calls, once in a process."""
+    """Load the library and register its custom calls, once per process."""
     path = compiling.library()
     if not path.exists():
         return Library(problem=f"not built: {compiling.HINT}")
@@ -42,23 +42,23 @@ def load() -> Library:
 
 
 def available() -> bool:
-    """Whether the CPU kernels are built, and not switched off by `disabled`."""
+    """Whether the CPU kernels are built, and not disabled by `disabled`."""
     return bool(_allowed.value) and bool(load().versions)
 
 
 def require() -> None:
-    """Load the library, or say why a kernel cannot be called."""
+    """Load the library; raises with the reason if the kernels cannot be called."""
     if load().problem:
         raise RuntimeError(f"CPU kernels are {load().problem}")
 
 
 def versions() -> tuple[str, ...]:
-    """The instruction sets that this processor runs kernels in, slowest first; empty if there is no library."""
+    """The instruction sets for which this processor has kernels, slowest first; empty without a library."""
     return load().versions
 
 
 def status() -> str:
-    """In one sentence, whether the CPU kernels are there and what they run in.
+    """One sentence on whether the CPU kernels are available, and their instruction set.
 
     >>> import octavo.kernels
     >>> octavo.kernels.available() == status().startswith("CPU kernels in ")
@@ -73,7 +73,7 @@ def status() -> str:
 
 
 def disabled():
-    """A context in which functions are traced without the CPU kernels: XLA's own code runs instead.
+    """A context manager in which functions are traced without the CPU kernels: XLA's code runs instead.
 
     >>> import octavo.kernels
     >>> with disabled():

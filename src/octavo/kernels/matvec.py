@@ -1,9 +1,10 @@
-"""A few rows times a quantized matrix, read once and as it is stored: what decoding a token is made of.
+"""A few rows times a quantized matrix, which is read once, as stored: the matmuls of decoding a token.
 
     y[m, n] = sum_k x[m, k] * value(code[k, n]) * scale[k // group, n]
 
-The matrix lies as [K, N] ("in, out", like the kernel of a dense layer) or, `transposed`, as [N, K] ("out, in", like an
-embedding that is the head too). The specification is `reference` here; nothing is rounded but float32 sums.
+The matrix is stored as [K, N] ("in, out", like the kernel of a dense layer) or, `transposed`, as [N, K] ("out, in",
+like an embedding tied to the head). The specification is `reference`; results differ only by the rounding of float32
+sums.
 """
 
 import functools
@@ -28,11 +29,19 @@ def matvec(
     isa: str = "",
     threads: int = 0,
 ) -> Float[Array, "m n"]:
-    """The float32 product of float32 rows and a quantized matrix, on CPUs.
+    """The float32 matmul of float32 rows and a quantized matrix, on CPUs; gradients are unsupported.
 
-    Codes are int8; or, with a `table` of 16 values, 4-bit numbers packed in uint8, two to a byte along K, the first in
-    the low half. `scale` is [groups, N] or, transposed, [N, groups], in float32, bfloat16 or float16. `isa` forces one
-    of `versions()`, `threads` a number of them. Differentiate something else: this has no gradient.
+    Args:
+      x: the rows.
+      codes: int8; or with a `table`, 4-bit codes packed in uint8, two per byte along K, the first in the low half.
+      scale: [groups, N] or, transposed, [N, groups], in float32, bfloat16 or float16.
+      table: the 16 values of 4-bit codes; None for int8.
+      transposed: whether the matrix is stored as [N, K].
+      isa: forces one of `versions()`; "" for the fastest.
+      threads: forces a number of threads; 0 for the default.
+
+    Returns:
+      The float32 result, [m, n].
 
     >>> x, codes, scale = jnp.ones((1, 2)), jnp.asarray([[1, 2, 3], [4, 5, 6]], jnp.int8), jnp.full((1, 3), 0.5)
     >>> reference(x, codes, scale).tolist()
@@ -47,7 +56,7 @@ def matvec(
 def int_matvec(
     x: Shaped[Array, "m k"], w: Shaped[Array, "a b"], *, transposed: bool = False, isa: str = "", threads: int = 0
 ) -> Shaped[Array, "m n"]:
-    """The int32 product of int8 rows and an int8 matrix, on CPUs: the bits that `lax.dot_general` gives."""
+    """The int32 matmul of int8 rows and an int8 matrix, on CPUs: bit-exact with `lax.dot_general`."""
     require()
     return _call(INT_TARGET, w.shape[0 if transposed else 1], transposed, isa, threads)(x, w)
 
@@ -60,7 +69,7 @@ def reference(
     table: Sequence[float] | None = None,
     transposed: bool = False,
 ) -> Float[Array, "m n"]:
-    """What `matvec` computes, in plain JAX."""
+    """The reference of `matvec`, in plain JAX."""
     if transposed:
         codes, scale = codes.T, scale.T
     if table is None:
@@ -77,7 +86,7 @@ def reference(
 def _call(
     target: str, columns: int, transposed: bool, isa: str, threads: int, table: tuple[float, ...] | None = None
 ) -> Callable[..., Array]:
-    """The custom call. Under vmap, batches of `x` alone are more rows; of the matrix, a loop."""
+    """The custom call. Under vmap, a batch of `x` alone becomes more rows; a batch of matrices becomes a loop."""
     static: dict[str, Any] = {"transposed": transposed, "isa": isa, "threads": np.int32(threads)}
     dtype = jnp.int32
     if target == FLOAT_TARGET:

@@ -1,4 +1,4 @@
-"""How do quantized things multiply? Matmuls with quantized gradients, how they run, and operations beside them."""
+"""Quantized matmuls, convolutions, ragged dots and embedding lookups, with quantized gradients and their lowerings."""
 
 from octavo.ops.api import conv_general_dilated, dot, dot_general, init_scaling, lowering_of
 from octavo.ops.config import DotConfig, Matmul, Operand

@@ -1,4 +1,4 @@
-"""Drop-in matmuls: the signatures of jax.lax and jax.numpy, with QArrays as operands or a config to quantize by."""
+"""Drop-in matmuls: the signatures of jax.lax and jax.numpy, for QArray operands or with a quantization config."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,23 +34,23 @@ def dot_general(
 ) -> Array:
     """`jax.lax.dot_general` in low precision.
 
-    Operands that are QArrays are multiplied as they are, in any mix with arrays. With a `config`, float operands are
-    quantized here, and so are the two gradients.
+    QArray operands are multiplied without requantization, in any mix with arrays. With a `config`, float operands are
+    quantized here, and so are the operands of the two gradient matmuls.
 
     Args:
       lhs: the left operand.
       rhs: the right operand.
       dimension_numbers: as in `jax.lax.dot_general`.
-      precision: of a dot of floats.
-      preferred_element_type: the dtype of the result; by default what the operands promote to.
-      out_sharding: of the result, on a mesh with explicit axes.
-      config: how the operands of the three matmuls are quantized; None multiplies operands as they are.
+      precision: as in `jax.lax.dot_general`, for dots computed in float.
+      preferred_element_type: the dtype of the result; by default the operands' promoted dtype.
+      out_sharding: the sharding of the result, on a mesh with explicit axes.
+      config: the quantization of the operands of the three matmuls; None quantizes nothing.
       key: for stochastic rounding.
-      scaling: ranges from outside, by operand: bounds, or tracker states, whose gradient is the updated state.
+      scaling: external ranges per operand: bounds, or tracker states, whose gradient is the updated state.
       placement: how the weight is all-gathered and its gradient reduced over devices.
 
     Returns:
-      The product.
+      The dot of `lhs` and `rhs`.
 
     >>> import octavo
     >>> x, w = jnp.ones((2, 4)), jnp.eye(4)
@@ -77,7 +77,9 @@ def dot(
     key: PRNGKeyArray | None = None,
     scaling: Scaling | None = None,
 ) -> Array:
-    """`jax.numpy.dot` in low precision: the last axis of `a` with the second to last of `b`.
+    """`jax.numpy.dot` in low precision: contracts the last axis of `a` with the second to last of `b`.
+
+    The keyword arguments are those of `octavo.dot_general`.
 
     >>> import octavo
     >>> q = octavo.quantize(jnp.eye(3), "int8")
@@ -120,11 +122,10 @@ def conv_general_dilated(
 ) -> Array:
     """`jax.lax.conv_general_dilated` in low precision.
 
-    Operands that are QArrays are convolved as they are, in any mix with arrays: in the precision of their codes where
-    there is one scale per example of `lhs`, per output feature of `rhs`, or per tensor; otherwise dequantized. With a
-    `config`, float operands are quantized here with such scales, and so are the two gradients; its `lowering` is for
-    dots alone. `key` drives stochastic rounding; `scaling` holds ranges that come from outside, as in
-    `octavo.dot_general`.
+    QArray operands are convolved in the precision of their codes, in any mix with arrays, if they have one scale per
+    example of `lhs`, per output feature of `rhs`, or per tensor; otherwise they are dequantized first. With a `config`,
+    float operands are quantized here with such scales, and so are the operands of the two gradients; its `lowering`
+    applies to dots only. `key` is for stochastic rounding; `scaling` holds external ranges, as in `octavo.dot_general`.
 
     >>> import octavo
     >>> x, w = jnp.ones((2, 3, 8, 8)), jnp.ones((4, 3, 3, 3))
@@ -154,11 +155,11 @@ def init_scaling(
       config: the config of the operation.
       lhs: the left operand, or anything with its shape.
       rhs: the right operand, or anything with its shape.
-      product: the dimension numbers of a `dot_general`, or a product: `Conv(ConvDims.of(...))`, `Ragged()`.
-      placement: that of the operation.
+      product: the dimension numbers of a `dot_general`, or a `Product`: `Conv(ConvDims.of(...))`, `Ragged()`.
+      placement: the placement of the operation.
 
     Returns:
-      What the operation takes as `scaling`.
+      The `scaling` argument of the operation.
     """
     if not isinstance(product, Product):
         product = Dot.of(product, len(lhs.shape), len(rhs.shape))
@@ -166,7 +167,17 @@ def init_scaling(
 
 
 def lowering_of(config: DotConfig, lhs: Any, rhs: Any, dimension_numbers: Any) -> str:
-    """How the forward product of a config runs, for operands of these shapes: quantized ones, or arrays left alone."""
+    """The lowering of the forward matmul of a config, in a few words.
+
+    Args:
+      config: the config of the matmul.
+      lhs: the left operand: a QArray, or an array (or its shape and dtype) if it is left in float.
+      rhs: the right operand, likewise.
+      dimension_numbers: as in `jax.lax.dot_general`.
+
+    Returns:
+      A description such as "int8 -> int32", as in the plan.
+    """
     dims = Dims.of(dimension_numbers, len(lhs.shape), len(rhs.shape))
     inputs = [
         jax.ShapeDtypeStruct(x.shape, x.dtype) if o is not None and o.dequant == "input" else x
@@ -180,5 +191,5 @@ def lowering_of(config: DotConfig, lhs: Any, rhs: Any, dimension_numbers: Any) -
 
 
 def result_dtype(lhs: ArrayOrQArray, rhs: ArrayOrQArray, preferred: DTypeLike | None) -> Any:
-    """The dtype of a product: the preferred one, or what the operands' values promote to."""
+    """The result dtype: the preferred one, or the promoted dtype of the operands."""
     return jnp.dtype(preferred) if preferred is not None else jnp.promote_types(lhs.dtype, rhs.dtype)

@@ -1,4 +1,4 @@
-"""The codes, scales and zero points of an operand of a product, as lowerings take them."""
+"""The codes, scales and zero points of a matmul operand, in the form that lowerings use."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ type ArrayOrQArray = Array | QArray
 
 
 def unpack(x: ArrayOrQArray) -> ArrayOrQArray:
-    """Unpacked, reduced over no axis of a mesh, and without padding."""
+    """Unpack an operand, remove its padding, and make it `reduced` over no mesh axis."""
     if not isinstance(x, QArray):
         return _sharding.without_reduced(x)
     x = x._map(_sharding.without_reduced).unpack()
     for axis, _ in x.padding:
-        # Slicing to the array's own length repeats the scale of a padded axis for single values.
+        # Slicing to the unpadded length expands the scale of a padded axis to one per value.
         index = [slice(None)] * x.ndim
         index[axis] = slice(0, x.shape[axis])
         x = x[tuple(index)]
@@ -29,7 +29,7 @@ def unpack(x: ArrayOrQArray) -> ArrayOrQArray:
 
 
 def accumulation_kind(lhs: ArrayOrQArray, rhs: ArrayOrQArray) -> Any:
-    """ "int" for a product of integers, or the dtype in which all values are exact; None where there is none."""
+    """ "int" for an integer dot, "native" for float8, or the dtype that holds all values exactly; None if none does."""
     if isinstance(lhs, QArray) and isinstance(rhs, QArray):
         if is_integer(lhs) and is_integer(rhs):
             return "int"
@@ -40,12 +40,12 @@ def accumulation_kind(lhs: ArrayOrQArray, rhs: ArrayOrQArray) -> Any:
 
 
 def is_weight_only(lhs: ArrayOrQArray, rhs: ArrayOrQArray) -> bool:
-    """Whether a float array meets symmetric integer codes, in the order of an activation and a weight."""
+    """Whether `lhs` is a float array (activation) and `rhs` symmetric integer codes (weight)."""
     return not isinstance(lhs, QArray) and isinstance(rhs, QArray) and is_integer(rhs) and rhs.zero_point is None
 
 
 def wider(a: np.dtype, b: np.dtype) -> np.dtype:
-    """The float dtype that holds the values of both, whatever the promotion rules that are switched on."""
+    """The float dtype that holds the values of both, independent of JAX's promotion mode."""
     if a == b:
         return a
     return np.dtype(np.float64 if np.float64 in (a, b) else np.float32)
@@ -61,10 +61,10 @@ def dequantize(lhs: ArrayOrQArray, rhs: ArrayOrQArray) -> tuple[Array, Array]:
 def shard_map_operand(
     mesh: Any, x: ArrayOrQArray, spec: PartitionSpec, reduced: int | None = None
 ) -> tuple[ArrayOrQArray, Any]:
-    """An operand for a `shard_map`, and the partition specs of its arrays.
+    """An operand to pass to a `shard_map`, and the partition specs of its arrays.
 
-    Codes are dequantized first where shards would split their tiles, or where scales differ between devices along the
-    axis `reduced`, over which the results are summed before scales come in.
+    Codes are dequantized first if sharding would split their tiles, or if scales differ between devices along the axis
+    `reduced`, over which results are summed before they are scaled.
     """
     if not isinstance(x, QArray):
         return x, spec
@@ -77,7 +77,7 @@ def shard_map_operand(
 
 
 def element(q: QArray) -> Format:
-    """The format of single codes: that of the element, for a block format."""
+    """The format of single codes; the element format of a block format."""
     return q.qtype.element if isinstance(q.qtype, BlockFormat) else q.qtype
 
 
@@ -90,10 +90,10 @@ def stored_shape(q: QArray) -> tuple[int, ...]:
 
 
 def integers(q: QArray) -> Array:
-    """Codes as int8, their zero point not yet subtracted."""
+    """Codes as int8, without subtracting the zero point."""
     fmt, codes = element(q), q.qvalue
     if not fmt.signed and fmt.bits == 8:
-        codes = (codes ^ jnp.uint8(128)).astype(jnp.int8)  # 128 less, as are the zero points below
+        codes = (codes ^ jnp.uint8(128)).astype(jnp.int8)  # shifted by -128, as are the zero points below
     codes = codes.astype(jnp.int8)
     return codes if fmt.has_zero else 2 * codes + jnp.int8(1)
 
@@ -107,7 +107,7 @@ def zero_point(x: ArrayOrQArray) -> Array | None:
 
 
 def values(x: ArrayOrQArray, kind: Any) -> Array:
-    """Codes as the floats that they stand for, exactly."""
+    """Codes decoded to floats, exactly and without scales."""
     if not isinstance(x, QArray):
         return x.astype(kind)
     if kind == "native":
@@ -120,7 +120,7 @@ def values(x: ArrayOrQArray, kind: Any) -> Array:
 
 
 def scale(x: ArrayOrQArray, *, codes: bool) -> Array | None:
-    """The scale in float32: that of the codes as integers, or that of the values they stand for."""
+    """The scale in float32: of the integer codes if `codes`, else of their decoded values."""
     if not isinstance(x, QArray):
         return None
     scale = x.scale.astype(jnp.float32)
@@ -133,7 +133,7 @@ def scale(x: ArrayOrQArray, *, codes: bool) -> Array | None:
 
 
 def is_integer(q: QArray) -> bool:
-    """Whether the codes are integers that fit eight bits."""
+    """Whether the codes are integers that fit in eight bits."""
     fmt = element(q)
     return isinstance(fmt, IntFormat) and fmt.bits <= (8 if fmt.has_zero else 7)
 

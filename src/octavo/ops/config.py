@@ -1,7 +1,7 @@
-"""Six operands, one description: how a matmul and its two gradients are quantized.
+"""The quantization config of a matmul and its two gradients: six operands.
 
-A matmul `out = lhs @ rhs` has the gradients `dlhs = g @ rhs.T` and `drhs = lhs.T @ g`. In both, the incoming gradient
-`g` is the first operand here and the operand saved by the forward pass, the residual, is the second.
+A matmul `out = lhs @ rhs` has the gradients `dlhs = g @ rhs.T` and `drhs = lhs.T @ g`. In both, the cotangent `g`
+is the first operand and the residual (the operand saved by the forward pass) the second.
 """
 
 import dataclasses
@@ -19,23 +19,23 @@ _RESIDUALS = ("reuse", "requantize", "original")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Operand(Config):
-    """How one operand of one matmul is quantized, whatever its axes turn out to be.
+    """The quantization of one operand of one matmul, independent of its axes.
 
-    By default every index of the axes that are not contracted has a scale of its own.
+    By default there is one scale per index of the axes that are not contracted.
 
     Args:
       qtype: the format of the codes.
       tile: the tile size along a contracted axis: a count of values, or the fraction 1/n of the axis.
       tile_axis: which contracted axis has tiles: -1 the last, 0 the first, which is where a batch is sharded.
-      square: tiles of the same size along the last remaining axis as well.
-      per_tensor: one scale for the tensor, or with `tile` for all rows of a tile.
-      calibration: how a range is found.
+      square: use tiles of the same size along the last remaining axis as well.
+      per_tensor: one scale for the tensor, or with `tile` one for all rows of a tile.
+      calibration: the method that chooses the range.
       rounding: "nearest" or "stochastic".
       scale_dtype: the dtype of scales.
       arithmetic: the dtype in which codes are computed.
-      dequant: where the scale comes back in: on the "output" of a low-precision matmul; on this "input" before a float
-        matmul; or on the "other" input, for which the scale runs along the contracted axes instead.
-      tracker: state from which the range is read, as for delayed scaling.
+      dequant: where the scale is applied: to the "output" of a low-precision matmul; to this "input" before a float
+        matmul (fake quantization); or to the "other" input, in which case scales run along the contracted axes.
+      tracker: the tracker from whose state the range is read, as for delayed scaling.
     """
 
     qtype: Format
@@ -87,10 +87,10 @@ class Operand(Config):
             raise ValueError("dequant='other' has one scale per contracted index: no tile, and not per tensor")
         if tracker is not None and self.calibration.asymmetric:
             raise ValueError("a remembered range is symmetric: use calibration='absmax' with a tracker")
-        self.quantizer(2, contracting=(0,))  # refuse what no Quantizer can be made of
+        self.quantizer(2, contracting=(0,))  # raises for fields that no Quantizer supports
 
     def quantizer(self, ndim: int, *, contracting: Sequence[int], batch: Sequence[int] = ()) -> Quantizer:
-        """The Quantizer of an operand with these axes."""
+        """The Quantizer for an operand with these axes."""
         remaining = [a for a in range(ndim) if a not in contracting and a not in batch]
         tiled: dict[int, int | float] = {}
         if self.tile is not None and contracting:
@@ -117,16 +117,15 @@ class Matmul(Config):
     """One of the three matmuls of a training step.
 
     Args:
-      lhs: the left operand, in a gradient the incoming gradient; None for float.
+      lhs: the left operand, in a gradient the cotangent; None for float.
       rhs: the right operand, in a gradient the residual; None for float.
-      residual: what the residual of a gradient is. "reuse" takes the forward's codes and moves their scale into the
-        gradient, or requantizes them where tiles make that impossible; "requantize" quantizes the forward's low-bit
-        value again, by `rhs`, along this matmul's contraction; "original" saves the float value, quantized by `rhs` if
-        that is given.
-      rotate: multiplies both operands with a Hadamard matrix of blocks of this size along the last contracted axis,
-        which spreads outliers and cancels out.
-      accumulator: the dtype in which floats are summed, and the products of tiles (float32 unless given); the integers
-        of a tile always sum in int32.
+      residual: the residual of a gradient. "reuse" uses the forward's codes and moves their scale into the cotangent,
+        or requantizes them where tiles make that impossible; "requantize" quantizes the forward's low-bit value again,
+        by `rhs`, along this matmul's contraction; "original" saves the float value, quantized by `rhs` if given.
+      rotate: the block size of a Hadamard rotation of both operands along the last contracted axis, which spreads
+        outliers and cancels out in the matmul.
+      accumulator: the dtype in which floats, and the partial sums of tiles, are accumulated (float32 by default); the
+        integers of one tile always accumulate in int32.
     """
 
     lhs: Operand | None = None
@@ -150,17 +149,17 @@ class Matmul(Config):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class DotConfig(Config):
-    """A matmul and its two gradients, quantized: the one description that every recipe compiles to.
+    """The quantization of a matmul and its two gradients; every recipe compiles to DotConfigs.
 
     Args:
       fwd: the forward matmul.
       dlhs: the gradient of the left operand.
       drhs: the gradient of the right operand.
       clip_gradient: whether the gradient of values outside the calibrated range is zero.
-      sparsity: (n, m) keeps, of each m weights along the contraction of `rhs`, the n largest.
-      lowering: how the matmuls run, one of `octavo.ops.lowerings()`.
+      sparsity: (n, m) keeps the n largest of every m weights along the contracted axis of `rhs`.
+      lowering: the lowering of the matmuls, one of `octavo.ops.lowerings()`.
       smooth: SmoothQuant's alpha: the forward divides `lhs` and multiplies `rhs`, for each contracted index k, by
-        max|lhs_k|**alpha / max|rhs_k|**(1 - alpha) before it quantizes them.
+        max|lhs_k|**alpha / max|rhs_k|**(1 - alpha) before quantizing them.
 
     >>> DotConfig.qt("int8").fwd.lhs.qtype.name
     'int8'
@@ -208,7 +207,7 @@ class DotConfig(Config):
 
         A name is an operand (`fwd_lhs`, `fwd_rhs`, `dlhs_lhs`, `dlhs_rhs`, `drhs_lhs`, `drhs_rhs`) or a matmul (`fwd`,
         `dlhs`, `drhs`) for both of its operands. A mapping changes fields of an operand; an Operand, or None for
-        float, takes its place. Fields given for a matmul leave its float operands as they are.
+        float, replaces it. Fields given for a matmul do not change its float operands.
 
         >>> DotConfig.qat("int8").with_operands(fwd={"per_tensor": True}, fwd_rhs={"qtype": "int4"}).fwd.rhs.qtype.name
         'int4'
@@ -233,14 +232,14 @@ class DotConfig(Config):
 
     @staticmethod
     def qt(qtype: FormatLike = "int8", bwd: FormatLike | None = None, **operand: Any) -> "DotConfig":
-        """Quantized training: all three matmuls in low precision, the forward's codes used again in the gradients."""
+        """Quantized training: all three matmuls in low precision, with the forward's codes as residuals."""
         both = Operand(qtype, **operand)
         gradient = Matmul(Operand(qtype if bwd is None else bwd, **operand))
         return DotConfig(Matmul(both, both), gradient, gradient)
 
     @staticmethod
     def qat(qtype: FormatLike = "int8", **operand: Any) -> "DotConfig":
-        """Quantization-aware training: low precision forward, gradients in float as if nothing had happened."""
+        """Quantization-aware training: low-precision forward, straight-through gradients in float."""
         both = Operand(qtype, **operand)
         return DotConfig(Matmul(both, both))
 

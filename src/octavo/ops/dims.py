@@ -1,4 +1,4 @@
-"""Which axes a matmul contracts, batches and keeps."""
+"""The contracted, batch and remaining axes of a matmul."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-    """`lax.dot_general`'s dimension numbers, with the ranks."""
+    """`lax.dot_general`'s dimension numbers, with the operands' ranks."""
 
     lhs_ndim: int
     rhs_ndim: int
@@ -18,7 +18,7 @@ class Dims:
 
     @staticmethod
     def of(dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> "Dims":
-        """From what `lax.dot_general` takes, negative axes included."""
+        """From the dimension numbers of `lax.dot_general`; axes may be negative."""
         (lc, rc), (lb, rb) = dimension_numbers
         norm = lambda axes, ndim: tuple(int(a) % ndim for a in axes)  # noqa: E731
         return Dims(lhs_ndim, rhs_ndim, norm(lc, lhs_ndim), norm(rc, rhs_ndim), norm(lb, lhs_ndim), norm(rb, rhs_ndim))
@@ -40,5 +40,5 @@ class Dims:
         return len(self.lhs_batch) + len(self.lhs_remaining) + len(self.rhs_remaining)
 
     def swap(self) -> "Dims":
-        """The same product with its operands exchanged; the kept axes of the result are exchanged with them."""
+        """The same dot with its operands swapped, which swaps the remaining axes of the result as well."""
         return Dims(self.rhs_ndim, self.lhs_ndim, self.rhs_contract, self.lhs_contract, self.rhs_batch, self.lhs_batch)

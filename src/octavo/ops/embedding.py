@@ -1,4 +1,4 @@
-"""Rows of a table in low precision, looked up by number."""
+"""Embedding lookup in a low-precision table."""
 
 import jax.numpy as jnp
 
@@ -14,15 +14,23 @@ def embedding_lookup(
     quantizer: Quantizer | FormatLike | None = None,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "..."]:
-    """Rows of a table, in the shape of `ids` followed by that of a row.
+    """Look up rows of an embedding table.
 
-    Of a QArray, the codes and scales of the rows are gathered and only those are dequantized. A float table is rounded
-    as the quantizer says: after the gather where every row has scales of its own (`channelwise_axes=(0,)`) and rounding
-    is to nearest, else as a whole. The gradient is added to the rows of the table that were looked up, straight through
-    the rounding.
+    The codes and scales of a QArray are gathered, and only the gathered rows are dequantized. A float table is
+    fake-quantized: after the gather if each row has its own scales (`channelwise_axes=(0,)`) and rounding is to
+    nearest, otherwise before it. The gradient is a scatter-add to the rows that were looked up, straight-through.
 
-    Numbers are those of `jnp.take(table, ids, axis=0, mode="fill")`: negative ones count from the end, and a row that
-    does not exist is NaN and has no gradient.
+    Indices are as in `jnp.take(table, ids, axis=0, mode="fill")`: negative ones count from the end, and out-of-bounds
+    ones give NaN and have no gradient.
+
+    Args:
+      table: the table [rows, ...].
+      ids: integer row indices.
+      quantizer: the quantizer of a float table; None leaves it in float.
+      key: for stochastic rounding.
+
+    Returns:
+      The rows, of shape `ids.shape + table.shape[1:]`.
 
     >>> import octavo
     >>> table = octavo.quantize(jnp.asarray([[1.0, 2.0], [30.0, 40.0]]), "int8", channelwise_axes=(0,))
@@ -59,9 +67,9 @@ def _rows_of_codes(table: QArray, ids: Array) -> Array:
 
 
 def _by_row(how: Quantizer, table: tuple[int, ...], count: int) -> bool:
-    """Whether rows are rounded alike in their table and among the `count` that are looked up."""
+    """Whether quantizing the table and quantizing the `count` gathered rows give the same values."""
     outer = isinstance(how.qtype, BlockFormat) and how.qtype.outer
     if outer or how.rounding.stochastic:
         return False
-    # At least two rows, because a single one is a tile of its own in any case.
+    # At least two rows, because a single row always is one tile.
     return all(how.tiles((max(2, rows), *table[1:])).sizes[0] == 1 for rows in (table[0], count))

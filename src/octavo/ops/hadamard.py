@@ -1,4 +1,4 @@
-"""Rotation by a Hadamard matrix in blocks along an axis: it spreads outliers, and cancels out in a product.
+"""Blockwise Hadamard rotation along an axis: it spreads outliers, and cancels out in a matmul.
 
 Ashkboos et al., QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs (2024): (x H)(H^T w) = x w for orthogonal H.
 """
@@ -21,7 +21,16 @@ def hadamard_matrix(size: int) -> np.ndarray:
 
 
 def rotate(x: Float[Array, "..."], block: int, *, axis: int) -> Float[Array, "..."]:
-    """Multiply blocks along an axis with a Hadamard matrix, giving float32; the same call undoes it."""
+    """Multiply blocks along an axis by a Hadamard matrix; the rotation is its own inverse.
+
+    Args:
+      x: the array to rotate.
+      block: the block size, a power of two that divides the axis.
+      axis: the axis to rotate along.
+
+    Returns:
+      The rotated array, in float32.
+    """
     size = x.shape[axis]
     if size % block:
         raise ValueError(f"a Hadamard rotation with blocks of {block} does not divide an axis of size {size}")

@@ -1,4 +1,4 @@
-"""Memory layouts and shardings that lowerings ask for."""
+"""Memory layouts and shardings for lowerings."""
 
 import math
 from typing import Any
@@ -11,12 +11,12 @@ from octavo import _sharding
 from octavo._typing import Array
 from octavo.ops.dims import Dims
 
-# A smaller matrix is in the cache, and its product done before a custom call begins.
+# A smaller matrix fits in the cache, and its matmul takes less time than starting a custom call.
 FEWEST_WEIGHTS = 1 << 15
 
 
 def is_partitioned() -> bool:
-    """Whether what is traced here will be partitioned over the devices of the current mesh, as far as is known."""
+    """Whether the traced program will be partitioned over devices, judging by the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(
         size > 1 and kind != AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -32,12 +32,12 @@ def is_transposed(dims: Dims) -> bool | None:
 
 
 def is_large(shape: tuple[int, ...]) -> bool:
-    """Whether a matrix is worth a custom call."""
+    """Whether a matrix is large enough for a custom call to pay off."""
     return math.prod(shape) >= FEWEST_WEIGHTS
 
 
 def materialize[T](tree: T) -> T:
-    """The arrays, written to memory in their own order where the backend is a CPU: nothing is fused across this."""
+    """Materialize arrays in row-major order on CPUs, as a fusion barrier; a no-op on other platforms."""
     leaves, structure = jax.tree.flatten(tree)
     places = [i for i, x in enumerate(leaves) if x.size > 1 and not is_explicit(x)]
     if places:
@@ -50,19 +50,19 @@ def materialize[T](tree: T) -> T:
 
 
 def by_rows(x: Array) -> Array:
-    """An array in row-major order in memory."""
+    """Constrain an array to row-major memory layout."""
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def is_explicit(x: Array) -> bool:
-    """Whether the array's sharding is part of its type, in which case reshapes are not ours to choose."""
+    """Whether the array's sharding is part of its type, which restricts how it may be reshaped."""
     return _sharding.explicit(x) is not None
 
 
 def explicit_shardings(*operands: Array) -> tuple[Any, ...]:
-    """The shardings that are part of the operands' types: their gradients have them too, and must be told.
+    """The explicit shardings of the operands, which their gradients need as `out_sharding`.
 
-    None for all of them outside of explicit meshes. An operand that is on no mesh is replicated on that of the others.
+    All are None outside of explicit meshes. An operand on no mesh is replicated on the mesh of the others.
     """
     mesh = next((jax.typeof(x).sharding.mesh for x in operands if is_explicit(x)), None)
     if mesh is None:

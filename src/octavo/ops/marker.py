@@ -1,8 +1,8 @@
-"""An identity primitive whose parameters hold the description of a product, so that it is recognised in a jaxpr.
+"""An identity primitive whose parameters describe a `Product` call, so that it can be recognised in a jaxpr.
 
-A custom_vjp function is opaque to a program that reads jaxprs: neither its axes nor its config can be seen. The body of
-each product of ours ends with this primitive, and the object in its parameters says what is static about the product.
-With it, products that were written by hand are planned, and served with weights that are QArrays, as any other.
+A custom_vjp function is an opaque call in a jaxpr: neither its axes nor its config are visible. The body of each
+`Product` ends with this primitive, whose parameters hold the static arguments of the call. With them, hand-written
+calls of Octavo's operations are planned, and served with QArray weights, like any other matmul.
 """
 
 import dataclasses
@@ -25,22 +25,22 @@ batching.primitive_batchers[_marker] = lambda args, dims, **params: (_marker.bin
 
 @dataclasses.dataclass(frozen=True)
 class ProductCall:
-    """What is static about one call of a product of ours."""
+    """The static description of one call of a `Product`."""
 
     call: Any
-    """Has `op`, `primitive` and `params`, `config` (None: written in float, and left to rules), and `run(*args)`."""
+    """Has `op`, `primitive`, `params`, `config` (None: a float call, to which rules apply) and `run(*args)`."""
     tree: Any
-    """The structure of its arguments: lhs, rhs and whatever follows."""
+    """The tree structure of its arguments: lhs, rhs and any others."""
     shapes: tuple[tuple[int, ...], ...]
 
 
 def mark(out: Array, call: Any, args: tuple[Any, ...]) -> Array:
-    """`out`, which `call.run(*args)` computed, marked as such."""
+    """`out`, marked as the result of `call.run(*args)`."""
     leaves, tree = jax.tree.flatten(args)
     return _marker.bind(out, product=ProductCall(call, tree, tuple(tuple(x.shape) for x in leaves)))
 
 
 def marked_product(body: Any) -> ProductCall | None:
-    """The product of ours that the body of a custom_vjp function computes; None if it does not."""
+    """The `ProductCall` that the body of a custom_vjp function computes; None if there is none."""
     last = body.eqns[-1] if body.eqns else None
     return last.params["product"] if last is not None and last.primitive is _marker else None

@@ -1,8 +1,8 @@
-"""One custom_vjp for every bilinear operation, with six operands that are quantized as a DotConfig says.
+"""One custom_vjp for every bilinear operation, whose six operands are quantized according to a DotConfig.
 
-A `Product` is a bilinear map `out = f(lhs, rhs)`. Its two transposes are bilinear maps of the incoming gradient and a
-residual: `dlhs = f_lhs(g, rhs)` and `drhs = f_rhs(g, lhs)`. A product knows axes and how to multiply; what is
-quantized, saved, masked and moved from one operand into the other is decided here, once, for `dot_general`,
+A `Product` is a bilinear map `out = f(lhs, rhs)`. Its two transposes are bilinear maps of the cotangent and a residual:
+`dlhs = f_lhs(g, rhs)` and `drhs = f_rhs(g, lhs)`. A `Product` implements the axes and the operation itself;
+quantization, residuals, masks and moving scales between operands are implemented here, once, for `dot_general`,
 convolutions and ragged dots (`octavo.ops.products`).
 """
 
@@ -47,10 +47,10 @@ from octavo.qarray import QArray
 
 
 class Product:
-    """A bilinear map: the axes of its operands, how they are multiplied, and its transposes.
+    """A bilinear map: the axes of its operands, its computation, and its transposes.
 
-    Subclasses are frozen dataclasses, so that a product is hashable and compares by value. A map with operands that are
-    not differentiated (`extra`: the group sizes of a ragged dot) takes them after the other two.
+    Subclasses are frozen dataclasses, so that a product is hashable and compares by value. Operands that are not
+    differentiated (`extra`: the group sizes of a ragged dot) follow the other two.
     """
 
     op: ClassVar[str]
@@ -58,11 +58,11 @@ class Product:
     primitive: ClassVar[str]
     """The JAX primitive of this operation."""
     has_placement: ClassVar[bool] = True
-    """Whether weights are gathered in low precision."""
+    """Whether the weight can be all-gathered, and its gradient reduced, in low precision."""
     has_explicit_shardings: ClassVar[bool] = True
     """Whether gradients are resharded on meshes with explicit axes."""
     residual_dtype: ClassVar[Any] = jnp.float32
-    """The dtype of a residual that is dequantized; None for that of the operand."""
+    """The dtype of a dequantized residual; None for the operand's dtype."""
 
     @property
     def dims(self) -> Dims:
@@ -71,18 +71,18 @@ class Product:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters of the JAX primitive that say the same."""
+        """The equivalent parameters of the JAX primitive."""
         raise NotImplementedError
 
     def check(self, config: DotConfig) -> None:
-        """Raise for a config that this operation does not support."""
+        """Raise if this operation does not support the config."""
         raise NotImplementedError
 
     def out_shape(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
         raise NotImplementedError
 
     def transpose(self, of_lhs: bool) -> "Transpose":
-        """The map of (gradient, residual) to the gradient of an operand."""
+        """The map from (cotangent, residual) to the gradient of an operand."""
         raise NotImplementedError
 
     def multiply(
@@ -100,16 +100,16 @@ class Product:
 
 
 class Transpose(Product):
-    """A transposed product: its operands are the incoming gradient and a residual."""
+    """A transposed product: its operands are the cotangent and a residual."""
 
     def arrange_residual(self, residual: ArrayOrQArray) -> ArrayOrQArray:
         """The residual in the layout in which it is quantized and multiplied."""
         return residual
 
     def fold(self, g: Array, residual: QArray, *extra: Array, quantized: bool) -> Any:
-        """(gradient, residual) with a scale along the contraction moved into the gradient; None if it cannot be.
+        """(cotangent, residual) with a scale along the contraction moved into the cotangent; None if impossible.
 
-        `quantized`: whether the gradient is quantized, so that codes are multiplied with codes.
+        `quantized`: whether the cotangent is quantized, so that both operands are codes.
         """
         raise NotImplementedError
 
@@ -123,13 +123,13 @@ class Transpose(Product):
         scaling: Scaling,
         name: str,
     ) -> tuple[ArrayOrQArray, ArrayOrQArray, dict[str, Any], tuple[Array, ...]]:
-        """Both operands, what was measured, and scales that belong to the result."""
+        """Quantize both operands; also returns measured bounds and telemetry, and scales of the result."""
         del extra
         left, right, seen = quantize_operands(matmul, g, residual, self.dims, keys, scaling, (name, None))
         return left, right, seen, ()
 
     def gradient_dtype(self, out: Any, operand: Any, accumulator: str | None) -> Any:
-        """The dtype in which a gradient is computed before it is cast to its operand's."""
+        """The dtype in which a gradient is computed before it is cast to its operand's dtype."""
         del out, operand, accumulator
         return jnp.float32
 
@@ -143,14 +143,14 @@ class Transpose(Product):
         scales: Any,
         options: Any,
     ) -> tuple[Array, dict[str, Any]] | None:
-        """The gradient summed over devices in low precision, and what `scaling` is to remember; None if none is."""
+        """The gradient reduced over devices in low precision, and updates of `scaling`; None if nothing is reduced."""
         raise NotImplementedError
 
 
 class Placement(NamedTuple):
-    """How the weight of a product is sharded, as `octavo.distributed` says.
+    """The low-precision collectives of a weight, from `octavo.distributed`.
 
-    `gather` (a `WeightGather`) all-gathers its codes, `reduction` (a `GradReduce`) sums its gradient over devices in
+    `gather` (a `WeightGather`) all-gathers its codes; `reduction` (a `GradReduce`) reduces its gradient over devices in
     low precision.
     """
 
@@ -159,11 +159,11 @@ class Placement(NamedTuple):
 
 
 UNPLACED = Placement()
-"""The placement of a weight that XLA shards as it likes, or not at all."""
+"""The placement of a weight whose collectives, if any, are left to XLA."""
 
 
 class Call(NamedTuple):
-    """What is static about one quantized product."""
+    """The static arguments of one quantized product."""
 
     product: Product
     config: DotConfig
@@ -172,7 +172,7 @@ class Call(NamedTuple):
     out_sharding: Any = None
     placement: Placement = UNPLACED
     operand_shardings: tuple[Any, Any] = (None, None)
-    """On a mesh with explicit axes: the shardings that the gradients have to have."""
+    """On a mesh with explicit axes: the required shardings of the gradients."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class Call(NamedTuple):
         return self.product.params
 
     def run(self, *args: Any) -> Array:
-        """The forward product of these arguments; operands may be QArrays already."""
+        """The forward pass for these arguments; operands may be QArrays."""
         return _primal(self, *args)
 
 
@@ -195,7 +195,7 @@ def quantized_product(
     key: PRNGKeyArray | None,
     scaling: Scaling | None,
 ) -> Array:
-    """The product of two float arrays, each quantized on the way, with quantized gradients."""
+    """Apply a product to two float arrays, quantizing its operands and those of its gradients."""
     config, product, scaling = call.config, call.product, scaling or {}
     if isinstance(lhs, QArray) or isinstance(rhs, QArray):
         raise TypeError("a config quantizes float operands; QArrays are quantized already: leave the config out")
@@ -212,7 +212,7 @@ def quantized_product(
 
 
 def init_product_scaling(config: DotConfig, product: Product, lhs: Any, rhs: Any, reduction: Any = None) -> Scaling:
-    """The first state of every tracker of a config, and of error feedback, for operands of these shapes."""
+    """The initial state of every tracker of a config, and of error feedback, for operands of these shapes."""
     out = jax.ShapeDtypeStruct(product.out_shape(lhs.shape, rhs.shape), jnp.float32)
     dims, dlhs, drhs = product.dims, product.transpose(True).dims, product.transpose(False).dims
     sides = {
@@ -275,7 +275,7 @@ def _product_fwd(call: Call, lhs: Array, rhs: Array, extra: Any, key: PRNGKeyArr
     lhs, rhs = without_reduced(lhs, rhs)
     out, (left, right, seen, keys, smoothed) = _forward(call, lhs, rhs, extra, key, scaling)
     config, dims = call.config, call.product.dims
-    # Only what the gradients read is saved, in low precision wherever a gradient takes it so.
+    # Only residuals that the gradients read are saved, in low precision where a gradient uses codes.
     rhs_saved = rhs if config.dlhs.residual == "original" else right
     lhs_saved = lhs if config.drhs.residual == "original" else left
     axes = (dims.lhs_contract, dims.lhs_batch), (dims.rhs_contract, dims.rhs_batch)
@@ -291,7 +291,7 @@ def _product_fwd(call: Call, lhs: Array, rhs: Array, extra: Any, key: PRNGKeyArr
 def _product_bwd(call: Call, residuals: Any, g: Array):
     (lhs, rhs, masks), extra, seen, keys, scaling, like = residuals
     g, shardings = once_differentiable(_sharding.without_reduced(g), *like), call.operand_shardings
-    # What is masked is summed first: a sum that is not taken has no values to be zero.
+    # A masked gradient is reduced first: the values of an unreduced array cannot be masked.
     summed = [x if m is None else _sharding.plain(x) for x, m in zip(shardings, masks, strict=True)]
     wanted = [_sharding.gradient_sharding(x) for x in summed]
     dlhs, seen_dlhs = _gradient(call, True, g, rhs, extra, keys[2:4], scaling, like[0].dtype, wanted[0])
@@ -314,7 +314,7 @@ def _gradient(
     dtype: Any,
     sharding: Any,
 ):
-    """One of the two gradients, and what was measured on the way."""
+    """One of the two gradients, and the bounds and telemetry measured for it."""
     config, transpose = call.config, call.product.transpose(of_lhs)
     matmul, forward = (config.dlhs, config.fwd.rhs) if of_lhs else (config.drhs, config.fwd.lhs)
     g, residual, matmul = _use_residual(transpose, matmul, forward, g, residual, extra)
@@ -342,20 +342,20 @@ def _gradient(
 def _use_residual(
     transpose: Transpose, matmul: Matmul, forward: Operand | None, g: Array, residual: ArrayOrQArray, extra: Any
 ) -> tuple[Any, ArrayOrQArray, Matmul]:
-    """The gradient, the residual as the matmul takes it, and the matmul with what is left to quantize."""
+    """The cotangent, the residual as an operand, and the config of what remains to be quantized."""
     if not isinstance(residual, QArray):
         return g, residual, matmul.replace(rhs=None) if matmul.residual == "reuse" else matmul
     if matmul.residual != "reuse":
         return g, residual.dequantize(transpose.residual_dtype), matmul
     folded = transpose.fold(g, residual, *extra, quantized=matmul.lhs is not None)
     if folded is None:
-        # A scale along the contraction that cannot be moved: new codes along the new one.
+        # A scale along the contraction that cannot be moved: requantize along the new contraction.
         return g, residual.dequantize(transpose.residual_dtype), matmul.replace(rhs=matmul.rhs or forward)
     return *folded, matmul.replace(rhs=None)
 
 
 def quantize_operands(matmul: Matmul, lhs: Any, rhs: ArrayOrQArray, dims: Dims, keys, scaling: Scaling, names):
-    """Both operands of a matmul, rotated and quantized as it says, and the bounds that were measured."""
+    """Rotate and quantize both operands of a matmul; also returns measured bounds and telemetry."""
     seen: dict[str, Bounds] = {}
     if matmul.rotate is not None:
         assert not isinstance(lhs, QArray)

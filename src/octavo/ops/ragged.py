@@ -1,4 +1,4 @@
-"""Matmuls of experts: `lax.ragged_dot` and its kin in low precision, with a scale of its own for every expert."""
+"""Expert matmuls: `lax.ragged_dot` and related operations in low precision, with separate scales for each expert."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from octavo.ops.vjp import Scaling, masked
 from octavo.qarray import QArray
 
 GMM = "octavo.gmm"
-"""The scope by which rules tell a `gmm` from any other ragged dot."""
+"""The named scope by which rules distinguish a `gmm` from other ragged dots."""
 
 
 def ragged_dot(
@@ -38,14 +38,28 @@ def ragged_dot(
     sharding: Any = None,
     placement: Placement = UNPLACED,
 ) -> Array:
-    """`jax.lax.ragged_dot` in low precision: every row of `lhs` [m, k] with its group's matrix in `rhs` [g, k, n].
+    """`jax.lax.ragged_dot` in low precision: each row of `lhs` [m, k] times its group's matrix in `rhs` [g, k, n].
 
-    Rows are sorted by group; those beyond the last group give zero, have no gradient and influence nothing. Operands
-    that are QArrays are multiplied as they are, with scales per row and per expert and column. With a `config`, float
-    operands are quantized here, and so are the two gradients. With `group_offset`, `rhs` holds only the groups from
-    that one on, and the rows of all others count as rows of none. With `sharding`, an
-    `octavo.distributed.ExpertSharding`, each device has rows of its own, sorted, and `group_sizes` is [shards, groups
-    of a device].
+    Rows are sorted by group; rows beyond the last group give zero, have no gradient and do not affect ranges. QArray
+    operands are multiplied without requantization, with scales per row of `lhs` and per expert and column of `rhs`.
+
+    Args:
+      lhs: the rows.
+      rhs: the matrices, one per group.
+      group_sizes: the number of rows of each group, [g].
+      precision: as in `jax.lax.ragged_dot`.
+      preferred_element_type: the dtype of the result; by default the operands' promoted dtype.
+      group_offset: the first group that `rhs` holds; rows of other groups count as rows of no group.
+      out_sharding: the sharding of the result, for float operands only.
+      config: quantizes float operands, and those of the two gradient matmuls.
+      key: for stochastic rounding.
+      scaling: external ranges, as in `octavo.dot_general`.
+      sharding: an `octavo.distributed.ExpertSharding`: rows are sharded and sorted on each device, and `group_sizes` is
+        [shards, groups of a device].
+      placement: how the weight is all-gathered and its gradient reduced over devices.
+
+    Returns:
+      [m, n].
 
     >>> import functools, octavo
     >>> x, w = jnp.ones((3, 4)), jnp.stack([jnp.eye(4), 2 * jnp.eye(4)])
@@ -83,7 +97,7 @@ def gmm(
     key: PRNGKeyArray | None = None,
     scaling: Scaling | None = None,
 ) -> Array:
-    """`ragged_dot` under the name and with the options that Megablox gives it; `transpose_rhs`: `rhs` is [g, n, k]."""
+    """`ragged_dot` with the name and options of Megablox; with `transpose_rhs`, `rhs` is [g, n, k]."""
     if config is not None and transpose_rhs:
         rhs, transpose_rhs = rhs.swapaxes(1, 2), False
     with jax.named_scope(GMM):
@@ -111,10 +125,10 @@ def tgmm(
     rows_first: bool = False,
     precision: Any = None,
 ) -> Array:
-    """For every group the product of its columns of `lhs` [k, m] with its rows of `rhs` [m, n]: [g, k, n].
+    """For each group, the matmul of its columns of `lhs` [k, m] and its rows of `rhs` [m, n]: [g, k, n].
 
-    `lhs` lies as in Megablox; with `rows_first` it is [m, k]. Empty groups give zero, and rows beyond the last group
-    are ignored, whatever they hold.
+    `lhs` has the axes of Megablox; with `rows_first` it is [m, k]. Empty groups give zero, and rows beyond the last
+    group are ignored, even if they are NaN.
 
     >>> tgmm(jnp.ones((1, 3)), jnp.arange(3.0)[:, None], jnp.asarray([2, 0])).tolist()
     [[[1.0]], [[0.0]]]
@@ -147,8 +161,9 @@ def ragged_dot_general(
 ) -> Array:
     """`jax.lax.ragged_dot_general` in low precision, in its three modes: a ragged row, contracted or batch axis.
 
-    Where the axes can be brought into the order of `ragged_dot` or `tgmm`, QArrays are multiplied as they are;
-    otherwise, with batch axes or several of a kind, they are dequantized first. A `config` goes with a ragged row axis.
+    Where the axes can be transposed to those of `ragged_dot` or `tgmm`, codes are multiplied; otherwise (batch axes, or
+    several axes of one kind) QArrays are dequantized first. A `config` is supported for a ragged row axis only. The
+    other arguments are those of `ragged_dot`.
     """
     numbers = ragged_dot_dimension_numbers
     (lc, rc), (lb, _) = numbers.dot_dimension_numbers
@@ -182,7 +197,7 @@ def ragged_dot_general(
             lhs, rhs, group_sizes, numbers, precision, preferred_element_type, group_offset, out_sharding
         )
     if ragged in lb:
-        # The groups partition an axis that no product crosses.
+        # A ragged batch axis: groups do not affect the result.
         dims = Dims.of(numbers.dot_dimension_numbers, lhs.ndim, rhs.ndim)
         return multiply(lhs, rhs, dims, dtype=dtype, precision=precision, out_sharding=out_sharding)
     if simple and group_offset is None and (lhs.ndim, rhs.ndim) == (2, 2):
@@ -225,7 +240,7 @@ def _ragged_dot(
         lhs = _roll(lhs, -first)
     rows = Rows(lhs.shape[0], group_sizes, sharding)
     if config is not None:
-        # Rows of no group are masked here, on the way in and on the way out, and thereby in the gradients as well.
+        # Rows of no group are masked in the input and the output, and thereby in the gradients as well.
         call = Call(Ragged(sharding), config, jnp.dtype(dtype), precision, None, placement)
         out = quantized_product(call, masked(lhs, rows.owned), rhs, group_sizes, key=key, scaling=scaling)
         out = masked(out, rows.owned)

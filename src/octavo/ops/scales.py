@@ -1,4 +1,4 @@
-"""Scales that run along the contraction of a product, moved from one operand into the other."""
+"""Moving scales along the contraction of a matmul from one operand into the other."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from octavo.qarray import QArray
 
 
 class Scaled(NamedTuple):
-    """An array times a scale that was moved into it, not multiplied yet."""
+    """An array and a scale that was moved into it, not yet multiplied."""
 
     value: Array
     scale: Array
@@ -22,25 +22,25 @@ class Scaled(NamedTuple):
 
 
 def full_scale(q: QArray) -> Array:
-    """Both levels of scales, multiplied, in float32."""
+    """Both levels of scales multiplied, in float32."""
     scale = q.scale.astype(jnp.float32)
     return scale if q.outer_scale is None else scale * q.outer_scale.astype(jnp.float32)
 
 
 def without_scale(q: QArray) -> QArray:
-    """The same codes with the scale one."""
+    """The same codes with a scale of one."""
     return q._replace(scale=jnp.ones((1,) * q.ndim, jnp.float32), outer_scale=None)
 
 
 def move_scale(q: QArray, other: Array, dims: Dims, *, from_left: bool) -> tuple[Scaled, QArray]:
-    """The other operand with the scale of `q` multiplied into it, and `q` without."""
+    """The other operand with the scale of `q`, and `q` without it."""
     mine = (*dims.lhs_batch, *dims.lhs_contract) if from_left else (*dims.rhs_batch, *dims.rhs_contract)
     theirs = (*dims.rhs_batch, *dims.rhs_contract) if from_left else (*dims.lhs_batch, *dims.lhs_contract)
     return Scaled(other, _across(full_scale(q), mine, theirs, other.ndim)), without_scale(q)
 
 
 def smooth(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims, alpha: float) -> tuple[Array, Array]:
-    """Both operands with their outliers evened out along the contraction; their product stays what it is.
+    """Smooth outliers of both operands along the contraction, without changing their matmul.
 
     Xiao et al., SmoothQuant (2022), equation 4, for each contracted index k (and each batch):
 
@@ -55,15 +55,15 @@ def smooth(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims, alpha: float) -> 
     right = jnp.max(jnp.abs(rhs), axis=dims.rhs_remaining, keepdims=True, initial=0)
     right = _sharding.reshard_for_broadcast(_across(right, theirs, mine, lhs.ndim), left)
     s = left**alpha / right ** (1 - alpha)
-    # What is not finite stays so, for its own row alone.
+    # A non-finite value affects only its own row.
     s = jnp.where((s > 0) & jnp.isfinite(s), s, 1)
-    # An index whose one side is all zeros adds nothing: the other side must not widen a range with it.
+    # An index that is all zeros in one operand contributes nothing: do not let it widen the other's range.
     used = ((left != 0) & (right != 0)).astype(wide)
     return lhs * (used / s), rhs * _sharding.reshard_for_broadcast(_across(used * s, mine, theirs, rhs.ndim), rhs)
 
 
 def _across(part: Array, mine: tuple[int, ...], theirs: tuple[int, ...], ndim: int) -> Array:
-    """An array along the shared axes of one operand, transposed for the other, whose kept axes get size one."""
+    """An array over the batch and contracted axes of one operand, broadcastable against the other."""
     part = jnp.transpose(part, (*mine, *(a for a in range(part.ndim) if a not in mine)))
     part = part.reshape(part.shape[: len(mine)])
     place = dict(zip(theirs, range(len(theirs)), strict=True))

@@ -1,4 +1,4 @@
-"""N:M sparsity: of every m values along an axis, the n of largest magnitude."""
+"""N:M sparsity: keep the n values of largest magnitude of every m along an axis."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,16 @@ from octavo._typing import Array, Bool, Float
 
 
 def nm_mask(x: Float[Array, "..."], n: int, m: int, *, axis: int) -> Bool[Array, "..."]:
-    """Which values are kept; among equals, those that come first.
+    """The mask of the values to keep; ties go to the first.
+
+    Args:
+      x: the weights.
+      n: how many values to keep of every m.
+      m: the group size, which divides the axis.
+      axis: the axis of the groups.
+
+    Returns:
+      A mask of the shape of `x`.
 
     >>> nm_mask(jnp.asarray([3.0, -1.0, 0.5, -4.0]), 2, 4, axis=0).tolist()
     [True, False, False, True]

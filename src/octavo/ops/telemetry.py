@@ -1,8 +1,8 @@
-"""How well a number format fits what it is given: sums over the values of an operand, as the product quantizes it.
+"""Telemetry of quantized operands: how well a format fits the values, as sums over an operand.
 
-A product whose `scaling` has zeros under `telemetry_name(name)` returns these sums as their gradient. They are measured
-on the very codes that are multiplied, after a rotation, smoothing or a scale that was moved in, so that nothing is
-quantized twice, and they come out of loops and rematerialization as the state of delayed scaling does.
+A `Product` whose `scaling` has zeros under `telemetry_name(name)` returns these sums as their gradient. They are
+measured on the codes that are multiplied, after rotation, smoothing or moving scales, so nothing is quantized twice;
+like the state of delayed scaling they pass through loops and rematerialization.
 """
 
 from typing import Any
@@ -15,43 +15,43 @@ from octavo.ops.config import DotConfig, Operand
 from octavo.qarray import QArray
 
 SUMS = ("count", "saturated", "underflowed", "signal", "noise", "scale", "largest_scale")
-"""What is measured, of values that are not zero; all are sums over values but the last, a maximum."""
+"""The measured quantities, over nonzero values: sums, except for the last, a maximum."""
 _PREFIX = "telemetry_"
 
 
 def telemetry_name(name: str) -> str:
-    """The name in a scaling under which the sums of an operand ("lhs", "rhs", "dlhs", "drhs") come out."""
+    """The key in a scaling for the telemetry of an operand ("lhs", "rhs", "dlhs", "drhs")."""
     return f"{_PREFIX}{name}"
 
 
 def telemetry_operands(names: Any) -> set[str]:
-    """The operands that names in a scaling are about."""
+    """The operands that keys of a scaling refer to."""
     return {name.removeprefix(_PREFIX) for name in names}
 
 
 def measured_operands(config: DotConfig) -> dict[str, Operand]:
-    """The operands that a product quantizes anew: both of the forward, and the gradient in each of the two others."""
+    """The operands with telemetry: both of the forward, and the cotangent in each of the two gradients."""
     operands = {"lhs": config.fwd.lhs, "rhs": config.fwd.rhs, "dlhs": config.dlhs.lhs, "drhs": config.drhs.lhs}
     return {name: operand for name, operand in operands.items() if operand is not None}
 
 
 def init_telemetry(config: DotConfig) -> dict[str, dict[str, Array]]:
-    """Zeros for every operand that a product quantizes."""
+    """Zeros for every quantized operand of a config."""
     return {name: {part: jnp.zeros((), jnp.float32) for part in SUMS} for name in measured_operands(config)}
 
 
 def measure_fit(scaling: dict[str, Any], name: str | None, x: Array, q: Any) -> dict[str, dict[str, Array]]:
-    """The sums of an operand, if they are asked for."""
+    """The telemetry of an operand, if the scaling asks for it."""
     if name is None or telemetry_name(name) not in scaling or not isinstance(q, QArray):
         return {}
     return {telemetry_name(name): fit(x, q)}
 
 
 def fit(x: Array, q: QArray) -> dict[str, Array]:
-    """Sums that tell how well codes fit the values that they are of.
+    """Sums that measure how well codes represent the values they were quantized from.
 
-    `saturated` counts values beyond the end of the format by more than the rounding of their scale explains,
-    `underflowed` those that became zero; `scale` adds up the scale of every value.
+    `saturated` counts values outside the format's range by more than the rounding of their scale explains,
+    `underflowed` nonzero values that became zero; `scale` is the sum of the scales of all values.
 
     >>> import octavo
     >>> x = jnp.asarray([1e-3, 0.0, 1.0, 4.0])
@@ -86,13 +86,13 @@ def fit(x: Array, q: QArray) -> dict[str, Array]:
 
 
 def _rounding(dtype: Any) -> float:
-    """By how much, relatively, a scale may be smaller for being stored; a power of two is smaller only on purpose."""
+    """The relative rounding error of a stored scale; power-of-two scales are rounded down only on purpose."""
     single = float(jnp.finfo(jnp.float32).eps)
     return 4 * single + (0.0 if dtype == jnp.float8_e8m0fnu else float(jnp.finfo(dtype).eps) / 2)
 
 
 def _spread(part: Array, q: QArray, dtype: Any) -> Array:
-    """A scale with an entry for each value of a tiled axis, without padding; what all share stays one entry."""
+    """A scale expanded to one entry per value along tiled axes, without padding; axes of size one stay."""
     for axis, (stored, size) in enumerate(zip(q.qvalue.shape, q.shape, strict=True)):
         if 1 < part.shape[axis] < stored:
             part = _sharding.repeat(part, stored // part.shape[axis], axis)

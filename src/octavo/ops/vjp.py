@@ -1,4 +1,4 @@
-"""Parts of the custom_vjp of a product: operands, ranges from outside, masks, residuals."""
+"""Helpers of the custom_vjp of a `Product`: operands, external ranges, masks, residuals."""
 
 import functools
 from collections.abc import Callable
@@ -19,20 +19,20 @@ from octavo.ops.telemetry import telemetry_operands
 from octavo.qarray import QArray, Quantizer, inside
 
 RESIDUAL = "octavo_residual"
-"""The name under which a rematerialization policy finds what the forward pass saves for the gradient."""
+"""The `checkpoint_name` of residuals, for rematerialization policies."""
 
 ERROR_FEEDBACK = "error_feedback"
-"""The name in a scaling of the rounding error of a reduced gradient, on each device."""
+"""The key in a scaling for error feedback: each device's rounding error of a reduced gradient."""
 
 type Scaling = dict[str, dict[str, Array]]
-"""Ranges from outside: per operand ("lhs", "rhs", "dlhs", "drhs") bounds, or the state of its tracker."""
+"""External ranges: per operand ("lhs", "rhs", "dlhs", "drhs") bounds, or the state of its tracker."""
 
 
 def jit_if_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of something static and of arrays, traced once for all calls that look alike.
+    """Jit a function of a static argument and arrays when it is called under a trace.
 
-    A model multiplies the same shapes in every layer: one trace and one lowered function serve them all. Outside of any
-    trace the function runs as it is, because compiling it for a single call would take longer.
+    A model multiplies the same shapes in every layer, so they share one trace and one lowered function. Outside of any
+    trace the function runs eagerly, because compiling it for a single call would take longer.
     """
     jitted = jax.jit(fn, static_argnums=0)
 
@@ -45,10 +45,10 @@ def jit_if_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def vary_alike(*arrays: Array) -> tuple[Array, ...]:
-    """Operands that vary over the same axes of a shard_map, as its types want of a custom gradient.
+    """Make operands varying over the same axes of a shard_map, as its type system requires of a custom_vjp.
 
-    Where one operand is replicated and the other is not, the gradient of making it vary is the sum over devices; where
-    it is reduced, it is that sum, not taken.
+    For an operand that is replicated while the other is not, the transpose of this cast is a psum over devices; for
+    one that is `reduced`, the gradient is unreduced instead.
     """
     for x in arrays:
         _sharding.check_not_unreduced(x)
@@ -61,19 +61,19 @@ def vary_alike(*arrays: Array) -> tuple[Array, ...]:
 
 
 def without_reduced[L: ArrayOrQArray, R: ArrayOrQArray](lhs: L, rhs: R) -> tuple[L, R]:
-    """Operands that are reduced over no mesh axis."""
+    """Make both operands `reduced` over no mesh axis."""
     return jax.tree.map(_sharding.without_reduced, lhs), jax.tree.map(_sharding.without_reduced, rhs)
 
 
 @jax.custom_vjp
 def masked(x: Array, mask: Array) -> Array:
-    """Zero where the mask is False, in the gradient too; saves the mask and nothing else."""
+    """Zero where the mask is False, in the gradient too; the mask is the only residual."""
     return jnp.where(mask, x, jnp.zeros_like(x))
 
 
 def _masked_bwd(mask: Array, g: Array) -> tuple[Array, None]:
     if _sharding.is_unreduced(_sharding.explicit(g)):
-        return g * mask.astype(g.dtype), None  # a sum that is not taken can be scaled, and no more
+        return g * mask.astype(g.dtype), None  # an unreduced array supports multiplication only
     return jnp.where(mask, g, jnp.zeros_like(g)), None
 
 
@@ -84,14 +84,14 @@ def quantize_operand(operand: Operand, x: Array | Scaled, contract, batch, key, 
     array = x.product() if isinstance(x, Scaled) else x
     how = operand.quantizer(array.ndim, contracting=contract, batch=batch)
     if isinstance(x, Scaled) and isinstance(operand.calibration, AbsMax) and given is None:
-        # -(g s) has the range of g s. Written so, the range is found in the pass that multiplies; were it the same
-        # expression as the one that is rounded, CPUs would write the product to memory in float32 for both uses.
+        # -(g s) has the range of g s. Written this way, XLA fuses the multiplication into the reduction; if it were the
+        # same expression as the one that is rounded, CPUs would materialize g s in float32 for both uses.
         bounds, measured = how.measure(x.product(-1), witness=x.value), None
         q = how.quantize(array, key=key, bounds=bounds, own=True)
     else:
         bounds, measured = _bounds(operand, how, array, given)
         q = how.quantize(array, key=key, bounds=bounds)
-    # Written to memory once, by rows: otherwise CPUs fuse the quantization into whatever transposes the codes later.
+    # Materialized once, in row-major order: otherwise CPUs fuse the quantization into later transposes of the codes.
     return materialize(q), measured
 
 
@@ -102,7 +102,7 @@ def dequantize_if_fake_quant(operand: Operand | None, x: ArrayOrQArray) -> Array
 def gradient_mask(
     config: DotConfig, operand: Operand | None, x: Array, axes, given: dict[str, Array] | None
 ) -> Array | None:
-    """Where the gradient passes: within the calibrated range. None when nothing can be outside."""
+    """The mask of values within the calibrated range, where gradients pass; None if nothing can be clipped."""
     if not config.clip_gradient or operand is None or config.fwd.rotate:
         return None
     if given is None and not operand.calibration.may_clip:
@@ -112,7 +112,7 @@ def gradient_mask(
 
 
 def _bounds(operand: Operand, how: Quantizer, x: Array, given: dict[str, Array] | None):
-    """The range to quantize by, if it comes from outside, and what a tracker is to remember."""
+    """The range to quantize with, if it is external, and the bounds with which a tracker is updated."""
     if operand.tracker is None:
         return given, None
     measured = how.measure(x)
@@ -129,7 +129,7 @@ def trackers_of(config: DotConfig):
 
 
 def check_scaling(config: DotConfig, scaling: Scaling, reduction: Any = None) -> None:
-    """Raise for ranges that do not belong to a config, and for state that is missing."""
+    """Raise for ranges of unknown operands, and for missing state."""
     if unknown := telemetry_operands(scaling) - {"lhs", "rhs", "dlhs", "drhs", ERROR_FEEDBACK}:
         raise ValueError(f"scaling has ranges for lhs, rhs, dlhs and drhs; got {sorted(unknown)}")
     if reduction is not None and reduction.feedback and ERROR_FEEDBACK not in scaling:
@@ -144,7 +144,7 @@ def check_scaling(config: DotConfig, scaling: Scaling, reduction: Any = None) ->
 
 
 def updated_scaling(config: DotConfig, scaling: Scaling, seen: dict[str, Bounds]) -> Scaling:
-    """The cotangent of the scaling: the new state of each tracker, telemetry, zeros for what is fixed."""
+    """The cotangent of the scaling: the new state of each tracker, telemetry, zeros for fixed bounds."""
     trackers = trackers_of(config)
     fixed = {name: jax.tree.map(jnp.zeros_like, state) for name, state in scaling.items()}
     return {
@@ -154,13 +154,13 @@ def updated_scaling(config: DotConfig, scaling: Scaling, seen: dict[str, Bounds]
 
 
 def _tracked(tracker: Any, state: dict[str, Array], bounds: Bounds) -> dict[str, Array]:
-    """A tracker's new state, with the sharding of the old one."""
+    """A tracker's new state, with the sharding of the old state."""
     new = tracker.update(state, {name: _sharding.replicate_axes(x) for name, x in bounds.items()})
     return {name: _sharding.reshard_if_explicit(x, _sharding.explicit(state[name])) for name, x in new.items()}
 
 
 def save(tree: Any) -> Any:
-    """Arrays that the backward pass reads, under the name by which a policy may keep them."""
+    """Name residuals, so that a rematerialization policy can save them."""
     return jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), tree)
 
 
@@ -170,7 +170,7 @@ def tangent_probe(x: Array) -> Array:
 
 
 def finish(grad: Array, like: Array, mask: Array | None, sharding: Any = None) -> Array:
-    """A gradient in its operand's dtype and sharding, zero where the operand was clipped."""
+    """Cast and reshard a gradient to its operand's dtype and sharding, zero where the operand was clipped."""
     grad = grad.astype(like.dtype)
     grad = grad if mask is None else jnp.where(mask, grad, jnp.zeros_like(grad))
     return _sharding.reshard_if_explicit(grad, _sharding.gradient_sharding(sharding))
@@ -178,9 +178,9 @@ def finish(grad: Array, like: Array, mask: Array | None, sharding: Any = None) -
 
 @jax.custom_jvp
 def once_differentiable(g: Array, lhs: Array, rhs: Array) -> Array:
-    """The incoming gradient, in a backward pass that must not be differentiated again.
+    """The cotangent, in a backward pass that raises if it is differentiated again.
 
-    It takes tangent probes of the operands as well, because residuals are codes, which have no tangents.
+    It also takes tangent probes of the operands, because residuals are codes, which have no tangents.
     """
     del lhs, rhs
     return g

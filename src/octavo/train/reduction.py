@@ -1,4 +1,4 @@
-"""Gradients of copies of the model, added up in low precision."""
+"""Gradients all-reduced over data-parallel replicas in low precision."""
 
 import dataclasses
 import functools
@@ -15,17 +15,17 @@ from octavo.train.step import Losses, TrainState
 from octavo.transform.state import GRADIENT_STATE
 
 AXIS = "data"
-"""The axis of the mesh whose devices have copies of the parameters."""
+"""The mesh axis of the data-parallel replicas."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """How gradients are added up over the copies of the model: in `qtype`, with error `feedback` or without.
+    """The all-reduce of gradients over data-parallel replicas: in `qtype`, optionally with error `feedback`.
 
-    `specs` is how the parameters lie within a copy.
+    `specs` are the partition specs of the parameters within a replica.
 
-    Each copy computes the gradients of its own rows, in its own ranges, under `shard_map` over the axis `data`; the
-    other axes stay XLA's. Within a copy nothing changes.
+    Each replica computes the gradients of its own rows, with its own ranges, under `shard_map` over the axis `data`;
+    other mesh axes are left to XLA. Within a replica nothing changes.
     """
 
     mesh: Any
@@ -35,11 +35,11 @@ class Reduction:
 
     @property
     def copies(self) -> int:
-        """How many copies of the model there are."""
+        """The number of data-parallel replicas."""
         return self.mesh.shape[AXIS]
 
     def errors(self, params: Any) -> dict[str, Any]:
-        """Nothing lost yet: for each copy what rounding has lost of each gradient."""
+        """The initial error feedback: zeros for each replica and gradient."""
         if not self.feedback:
             return {}
         return {"copies": jax.tree.map(lambda p: jnp.zeros((self.copies, *p.shape), jnp.float32), params)}
@@ -47,7 +47,7 @@ class Reduction:
     def __call__(
         self, gradients: Callable[..., Any], state: TrainState, batch: Any, weights: Any
     ) -> tuple[Any, Any, Losses, Any, dict[str, Any]]:
-        """(gradients, quantization state, losses, loss, errors) of the whole batch.
+        """(gradients, quantization state, losses, loss, error feedback) of the global batch.
 
         `gradients` is (state, rows, weights, share, key) -> (gradients, quantization state, losses, loss).
         """
@@ -75,7 +75,7 @@ class Reduction:
         return run(dataclasses.replace(state, errors={}), batch, weights, state.errors)
 
     def _summed(self, gradient: Any, error: Any, spec: PartitionSpec) -> tuple[Any, Any]:
-        """A gradient that lies so within a copy, of all copies: each device sends the part that it has."""
+        """All-reduce a gradient with this partition spec over replicas: each device transfers its own shard."""
         names = {name for part in spec for name in _sharding.names(part)}
 
         def local(gradient: Any, error: Any) -> tuple[Any, Any]:
@@ -92,7 +92,7 @@ _added = functools.partial(jax.lax.psum, axis_name=AXIS)
 
 
 def _alike(quant: dict[str, Any]) -> dict[str, Any]:
-    """The state of ranges as all copies go on with: of histories the largest magnitudes, of statistics the mean."""
+    """Quantization state that all replicas share: the maximum of absmax histories, the mean of statistics."""
     largest = functools.partial(jax.lax.pmax, axis_name=AXIS)
     mean = functools.partial(jax.lax.pmean, axis_name=AXIS)
 

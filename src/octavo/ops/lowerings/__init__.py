@@ -1,14 +1,14 @@
-"""How a dot of codes runs: a registry of lowerings, each of which says when it applies, or why it does not.
+"""Lowerings of quantized dots: a registry in which each lowering reports whether it applies, or the reason it does not.
 
 | `lowering=` | what runs |
 |---|---|
-| "auto" | the first of the others that applies and is worth it, decided when the program is lowered for a platform |
-| "plain" | XLA, as it is (`xla.py`; ragged dots: `lax.ragged_dot_general`) |
-| "rows" | XLA, in the form that is fast on CPUs (`xla.py`, `split_float.py`; ragged dots: a loop over blocks of rows) |
+| "auto" | the first of the others that applies and pays off, decided when the program is lowered for a platform |
+| "plain" | XLA's dot, unchanged (`xla.py`; ragged dots: `lax.ragged_dot_general`) |
+| "rows" | XLA's dot, in the form that is fast on CPUs (`xla.py`, `split_float.py`; ragged dots: loop over row blocks) |
 | "kernel" | the native CPU kernels, for a few rows and a large matrix (`cpu_ffi.py`) |
 | "tokamax" | tokamax's ragged dot, on TPUs and GPUs (`tokamax.py`) |
 
-All give the same bits for integers. A lowering that is asked for by name and does not apply raises its reason.
+All are bit-exact for integers. Forcing a lowering that does not apply raises, with the reason.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -28,22 +28,22 @@ from octavo.qarray import QArray
 
 @runtime_checkable
 class Lowering(Protocol):
-    """One way to run a dot."""
+    """A lowering of a quantized dot."""
 
     name: str
 
     def reason(self, p: DotProblem) -> str | None:
-        """Why it does not apply; None if it does."""
+        """The reason it does not apply; None if it does."""
         ...
 
     def is_default(self, p: DotProblem) -> bool:
-        """Whether "auto" takes it where it applies."""
+        """Whether "auto" chooses it where it applies."""
         ...
 
     def run(self, p: DotProblem) -> Array: ...
 
     def describe(self, p: DotProblem) -> str:
-        """In a few words, for the plan."""
+        """A short description for the plan."""
         ...
 
 
@@ -57,7 +57,7 @@ NAMES = (*LOWERINGS, "tokamax")
 
 
 def lowerings() -> tuple[str, ...]:
-    """The names by which a lowering can be forced."""
+    """The names of the lowerings that a config can force."""
     return NAMES
 
 
@@ -89,7 +89,7 @@ def multiply(
 
 
 def choose(problem: DotProblem, name: str) -> Lowering:
-    """The lowering of a dot; an error that says why, where one is forced that does not apply."""
+    """Choose the lowering of a dot; raises with the reason if a forced one does not apply."""
     check_name(name)
     reason = "it is for ragged dots"
     for lowering in LOWERINGS.get(name, ()):
@@ -100,6 +100,6 @@ def choose(problem: DotProblem, name: str) -> Lowering:
 
 
 def describe(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims, lowering: str = "auto") -> str:
-    """In a few words, how `multiply` runs this dot."""
+    """A short description of the lowering that `multiply` chooses."""
     problem = DotProblem(lhs, rhs, dims, None)
     return choose(problem, lowering).describe(problem)

@@ -1,13 +1,13 @@
-"""The convolution of two operands, each an array or a QArray, with nothing left to differentiate.
+"""The convolution of two operands, each an array or a QArray, without derivatives.
 
-A scale per example of the input, per output feature of the kernel, or for all of either, is constant along the sums of
-a convolution: the codes are convolved in their own precision and the scales come in on the output. Operands with other
-scales are dequantized first. Zero points of integers become correction terms: with l = ql - zl and r = qr - zr,
+A scale per example of the input, per output feature of the kernel, or per tensor is constant along the sums of a
+convolution: codes are convolved in their own precision and the output is scaled. Operands with other scales are
+dequantized first. Zero points of integers become correction terms: with l = ql - zl and r = qr - zr,
 
     l * r = ql * qr - zl (1 * qr) - zr (ql * 1) + zl zr (1 * 1),
 
-where the ones have the shape of what they stand for, so that the padding counts for nothing, and one example or one
-output feature is enough of them.
+where the ones have the spatial shape of the operand they replace, so that padding does not count; one example or one
+output feature (per group) of them is enough.
 """
 
 import functools
@@ -47,12 +47,12 @@ def convolve(
         assert isinstance(rhs, QArray)
         left, right = codes.integers(lhs), codes.integers(rhs)
         out = dims(left, right, dtype=jnp.int32, out_sharding=out_sharding)
-        # With shardings in types, each of these sums must be told its own; they are small enough to be everywhere.
+        # With explicit shardings each of these convolutions needs an out_sharding; they are small, so replicated.
         conv = functools.partial(dims, dtype=jnp.int32, out_sharding=None if out_sharding is None else PartitionSpec())
         out = _correct(out, left, right, lhs, rhs, dims, conv).astype(jnp.float32)
     else:
         if kind == "native" and lhs.qvalue.dtype != rhs.qvalue.dtype:  # pyrefly: ignore
-            kind = jnp.bfloat16  # lax convolves one dtype; e4m3 and e5m2 are both exact in this one
+            kind = jnp.bfloat16  # lax convolves operands of one dtype; e4m3 and e5m2 are both exact in bfloat16
         out = float_conv(codes.values(lhs, kind), codes.values(rhs, kind))
         out = out.astype(codes.wider(out.dtype, jnp.dtype(jnp.float32)))
     scales = [codes.scale(x, codes=kind == "int") for x in (lhs, rhs)]
@@ -64,13 +64,13 @@ def convolve(
 
 
 def per_example(part: Array, dims: ConvDims, out_shape: tuple[int, ...]) -> Array:
-    """Values that belong to the examples of the input, one each or one for all, as they stand beside the output."""
+    """Values per example of the input (or one for all), broadcastable against the output."""
     if part.size == 1:
         return part.reshape((1,) * part.ndim)
     features = out_shape[dims.out[1]]
     examples = out_shape[dims.out[0]] * dims.batch_groups
     part = _spread(part, examples)
-    # Each group of examples makes its own group of output features.
+    # Each batch group gives its own group of output features.
     part = part.reshape(dims.batch_groups, -1).T
     if dims.batch_groups > 1:
         part = jnp.repeat(part, features // dims.batch_groups, axis=1)
@@ -78,7 +78,7 @@ def per_example(part: Array, dims: ConvDims, out_shape: tuple[int, ...]) -> Arra
 
 
 def per_feature(part: Array, dims: ConvDims, out_shape: tuple[int, ...]) -> Array:
-    """Values that belong to the output features of the kernel, one each or one for all, beside the output."""
+    """Values per output feature of the kernel (or one for all), broadcastable against the output."""
     if part.size == 1:
         return part.reshape((1,) * part.ndim)
     return _place(_spread(part, out_shape[dims.out[1]])[None], dims)
@@ -89,7 +89,7 @@ def _spread(part: Array, size: int) -> Array:
 
 
 def _place(part: Array, dims: ConvDims) -> Array:
-    """A matrix of examples and features, in the output's order of axes."""
+    """A matrix [examples, features] transposed and expanded to the output's axes."""
     if dims.out[0] > dims.out[1]:
         part = part.T
     return jax.lax.broadcast_in_dim(
@@ -100,7 +100,7 @@ def _place(part: Array, dims: ConvDims) -> Array:
 
 
 def _is_outer(x: ArrayOrQArray, axis: int) -> bool:
-    """Whether scales and zero points run along this axis at most."""
+    """Whether scales and zero points vary along this axis only."""
     if not isinstance(x, QArray):
         return True
     parts = [part for part in (x.scale, x.zero_point, x.outer_scale) if part is not None]
@@ -110,7 +110,7 @@ def _is_outer(x: ArrayOrQArray, axis: int) -> bool:
 def _correct(
     out: Array, left: Array, right: Array, lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: ConvDims, conv
 ) -> Array:
-    """An integer convolution of codes, with the terms that their zero points make."""
+    """Add the correction terms of zero points to an integer convolution of codes."""
     zl, zr = codes.zero_point(lhs), codes.zero_point(rhs)
     if zl is None and zr is None:
         return out
@@ -135,7 +135,7 @@ def _ones(like: Array, axis: int, size: int) -> Array:
 def _float_conv(
     lhs: Array, rhs: Array, *, dims: ConvDims, precision: Any, out_sharding: Any, accumulator: str | None
 ) -> Array:
-    """A convolution of floats of one dtype, widened first on CPUs, which would emulate the rest."""
+    """A convolution of floats of one dtype, widened first on CPUs, which emulate narrower floats."""
     wide = codes.wider(lhs.dtype, jnp.dtype(jnp.float32))
     dtype = wide if accumulator is None else jnp.dtype(accumulator)
     conv = functools.partial(dims, dtype=dtype, precision=precision, out_sharding=out_sharding)

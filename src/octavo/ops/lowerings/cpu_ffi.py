@@ -1,6 +1,6 @@
-"""Dots of a few rows with a quantized matrix, by the native CPU kernels (`octavo.kernels`), as the matrix is stored.
+"""Matmuls of a few rows and a quantized matrix with the native CPU kernels (`octavo.kernels`).
 
-The kernels read codes once, packed ones packed.
+The kernels read the codes once, in the layout in which they are stored, packed or not.
 """
 
 import functools
@@ -24,12 +24,12 @@ from octavo.qarray import QArray
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-# More rows are worth XLA's own dot; for one of floats with codes, a matrix that is dequantized for it.
+# With more rows XLA's dot is faster; for float rows, even including the dequantization of the matrix.
 MOST_ROWS, MOST_FLOAT_ROWS = 16, 64
 
 
 class CpuFfi:
-    """A few rows with a large quantized matrix, on CPUs; other platforms run what XLA makes of it."""
+    """A few rows times a large quantized matrix on CPUs; other platforms use XLA's dot."""
 
     name = "kernel"
 
@@ -76,7 +76,7 @@ _XLA = Xla("auto")
 
 
 def unsupported(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims) -> str | None:
-    """Why the kernel cannot run this dot of a float array and a QArray; None if it can."""
+    """The reason the kernel does not support this dot of a float array and a QArray; None if it does."""
     if isinstance(lhs, QArray) or not isinstance(rhs, QArray):
         return "the kernel multiplies a float array by a QArray, in this order"
     if lhs.dtype not in _FLOATS:
@@ -89,7 +89,7 @@ def unsupported(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims) -> str | Non
 
 
 def unsupported_axes(shape: tuple[int, ...], dims: Dims, *, most: int = MOST_ROWS) -> str | None:
-    """Why the kernel cannot run a dot with these axes and a left operand of this shape; None if it can."""
+    """The reason the kernel does not support these axes and this shape of `lhs`; None if it does."""
     if not kernels.available():
         return kernels.status()
     if is_partitioned():
@@ -165,7 +165,7 @@ def _product_jvp(dims: Dims, otherwise: Callable[[Array, QArray], Array], primal
 
 
 def unsupported_matrix(q: QArray) -> str | None:
-    """Why `matrix` cannot give the kernels' operands of an [in, out] matrix; None if it can."""
+    """The reason `matrix` does not support an [in, out] matrix; None if it does."""
     if q.ndim != 2:
         return f"the kernel takes matrices, not an array of shape {q.shape}"
     if q.zero_point is not None or q.padding:
@@ -174,7 +174,7 @@ def unsupported_matrix(q: QArray) -> str | None:
 
 
 def matrix(q: QArray) -> kernels.Matrix:
-    """An [in, out] matrix as the kernels take it."""
+    """The kernels' operands for an [in, out] matrix."""
     return kernels.Matrix(*_operands(q, _MATRIX))
 
 
@@ -208,7 +208,7 @@ def _by_kernel(x: Array, q: QArray, dims: Dims) -> Array:
 
 
 def _of_zero_points(x: Array, q: QArray, scale: Array, dims: Dims) -> Array:
-    """What the zero points add to a product of codes: for each group, the sum of x times zero point times scale."""
+    """The correction term of zero points: the sum of x over each group, times zero point and scale."""
     transposed, fmt = bool(is_transposed(dims)), element(q)
     assert q.zero_point is not None
     zero = _matrix(q, q.zero_point, dims).astype(jnp.float32) - _middle(fmt)
@@ -224,7 +224,7 @@ def _depth(q: QArray, dims: Dims) -> int:
 
 
 def _group(q: QArray, part: Any, dims: Dims) -> int:
-    """How many neighbours along the contraction, its axes taken as one, share an entry."""
+    """How many adjacent values along the flattened contraction share an entry."""
     shape, group, split = stored_shape(q), 1, False
     for axis in reversed(dims.rhs_contract):
         if not split:
@@ -234,7 +234,7 @@ def _group(q: QArray, part: Any, dims: Dims) -> int:
 
 
 def _matrix(q: QArray, part: Array, dims: Dims, groups: int = 0) -> Array:
-    """A scale or zero point as the kernel has it: [groups, N], or [N, groups] for [N, K]."""
+    """A scale or zero point in the kernel's layout: [groups, N], or [N, groups] for [N, K]."""
     shape = stored_shape(q)
     contract = [part.shape[a] for a in dims.rhs_contract]
     first = next((i for i in reversed(range(len(contract))) if contract[i] > 1), None)
@@ -249,13 +249,13 @@ def _matrix(q: QArray, part: Array, dims: Dims, groups: int = 0) -> Array:
 
 
 def _middle(fmt: Format) -> float:
-    """What is taken off unsigned codes, so that sums of their products stay small."""
+    """The offset subtracted from unsigned codes, which keeps partial sums small."""
     return float(1 << (fmt.bits - 1)) if isinstance(fmt, IntFormat) and not fmt.signed else 0.0
 
 
 @functools.cache
 def _table(fmt: Format) -> tuple[float, ...]:
-    """The values of the sixteen codes, in the order of their bits."""
+    """The values of the sixteen codes, in bit order."""
     with jax.ensure_compile_time_eval():
         values = fmt.decode(fmt.from_bits(jnp.arange(16, dtype=jnp.uint8)))
         return tuple(float(v) - _middle(fmt) for v in values)

@@ -1,14 +1,14 @@
 """Ragged dots of arrays: rows sorted by group with one matrix per group, and the transpose, in every lowering.
 
-With `s` the sizes of the groups, rows s[0] + ... + s[i-1] onwards belong to group i, and rows beyond the last group to
-none. Two products are enough, as each is the gradient of the other:
+With group sizes `s`, the s[i] rows from s[0] + ... + s[i-1] on belong to group i, and rows beyond the last group to
+none. Two operations suffice, as each is the gradient of the other:
 
-* rows x groups: [m, k] x [g, k, n] -> [m, n], every row with the matrix of its group; rows of no group give zero;
-* rows x rows: [m, k] x [m, n] -> [g, k, n], for every group the product of its rows; empty groups give zero.
+* rows x groups: [m, k] x [g, k, n] -> [m, n], each row times the matrix of its group; rows of no group give zero;
+* rows x rows: [m, k] x [m, n] -> [g, k, n], for each group the matmul over its rows; empty groups give zero.
 
-"plain" hands `lax.ragged_dot_general` to XLA as it is, which on CPUs makes it a dense product with every group. "rows"
-loops over blocks of rows and multiplies each with the matrix of its own group only. "auto" is tokamax's kernel on TPUs
-and GPUs where it is installed, "rows" on CPUs, and "plain" elsewhere.
+"plain" is `lax.ragged_dot_general`, which XLA lowers on CPUs to a dense matmul with every group. "rows" loops over
+blocks of rows and multiplies each by the matrix of its own group only. "auto" is tokamax's kernel on TPUs and GPUs
+where it is installed, "rows" on CPUs, and "plain" elsewhere.
 """
 
 import functools
@@ -29,9 +29,9 @@ _ROWS_BY_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ()
 
 
 class Rows(NamedTuple):
-    """Which group each of `count` rows belongs to.
+    """The group of each of `count` rows.
 
-    `sizes` are those of the groups, or with `sharding` [shards, groups of a device]: each shard is sorted for itself.
+    `sizes` are the group sizes, [g], or with `sharding` [shards, groups of a device]: each shard is sorted separately.
     """
 
     count: int
@@ -45,29 +45,29 @@ class Rows(NamedTuple):
 
     @property
     def group(self) -> Array:
-        """The group of every row; for rows of none, the last."""
+        """The group of each row; the last group for rows of none."""
         return _bucket(self.count, self.ends)
 
     @property
     def owned(self) -> Array:
-        """Whether a row belongs to any group, as a column."""
+        """Whether each row belongs to a group, [rows, 1]."""
         ends = self.ends.reshape(-1, self.sizes.shape[-1])[:, -1:]
         place = jnp.arange(self.count // len(ends), dtype=jnp.int32)[None]
         return (place < ends).reshape(self.count, 1)
 
     def pick(self, part: Array) -> Array:
-        """For each row what belongs to its group: [groups, n] -> [rows, n]."""
+        """Gather the entry of each row's group: [groups, n] -> [rows, n]."""
         if self.sharding is None:
             return part[self.group]
         count = self.count // self.sharding.num_shards
         return self.sharding.pick(part, self.sizes, lambda sizes: Rows(count, sizes).group)
 
     def keep(self, x: Array) -> Array:
-        """Rows of no group set to zero, whatever they hold."""
+        """Set rows of no group to zero, even if they are NaN."""
         return jnp.where(self.owned, x, jnp.zeros_like(x))
 
     def blocks(self, size: int) -> "Blocks":
-        """The rows of each group in blocks of `size`, the last of each group reaching into what follows it."""
+        """Blocks of `size` rows for each group; the last block of a group may extend into the next group."""
         sizes, ends = self.sizes.astype(jnp.int32), self.ends
         counts = -(-sizes // size)
         last = jnp.cumsum(counts)
@@ -78,7 +78,7 @@ class Rows(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks of rows: the group, the first row and the end of the group of each; only the first `count` are real."""
+    """Blocks of rows: each one's group, first row and end of its group; only the first `count` are valid."""
 
     size: int
     group: Array
@@ -93,7 +93,7 @@ def _bucket(count: int, ends: Array) -> Array:
 
 
 def group_absmax(x: Array, rows: Rows) -> Array:
-    """The largest magnitude in each column of each group: [m, n] -> [g, n]."""
+    """The absmax of each column of each group: [m, n] -> [g, n]."""
     if rows.sharding is not None:
         return rows.sharding.absmax(lambda x, sizes: group_absmax(x, Rows(x.shape[0], sizes)), x, rows.sizes)
     if not rows.count:
@@ -103,14 +103,14 @@ def group_absmax(x: Array, rows: Rows) -> Array:
     real = (jnp.arange(len(blocks.group), dtype=jnp.int32) < blocks.count)[:, None] & (index < blocks.end[:, None])
     picked = jnp.abs(x)[jnp.minimum(index, rows.count - 1)]
     most = jnp.max(jnp.where(real[:, :, None], picked, jnp.zeros_like(picked)), axis=1)
-    # Few rows are left, so that the scatter, slow on CPUs and TPUs, has little to do.
+    # Only one row per block is left, so the scatter, slow on CPUs and TPUs, is small.
     return jnp.zeros((rows.sizes.shape[0], x.shape[1]), x.dtype).at[blocks.group].max(most)
 
 
 def rows_by_groups(lhs: Array, rhs: Array, rows: Rows, *, contract: int, precision: Any, lowering: str) -> Array:
     """[m, k] x [g, k, n] -> [m, n], or with `contract` 2 of [g, n, k]: int8 to int32, floats to float32.
 
-    What it gives for rows of no group is not defined.
+    The result is undefined for rows of no group.
     """
     if lhs.dtype == jnp.int8:
         return _rows_by_groups(lhs, rhs, rows.sizes, contract, precision, lowering)
@@ -134,7 +134,7 @@ def _alike(lhs: Array, rhs: Array) -> tuple[Array, Array]:
 def _rows_by_groups(lhs: Array, rhs: Array, sizes: Array, contract: int, precision: Any, lowering: str) -> Array:
     numbers = lax.RaggedDotDimensionNumbers((((1,), (contract,)), ((), ())), (0,), (0,))
 
-    # In jax 0.12, vmap of a ragged dot wants every operand batched along its first axis.
+    # In jax 0.12, vmap of a ragged dot requires every operand to be batched along its first axis.
     @jax.custom_batching.sequential_vmap
     def plain(lhs: Array, rhs: Array, sizes: Array) -> Array:
         return lax.ragged_dot_general(
@@ -148,7 +148,7 @@ def _rows_by_groups(lhs: Array, rhs: Array, sizes: Array, contract: int, precisi
 def _rows_by_rows(lhs: Array, rhs: Array, sizes: Array, precision: Any, lowering: str) -> Array:
     @jax.custom_batching.sequential_vmap
     def plain(lhs: Array, rhs: Array, sizes: Array) -> Array:
-        # No kernel is trusted with what lies in rows of no group.
+        # Rows of no group may hold anything, and kernels may not ignore them.
         rows = Rows(lhs.shape[0], sizes)
         return lax.ragged_dot_general(
             rows.keep(lhs),
@@ -190,7 +190,7 @@ def _blocks_by_groups(lhs: Array, rhs: Array, sizes: Array, *, contract: int, pr
     lhs = jnp.pad(lhs, ((0, blocks.size), (0, 0)))
 
     def step(i: Array, out: Array) -> Array:
-        # A block's surplus rows belong to later groups, whose blocks write them again.
+        # The extra rows of a block belong to later groups, whose blocks overwrite them.
         mine = lax.dynamic_slice_in_dim(lhs, blocks.start[i], blocks.size)
         matrix = lax.dynamic_index_in_dim(rhs, blocks.group[i], keepdims=False)
         product = _block_dot(mine, matrix, Dims(2, 2, (1,), (contract - 1,)), precision)
@@ -220,9 +220,9 @@ def _blocks_by_blocks(lhs: Array, rhs: Array, sizes: Array, *, precision: Any) -
 
 
 def iterations(rows: int, block: int) -> str:
-    """The scope that tells how often a loop over blocks turns if every row has a group and groups fill their blocks.
+    """The named scope with the iteration count of a loop over blocks if every row has a group and all blocks are full.
 
-    The loop's true length depends on the sizes of the groups; who counts FLOPs wants those of the rows.
+    The actual trip count depends on the group sizes; FLOP counts use this one.
 
     >>> iterations(1000, 128)
     'octavo.iterations.8'
@@ -231,7 +231,7 @@ def iterations(rows: int, block: int) -> str:
 
 
 def _block_size(rows: Rows) -> int:
-    """About the rows of a group: more are wasted on it, fewer make too many small products. 128 is enough for any."""
+    """About the mean group size: larger blocks waste rows, smaller ones give too many small dots. At most 128."""
     mean = -(-rows.count // rows.sizes.shape[0])
     return min(128, max(8, 1 << (mean - 1).bit_length()))
 
@@ -244,13 +244,13 @@ def _block_dot(lhs: Array, rhs: Array, dims: Dims, precision: Any) -> Array:
 
 
 def _zeros(shape: tuple[int, ...], *like: Array) -> Array:
-    """Zeros to accumulate in: under shard_map, varying over the axes over which any of the operands does."""
+    """A zero accumulator: under shard_map, varying over every axis over which an operand varies."""
     zeros = jnp.zeros(shape, _accumulator(like[0]))
     varying = frozenset().union(*(jax.typeof(x).mat.varying for x in like))
     return lax.pcast(zeros, tuple(varying), to="varying") if varying else zeros
 
 
-# A loop of unknown length has no reverse derivative of its own, but each product is linear in either operand.
+# A while loop has no reverse-mode derivative, but each operation is linear in either operand.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

@@ -1,7 +1,7 @@
-"""A dot of two operands, of which one at least is a QArray, and the form in which its codes are multiplied.
+"""A dot of two operands, at least one of them a QArray, and the form in which its codes are multiplied.
 
-An operand is an array of codes and one of scales. Where the scales are constant along the contraction, or along tiles
-of it, codes are multiplied in their own precision and scales come in afterwards: tiles become batch axes.
+Where scales are constant along the contraction, or along tiles of it, codes are multiplied in their own precision and
+the result is scaled: tiles become batch axes.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ from octavo.ops.codes import ArrayOrQArray
 from octavo.ops.dims import Dims
 from octavo.qarray import QArray
 
-# Shorter tiles make a stack of products, one for each, larger than the operands: dequantizing is cheaper.
+# With shorter tiles the per-tile results are larger than the operands: dequantizing is cheaper.
 SMALLEST_TILE = 64
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DotProblem:
-    """What a lowering has to compute: `lhs . rhs` in `dtype`."""
+    """The input of a lowering: compute `lhs . rhs` in `dtype`."""
 
     lhs: ArrayOrQArray
     rhs: ArrayOrQArray
@@ -56,17 +56,17 @@ class DotProblem:
 
 
 class Split(NamedTuple):
-    """Both operands with their tiles as batch axes, and the axes of their product."""
+    """Both operands with their tiles as batch axes, and the dimension numbers of their dot."""
 
     kind: Any
-    """ "int", "native" (float8), or the dtype in which all values are exact."""
+    """ "int", "native" (float8), or the dtype that holds all values exactly."""
     left: "Side"
     right: "Side"
     dims: Dims
 
 
 def _contraction_tiles(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims) -> tuple[int, ...] | None:
-    """The tile of each contracted axis in which both scales are constant; None if that is too short to be worth it."""
+    """The tile of each contracted axis in which both scales are constant; None if it is too short to pay off."""
     tiles = []
     for a, b in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
         sizes = [x.tile_shape[axis] for x, axis in ((lhs, a), (rhs, b)) if isinstance(x, QArray)]
@@ -83,7 +83,7 @@ def _part_tile(q: QArray, axis: int) -> int:
 
 
 class Side:
-    """One operand with its contracted axes split into tiles; the counts of tiles are batch axes."""
+    """One operand with its contracted axes split into [tiles, tile size]; the tile axes are batch axes."""
 
     def __init__(self, x: ArrayOrQArray, contract: tuple[int, ...], batch: tuple[int, ...], tiles: tuple[int, ...]):
         self.x = x
@@ -119,26 +119,26 @@ class Side:
         return isinstance(self.x, QArray) and self.x.zero_point is not None
 
     def integers(self) -> Array:
-        """Codes as int8, their zero point not yet subtracted."""
+        """Codes as int8, without subtracting the zero point."""
         assert isinstance(self.x, QArray)
         return self._split(codes.integers(self.x))
 
     def zero_point(self) -> Array | None:
-        """The zero point of `integers`, as int32 in split form, one per value of the axes that are not contracted."""
+        """The zero point of `integers`, as int32 in split form, one per index of the axes that are not contracted."""
         zero = codes.zero_point(self.x)
         return None if zero is None else self._split(self._spread(zero))
 
     def values(self, kind: Any) -> Array:
-        """Codes as the floats that they stand for, exactly."""
+        """Codes decoded to floats, exactly and without scales."""
         return self._split(codes.values(self.x, kind))
 
     def scale(self, *, is_codes: bool) -> Array | None:
-        """The scale in split form, float32: that of the codes as integers, or that of the values they stand for."""
+        """The float32 scale in split form: of the integer codes if `is_codes`, else of their decoded values."""
         scale = codes.scale(self.x, codes=is_codes)
         return None if scale is None else self._split(self._spread(scale))
 
     def _spread(self, part: Array) -> Array:
-        """One entry per value on axes that are kept, one per tile or one for all on those that are contracted."""
+        """One entry per index of remaining axes, and one per tile (or one for all) of contracted axes."""
         for axis, (count, size) in enumerate(zip(part.shape, self.x.shape, strict=True)):
             want = size // self.cut[axis] if axis in self.cut else (1 if axis in self.own_contract else size)
             if 1 < count < want:

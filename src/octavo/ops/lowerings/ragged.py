@@ -1,8 +1,8 @@
-"""The two products of grouped rows, of operands that are arrays or QArrays: codes multiply, then the scales come in.
+"""The two ragged dots, for operands that are arrays or QArrays: multiply codes, then scale the result.
 
-A scale per row and one per expert and column are known for each value of [m, n], so the codes are multiplied in their
-own precision, and zero points of integers become correction terms as in `octavo.ops.lowerings`. Operands whose scale
-changes along the contraction are dequantized first.
+Scales per row, and per expert and column, broadcast against [m, n], so codes are multiplied in their own precision and
+zero points of integers become correction terms as in `octavo.ops.lowerings.xla`. Operands whose scale varies along the
+contraction are dequantized first.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def multiply_groups(
 ) -> Array:
     """[m, k] x [g, k, n] -> [m, n], or with `contract` 2 of [g, n, k]; rows of no group are zero.
 
-    `over` are axes of a mesh along which the contraction is cut.
+    `over`: the mesh axes along which the contraction is sharded.
     """
     how = {"contract": contract, "precision": precision, "lowering": lowering}
     lhs, rhs = codes.unpack(lhs), codes.unpack(rhs)
@@ -111,7 +111,7 @@ def multiply_rows_reduced(
     lowering: str = "auto",
     scales: tuple[Array, ...] = (),
 ) -> tuple[Array, dict[str, Any]]:
-    """The same in float32 of sharded rows, reduced in low precision; and what `scaling` is to remember of that."""
+    """`multiply_rows` in float32 on sharded rows, reduced in low precision; also returns updates of `scaling`."""
     if rows.sharding is None:
         raise ValueError(
             f"reduce_qtype={reduction.qtype!r} reduces the gradient of experts over devices, but rows that are sorted "
@@ -156,9 +156,9 @@ def _rows(
 
 
 def _is_exact(dtype: Any) -> bool:
-    """Whether what devices have of a result is added up before scales come in: integers then are the same on any mesh.
+    """Whether partial results are psummed before they are scaled, which makes integer dots bit-exact on any mesh.
 
-    A narrower result is sent as such, as XLA does with products of floats.
+    A narrower result is psummed in its own dtype, as XLA does for float dots.
     """
     return jnp.dtype(dtype).itemsize >= 4
 
@@ -168,7 +168,7 @@ def _summed(x: Array, over: tuple[str, ...]) -> Array:
 
 
 def _kind(lhs: ArrayOrQArray, rhs: ArrayOrQArray, lhs_contract: int, rhs_contract: int) -> Any:
-    """How codes multiply, as `codes.kind` says; None where they cannot, or a scale runs along the contraction."""
+    """The `codes.accumulation_kind`; None if there is none, or if a scale varies along the contraction."""
     quantized = [(x, axis) for x, axis in ((lhs, lhs_contract), (rhs, rhs_contract)) if isinstance(x, QArray)]
     parts = [(part, axis) for x, axis in quantized for part in (x.scale, x.zero_point, x.outer_scale)]
     constant = all(part is None or part.shape[axis] == 1 for part, axis in parts)
@@ -180,7 +180,7 @@ def _is_asymmetric(x: ArrayOrQArray) -> bool:
 
 
 def _spread(part: Array | None, x: ArrayOrQArray) -> Array | None:
-    """A scale or zero point with one entry for all along an axis, or one per value: tiles are repeated."""
+    """A scale or zero point with one entry per axis or one per value: tiles are repeated."""
     if part is None:
         return None
     for axis, (count, size) in enumerate(zip(part.shape, x.shape, strict=True)):

@@ -1,11 +1,11 @@
-"""A float row times an integer matrix, as integer products: how a CPU decodes a token with low-bit weights.
+"""A float row times an integer matrix, as an integer matmul: decoding a token with low-bit weights on CPUs.
 
-Widening an int8 matrix to float32 costs a CPU more than the product itself. Instead the row is written in three digits
-of base 254, each an int8, which together are as exact as float32 is relative to the row's largest value:
+Widening an int8 matrix to float32 takes a CPU longer than the matmul itself. Instead the row is split into three int8
+digits of base 254, which together are as exact as float32 relative to the row's absmax:
 
     x = a / 127 * (d0 + d1 / 254 + d2 / 254**2),   |error| <= a * 2**-24,
 
-and the three products with the matrix are one integer product of three rows, summed without error.
+and the three digits times the matrix are one integer matmul of three rows, exact in int32.
 """
 
 import functools
@@ -53,7 +53,7 @@ class SplitFloat:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def digit_dot(x: Float[Array, "..."], codes: Array, dims: Dims) -> Float[Array, "..."]:
-    """The float32 product of a float operand with few rows and int8 codes; by digits on CPUs."""
+    """The float32 dot of a float operand with few rows and int8 codes; by digits on CPUs."""
     return jax.lax.platform_dependent(
         x, codes, cpu=functools.partial(_by_digits, dims=dims), default=functools.partial(_widened, dims=dims)
     )
@@ -61,7 +61,7 @@ def digit_dot(x: Float[Array, "..."], codes: Array, dims: Dims) -> Float[Array, 
 
 @digit_dot.defjvp
 def _digit_dot_jvp(dims: Dims, primals, tangents):
-    # The digits are a way of computing, not a rounding: the product is linear in x, and codes have no tangent.
+    # The digits are an implementation detail, not a rounding: the dot is linear in x, and codes have no tangent.
     (x, codes), (dx, _) = primals, tangents
     return digit_dot(x, codes, dims), _widened(dx, codes, dims=dims)
 

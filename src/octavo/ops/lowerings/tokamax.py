@@ -1,6 +1,6 @@
-"""tokamax's ragged dot, tuned for TPUs and GPUs; imported only where it is asked for.
+"""tokamax's ragged dot, tuned for TPUs and GPUs; imported on first use.
 
-tokamax is no dependency: `pip install tokamax` beside Octavo, and "auto" takes it for the ragged dots of one device.
+tokamax is an optional dependency: after `pip install tokamax`, "auto" uses it for ragged dots on one device.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ _DTYPES = (jnp.int8, jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5
 
 
 def unsupported(lhs: Array, rhs: Array) -> str | None:
-    """Why tokamax cannot run this ragged dot; None if it can."""
+    """The reason tokamax does not support this ragged dot; None if it does."""
     if jax.default_backend() not in ("tpu", "gpu"):
         return f"tokamax's kernels run on TPUs and GPUs, and this process computes on {jax.default_backend()}"
     if importlib.util.find_spec("tokamax") is None:
@@ -29,12 +29,12 @@ def unsupported(lhs: Array, rhs: Array) -> str | None:
 
 
 def _is_local() -> bool:
-    """Whether what is traced here is the program of one device: there is one, or a shard_map."""
+    """Whether the traced program runs on one device: there is only one, or this is inside a shard_map."""
     return jax.device_count() == 1 or not jax.sharding.get_abstract_mesh().empty
 
 
 def ragged_dot(lhs: Array, rhs: Array, sizes: Array, *, numbers: Any, precision: Any, dtype: Any) -> Array:
-    """`lax.ragged_dot_general` by tokamax: int8 to int32, floats to float32."""
+    """`lax.ragged_dot_general` with tokamax: int8 to int32, floats to float32."""
     import tokamax  # pyrefly: ignore
 
     @jax.custom_batching.sequential_vmap

@@ -1,9 +1,9 @@
-"""Dots by XLA: `lax.dot_general` of codes, on CPUs in the one form that is fast there.
+"""XLA's dots: `lax.dot_general` of codes, on CPUs in the one form that is fast there.
 
-XLA's CPU backend runs an integer dot fast (jax 0.12) where the left operand contracts its last axis, both are in
-row-major order, and there are at least eight rows. Other forms are several times slower: `benchmarks/matmul.py` shows
-it in the `drhs` of libraries that do not do this. A layout constraint keeps XLA from folding the transposition back
-into the dot.
+XLA's CPU backend has a fast path for integer dots (jax 0.12) where the left operand contracts its last axis, both are
+row-major, and there are at least eight rows. Other forms are several times slower: `benchmarks/matmul.py` shows it in
+the `drhs` of libraries that do not use this form. A layout constraint keeps XLA from folding the transpose back into
+the dot.
 
 Zero points of integers become correction terms: with l = ql - zl and r = qr - zr,
 
@@ -29,7 +29,7 @@ type IntegerDot = Callable[[Array, Array, Dims], Array]
 
 
 class Xla:
-    """Any dot. "plain" hands it to XLA as it is, "rows" rearranges integer dots, "auto" does so on CPUs."""
+    """Any dot. "plain" is XLA's dot, unchanged; "rows" rearranges integer dots; "auto" does so on CPUs."""
 
     def __init__(self, name: str):
         self.name = name
@@ -54,14 +54,14 @@ class Xla:
 
 
 def multiply_codes(p: DotProblem, integer_dot: IntegerDot) -> Array:
-    """The dot of codes, or of dequantized operands, with scales on the result."""
+    """The dot of codes with a scaled result, or the dot of dequantized operands."""
     s = p.split
     if s is None:
         lhs, rhs = codes.dequantize(*p.operands)
         return float_dot(lhs, rhs, p.dims, p.precision, p.out_sharding, p.accumulator).astype(p.dtype)
     out_sharding = p.out_sharding
     if s.left.has_zero_point or s.right.has_zero_point:
-        out_sharding = _sharding.plain(out_sharding)  # nothing can be subtracted from an unreduced sum
+        out_sharding = _sharding.plain(out_sharding)  # an unreduced result supports no subtraction
     if p.is_integer:
         integers = s.left.integers(), s.right.integers()
         left, right, out_sharding = _split_shardings(*integers, s.dims, p.dims, out_sharding)
@@ -78,7 +78,7 @@ def multiply_codes(p: DotProblem, integer_dot: IntegerDot) -> Array:
 
 
 def scale_result(p: DotProblem, s: Split, out: Array, *, is_codes: bool) -> Array:
-    """A dot of codes times both scales, summed over tiles."""
+    """Multiply a dot of codes by both scales and sum it over tiles."""
     for side in (s.left, s.right):
         scale = side.scale(is_codes=is_codes)
         if scale is not None:
@@ -87,16 +87,16 @@ def scale_result(p: DotProblem, s: Split, out: Array, *, is_codes: bool) -> Arra
     if counts and p.accumulator is None:
         out = jnp.sum(out, axis=counts)
     elif counts:
-        # jnp.sum would widen it: devices that have a tile each reduce what is summed here.
+        # jnp.sum would accumulate in float32; with one tile per device this sum is an all-reduce, in `accumulator`.
         zero = jnp.zeros((), p.accumulator)
         out = jax.lax.reduce(out.astype(p.accumulator), zero, jax.lax.add, counts)
     return _sharding.reshard_if_explicit(out.astype(p.dtype), p.out_sharding)
 
 
 def _split_shardings(lhs: Array, rhs: Array, split: Dims, dims: Dims, wanted: Any) -> tuple[Array, Array, Any]:
-    """Operands in split form with the same sharding of their tiles, and the sharding of their product.
+    """Operands in split form with equal shardings of their tile axes, and the sharding of the result.
 
-    Apart from its tiles, that is the one that is wanted, as far as mesh axes are not taken.
+    Apart from the tile axes that is `wanted`, without the mesh axes that tiles use.
     """
     first, last = len(dims.lhs_batch), len(split.lhs_batch)
     if first == last:
@@ -116,7 +116,7 @@ def _split_shardings(lhs: Array, rhs: Array, split: Dims, dims: Dims, wanted: An
 
 
 def _beside(part: Array, dims: Dims, *, after: bool = False) -> Array:
-    """A scale in split form, with its axes where they are in the product: (batch, lhs, rhs)."""
+    """A scale in split form, broadcastable against the result [batch, lhs remaining, rhs remaining]."""
     batch = dims.rhs_batch if after else dims.lhs_batch
     remaining = dims.rhs_remaining if after else dims.lhs_remaining
     contract = dims.rhs_contract if after else dims.lhs_contract
@@ -127,7 +127,7 @@ def _beside(part: Array, dims: Dims, *, after: bool = False) -> Array:
 
 
 def _correct(out: Array, left: Side, right: Side, dims: Dims) -> Array:
-    """An integer product of codes, with the terms that their zero points make."""
+    """Add the correction terms of zero points to an integer dot of codes."""
     zl, zr = left.zero_point(), right.zero_point()
     at = lambda part: _sharding.reshard_for_broadcast(part, out)  # noqa: E731
     if zl is not None:
@@ -164,7 +164,7 @@ def _rows_dot(lhs: Array, rhs: Array, dims: Dims) -> Array:
     depth = math.prod(lhs.shape[a] for a in dims.lhs_contract)
     lhs = _arrange(lhs, (*dims.lhs_batch, *dims.lhs_remaining, *dims.lhs_contract))
     lhs = lhs.reshape(math.prod(batch), math.prod(left), depth)
-    # The right operand may have its contracted axes first or last; it is moved only if it has neither.
+    # The right operand may have its contracted axes first or last; it is transposed only if they are neither.
     last = (*dims.rhs_batch, *dims.rhs_remaining, *dims.rhs_contract)
     first = (*dims.rhs_batch, *dims.rhs_contract, *dims.rhs_remaining)
     is_last = last == tuple(range(rhs.ndim))
@@ -174,10 +174,10 @@ def _rows_dot(lhs: Array, rhs: Array, dims: Dims) -> Array:
     rows = lhs.shape[1]
     swapped = rows < 8 and is_last and math.prod(batch) == 1
     if rows < 8:
-        # Few rows fall off the fast path to a tenth of float32's speed; empty ones cost less.
+        # Fewer than eight rows miss the fast path and run at a tenth of float32's speed; padding is cheaper.
         lhs = jnp.pad(lhs, ((0, 0), (0, (4 if swapped and rows <= 4 else 8) - rows), (0, 0)))
     if swapped:
-        # A matrix that lies by rows need not be packed when it is the left operand.
+        # A row-major matrix needs no repacking if it is the left operand.
         numbers = (((1,), (1,)), ((), ()))
         out = jax.lax.dot_general(rhs[0], lhs[0], numbers, preferred_element_type=jnp.int32).T[None]
     elif math.prod(batch) == 1:
@@ -196,10 +196,10 @@ def _arrange(x: Array, order: tuple[int, ...]) -> Array:
 def float_dot(
     lhs: Array, rhs: Array, dims: Dims, precision: Any = None, out_sharding: Any = None, accumulator: Any = None
 ) -> Array:
-    """A dot of low-precision floats, or of the floats that stand for them, accumulated in float32 unless told.
+    """A dot of low-precision floats or decoded codes, accumulated in float32 unless `accumulator` is given.
 
-    CPUs multiply float32 fastest and emulate the rest, so there the operands are widened first: the products are exact
-    either way.
+    CPUs multiply float32 fastest and emulate narrower floats, so operands are widened first there; elementwise products
+    are exact either way.
     """
     dot = functools.partial(
         jax.lax.dot_general,

@@ -1,1 +1,1 @@
-"""The bilinear operations: for each the axes of its operands and its two transposes."""
+"""The bilinear operations as `Product`s: the axes of their operands and their two transposes."""

@@ -1,11 +1,11 @@
-"""Convolutions as a product: their geometry and that of their two transposes, which are convolutions again.
+"""Convolutions as a `Product`: their geometry and that of their two transposes, which are convolutions too.
 
 With the stride s, the dilations a of the input and b of the kernel and the low padding p, along each spatial axis
 
     out[o] = sum_k dilated[s o + b k - p] rhs[k],        dilated[a i] = lhs[i], zero between.
 
-So the gradient of the input slides the reversed kernel over g dilated by s, in steps of a; the gradient of the kernel
-slides g, dilated by s, over the input, in steps of b. Groups of features in one are groups of examples in the other.
+So the gradient of the input convolves g, dilated by s, with the reversed kernel at stride a; the gradient of the
+kernel convolves the input with g, dilated by s, at stride b. Feature groups in one are batch groups in the other.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class Conv(Product):
     def multiply(
         self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, *extra: Array, lowering: str = "auto", **options: Any
     ) -> Array:
-        del lowering  # of dots alone
+        del lowering  # applies to dots only
         return convolve(lhs, rhs, self.geometry, **options)
 
     def transpose(self, of_lhs: bool) -> Transpose:
@@ -92,7 +92,7 @@ NO_SMOOTHING = (
 
 @dataclasses.dataclass(frozen=True)
 class _ConvTranspose(Transpose):
-    """What both transposes share: a scale of the residual is per example or per feature of the forward."""
+    """Common code of both transposes: the residual has a scale per example or per feature of the forward."""
 
     op: ClassVar[str] = "conv_general_dilated"
     primitive: ClassVar[str] = "conv_general_dilated"
@@ -118,7 +118,7 @@ class _ConvTranspose(Transpose):
 
 
 class _ConvDlhs(_ConvTranspose):
-    """g with the reversed kernel: g has a scale per example, the kernel one per input feature."""
+    """g convolved with the reversed kernel: g has a scale per example, the kernel one per input feature."""
 
     @property
     def dims(self) -> Dims:
@@ -142,13 +142,13 @@ class _ConvDlhs(_ConvTranspose):
         lowering: str = "auto",
         **options: Any,
     ) -> Array:
-        # Groups of examples come out as groups of features, with the shape and so the sharding of something else.
+        # Batch groups come out as feature groups, so the result has another shape and sharding than the operand.
         sharding = _sharding.plain(out_sharding) if self.forward.batch_groups == 1 else None
         return self.forward.arrange(convolve(lhs, rhs, self.forward.dlhs(), out_sharding=sharding, **options))
 
 
 class _ConvDrhs(_ConvTranspose):
-    """The input with g: g has a scale per output feature, the input one per feature."""
+    """The input convolved with g: g has a scale per output feature, the input one per feature."""
 
     @property
     def dims(self) -> Dims:
@@ -171,6 +171,6 @@ class _ConvDrhs(_ConvTranspose):
 
 
 def _axes(lhs: int, rhs: int, ndim: int) -> Dims:
-    """Operands whose scales run along one axis each."""
+    """Dims for operands whose scales vary along one axis each."""
     rest = lambda axis: tuple(a for a in range(ndim) if a != axis)  # noqa: E731
     return Dims(ndim, ndim, rest(lhs), rest(rhs))

@@ -1,11 +1,11 @@
-"""The geometry of a convolution and of its two gradients, which are convolutions again.
+"""The geometry of a convolution and of its two gradients, which are convolutions too.
 
 With the stride s, the dilations a of the input and b of the kernel and the low padding p, along each spatial axis
 
     out[o] = sum_k dilated[s o + b k - p] rhs[k],        dilated[a i] = lhs[i], zero between.
 
-So the gradient of the input slides the reversed kernel over g dilated by s, in steps of a; the gradient of the kernel
-slides g, dilated by s, over the input, in steps of b. Groups of features in one are groups of examples in the other.
+So the gradient of the input convolves g, dilated by s, with the reversed kernel at stride a; the gradient of the
+kernel convolves the input with g, dilated by s, at stride b. Feature groups in one are batch groups in the other.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ type Pads = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class ConvDims:
-    """What `lax.conv_general_dilated` takes beside its operands, resolved for their shapes.
+    """The arguments of `lax.conv_general_dilated` besides its operands, resolved for their shapes.
 
     `lhs` names the axes (example, feature, *spatial) of the input, `out` those of the output and `rhs` the axes
     (output feature, input feature, *spatial) of the kernel. `sizes` has (input, kernel, output) of each spatial axis.
@@ -51,7 +51,7 @@ class ConvDims:
         feature_group_count: int = 1,
         batch_group_count: int = 1,
     ) -> "ConvDims":
-        """From what `lax.conv_general_dilated` takes; what it refuses is refused in its own words."""
+        """From the arguments of `lax.conv_general_dilated`, which raises its own errors for invalid ones."""
 
         def conv(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return jax.lax.conv_general_dilated(
@@ -106,7 +106,7 @@ class ConvDims:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters by which JAX's primitive knows this geometry."""
+        """The parameters of JAX's primitive for this geometry."""
         return {
             "dimension_numbers": jax.lax.ConvDimensionNumbers(self.lhs, self.rhs, self.out),
             "window_strides": self.strides,
@@ -119,11 +119,11 @@ class ConvDims:
 
     @property
     def groups(self) -> int:
-        """Of features or of examples: only one of the two is ever more than one."""
+        """The number of feature or batch groups; at most one of the two is more than one."""
         return max(self.feature_groups, self.batch_groups)
 
     def dlhs(self) -> "ConvDims":
-        """The convolution of g with the kernel as `kernel` turns it; `arrange` finishes the result."""
+        """The convolution of g with `kernel(rhs)`, whose result `arrange` reshapes to the gradient of the input."""
         pads = []
         for (size, kernel, out), step, (low, _), a, b in self._spatial():
             before = _dilate(kernel, b) - 1 - low
@@ -141,7 +141,7 @@ class ConvDims:
         )
 
     def drhs(self) -> "ConvDims":
-        """The convolution of the input, its features for examples, with g, whose examples are for features."""
+        """The convolution of the input with g, both with their example and feature axes swapped."""
         pads = []
         for (size, kernel, out), step, (low, _), a, b in self._spatial():
             pads.append((low, _dilate(kernel, b) - 1 + _dilate(out, step) - _dilate(size, a) - low))
@@ -162,11 +162,11 @@ class ConvDims:
         return zip(self.sizes, self.strides, self.padding, self.lhs_dilation, self.rhs_dilation, strict=True)
 
     def kernel(self, rhs: Array) -> Array:
-        """The kernel as `dlhs` slides it over g: reversed, and each group's input features a group of outputs."""
+        """The kernel for `dlhs`: reversed, with each group's input features as a group of output features."""
         return jnp.flip(_regroup(rhs, self.rhs[0], self.rhs[1], self.groups), self.rhs[2:])
 
     def arrange(self, dlhs: Array) -> Array:
-        """The result of `dlhs` in the shape of the input: groups of examples have come out as groups of features."""
+        """The result of `dlhs` in the shape of the input: feature groups become batch groups."""
         return _regroup(dlhs, self.lhs[1], self.lhs[0], self.batch_groups)
 
 
@@ -179,7 +179,7 @@ def _swap(axes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _regroup(x: Array, source: int, target: int, groups: int) -> Array:
-    """The array with groups, the slower part of one axis, moved to be the slower part of another."""
+    """Move groups from the major part of one axis to the major part of another."""
     if groups == 1:
         return x
     shape = list(x.shape)

@@ -1,4 +1,4 @@
-"""`dot_general` as a product: its axes and its two transposes."""
+"""`dot_general` as a `Product`: its axes and its two transposes."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ class Dot(Product):
 
     @staticmethod
     def of(dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> "Dot":
-        """From what `lax.dot_general` takes."""
+        """From the dimension numbers of `lax.dot_general`."""
         return Dot(Dims.of(dimension_numbers, lhs_ndim, rhs_ndim))
 
     @property
@@ -43,7 +43,7 @@ class Dot(Product):
         return {"dimension_numbers": self.axes.numbers}
 
     def check(self, config: DotConfig) -> None:
-        del config  # every config has a meaning
+        del config  # every config is supported
 
     def out_shape(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
         left = (lhs[a] for a in (*self.axes.lhs_batch, *self.axes.lhs_remaining))
@@ -71,10 +71,10 @@ class Dot(Product):
 
 @dataclasses.dataclass(frozen=True)
 class DotTranspose(Transpose):
-    """The dot of a gradient with a residual, and the order of axes that makes the result an operand's gradient.
+    """The dot of a cotangent and a residual, and the transpose that makes the result an operand's gradient.
 
-    When `swapped`, the dot is computed with its operands exchanged: for a plain matmul, `drhs = lhs.T @ g` then comes
-    out as it is wanted, and of the two operands it is the residual that is transposed.
+    If `swapped`, the dot is computed with its operands swapped: for a plain matmul, `drhs = lhs.T @ g` then needs no
+    transpose of the result, and of the two operands only the residual is transposed.
     """
 
     op: ClassVar[str] = "dot_general"
@@ -115,11 +115,11 @@ class DotTranspose(Transpose):
         return multiply(lhs, rhs, self.axes, **options)
 
     def arrange_out(self, out: Array) -> Array:
-        """The result with the operand's order of axes."""
+        """The result transposed to the operand's order of axes."""
         return out if self.order == tuple(range(len(self.order))) else jax.lax.transpose(out, self.order)
 
     def out_sharding(self, wanted: NamedSharding | None) -> NamedSharding | None:
-        """The sharding of the result before it is arranged, for a gradient with the sharding that is wanted."""
+        """The sharding of the dot before `arrange_out`, for a gradient with the sharding `wanted`."""
         if wanted is None:
             return None
         parts, spec = _sharding.partitions(wanted, len(self.order)), wanted.spec

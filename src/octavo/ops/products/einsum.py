@@ -1,4 +1,4 @@
-"""Any einsum, its pairwise contractions in low precision."""
+"""Einsums of any number of operands, with pairwise contractions in low precision."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,10 +33,10 @@ def einsum(
 ) -> Array:
     """`jax.numpy.einsum` in low precision: any number of operands, ellipses, repeated and summed-out indices.
 
-    Operands may be QArrays in any mix with arrays; with a `config`, the float operands of every contraction of two are
-    quantized, the one that comes first in the call being its lhs. What contracts nothing (an outer product, a
-    diagonal, a sum over one operand's own index) is no matmul and stays in float. `scaling` holds ranges from outside,
-    as for `dot_general`: of the one contraction, or a sequence with those of each.
+    Operands may be QArrays in any mix with arrays; with a `config`, float operands of every pairwise contraction are
+    quantized, the one that comes first in the call being its lhs. Steps that contract nothing (an outer product, a
+    diagonal, a sum over an index of one operand) are no matmul and stay in float. `scaling` holds external ranges, as
+    for `dot_general`: a scaling for a single contraction, or a sequence with one for each.
 
     >>> import octavo
     >>> x, w = jnp.ones((2, 3, 4)), jnp.ones((4, 5))
@@ -66,7 +66,7 @@ def einsum(
 def init_einsum_scaling(
     config: DotConfig, subscripts: Any, /, *operands: Any, optimize: Any = "optimal"
 ) -> Scaling | tuple[Scaling, ...]:
-    """The first state of every tracker in a config, for an einsum of operands of these shapes.
+    """The initial state of every tracker of a config, for an einsum of operands of these shapes.
 
     >>> from octavo.calibration import AmaxHistory
     >>> delayed = {"tracker": AmaxHistory(length=4), "per_tensor": True}
@@ -97,7 +97,7 @@ def pairwise(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> Array:
-    """An einsum whose contractions of two are done by `product`: a dot_general that is also told which `step` it is."""
+    """An einsum whose pairwise contractions call `product`: a dot_general with an additional argument `step`."""
     terms, out, arrays = _parse(subscripts, operands)
     if preferred_element_type is None and len(arrays) > 1:
         dtypes = [x.dtype for x in arrays]
@@ -116,7 +116,7 @@ def pairwise(
 
 
 class _Term:
-    """An operand under way: an array, the index of each of its axes, and its place among the operands."""
+    """An intermediate operand: an array, the index of each of its axes, and its position among the operands."""
 
     def __init__(self, named: tuple[ArrayOrQArray, str], place: int):
         self.x, self.indices = named
@@ -161,7 +161,7 @@ def _from_lists(parts: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
 def _drop_ones(
     x: ArrayOrQArray, term: str, terms: list[str], operands: list[ArrayOrQArray]
 ) -> tuple[ArrayOrQArray, str]:
-    """An operand with repeated indices made diagonal, and without axes of size one that others have larger."""
+    """Take the diagonal of repeated indices, and drop axes of size one that are larger in other operands."""
     if len(set(term)) < len(term):
         unique = "".join(dict.fromkeys(term))
         x, term = jnp.einsum(f"{term}->{unique}", _float(x)), unique
@@ -179,7 +179,7 @@ def _drop_ones(
 
 
 def _path(terms: list[str], out: str, shapes: list[tuple[int, ...]], optimize: Any) -> list[tuple[int, ...]]:
-    """Pairs of positions to contract; each result goes to the end of the list."""
+    """Pairs of positions to contract; each result is appended to the list."""
     if len(terms) <= 2:
         return [tuple(range(len(terms)))] if len(terms) == 2 else []
     kind = {True: "optimal", False: "greedy", "auto": "optimal"}.get(optimize, optimize)
@@ -215,7 +215,7 @@ def _contract(
 
 
 def _in_order(sharding: Any, order: str | None, result: str) -> Any:
-    """A sharding of the einsum's result, for a product whose axes come in another order."""
+    """The sharding of the einsum's result, permuted to the axes of a dot's result."""
     if sharding is None or order is None:
         return None
     spec = _sharding.spec_of(sharding)
@@ -232,7 +232,7 @@ def _sum_out(term: _Term, keep: set[str]) -> _Term:
 
 
 def _finish(term: _Term, out: str, dtype: Any) -> Array:
-    """The result with its axes in order; indices that only had size one everywhere come back as such."""
+    """Transpose the result; indices that had size one in every operand are added back with size one."""
     x = _float(_sum_out(term, set(out)).x)
     indices = "".join(c for c in term.indices if c in out)
     x = jnp.transpose(x, [indices.index(c) for c in out if c in indices])

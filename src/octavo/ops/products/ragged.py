@@ -1,8 +1,8 @@
-"""Ragged dots as a product: rows sorted by group, one matrix per group, and the two transposes.
+"""Ragged dots as a `Product`: rows sorted by group, one matrix per group, and the two transposes.
 
 `out = lhs[rows of i] @ rhs[i]` has the gradients `dlhs = g[rows of i] @ rhs[i].T` and `drhs[i] = lhs[rows of i].T @
-g[rows of i]`. Where codes are reused, the scale that would run along the contraction goes into `g` first: for `dlhs`
-that of the row's expert, for `drhs` that of the row.
+g[rows of i]`. Where codes are reused, the scale that would run along the contraction is multiplied into `g` first: for
+`dlhs` that of the row's expert, for `drhs` that of the row.
 """
 
 import dataclasses
@@ -34,26 +34,26 @@ NUMBERS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,)
 
 @dataclasses.dataclass(frozen=True)
 class _Grouped:
-    """The parts of three maps: the sharding of the experts, and what follows from it."""
+    """Common fields of the three maps: the expert sharding and what depends on it."""
 
     op: ClassVar[str] = "ragged_dot"
     primitive: ClassVar[str] = "ragged_dot_general"
     has_explicit_shardings: ClassVar[bool] = False
 
     sharding: Any = None
-    """An `octavo.distributed.ExpertSharding`: rows are on the devices of their experts."""
+    """An `octavo.distributed.ExpertSharding`: rows are sharded over the devices of their experts."""
 
     def rows(self, count: int, sizes: Array) -> Rows:
         return Rows(count, sizes, self.sharding)
 
     def gradient_dtype(self, out: Any, operand: Any, accumulator: str | None) -> Any:
-        """Devices add up gradients in the operand's dtype; on one device they are summed in float32."""
+        """Gradients are psummed over devices in the operand's dtype; on one device they are float32."""
         del out, accumulator
         return jnp.float32 if self.sharding is None else operand
 
 
 class Ragged(_Grouped, Product):
-    """[m, k] x [g, k, n] -> [m, n]; the axis of the groups counts as one that is kept."""
+    """[m, k] x [g, k, n] -> [m, n]; the group axis counts as a remaining axis."""
 
     @property
     def dims(self) -> Dims:
@@ -101,7 +101,7 @@ class _RaggedDlhs(_Grouped, Transpose):
         return Dims(2, 3, (1,), (2,))
 
     def fold(self, g: Array, residual: QArray, *extra: Array, quantized: bool) -> Any:
-        """The scale [g, 1, n] of the experts' codes goes into the gradient, row by row."""
+        """Move the scale [g, 1, n] of the experts' codes into the cotangent, row by row."""
         if not quantized:
             return g, residual
         q = residual.unpack()
@@ -138,7 +138,7 @@ class _RaggedDrhs(_Grouped, Transpose):
         return super().gradient_dtype(out, accumulator or operand, accumulator)
 
     def fold(self, g: Array, residual: QArray, *extra: Array, quantized: bool) -> Any:
-        """The scale [m, 1] of the rows' codes goes into the gradient."""
+        """Move the scale [m, 1] of the rows' codes into the cotangent."""
         if not quantized:
             return g, residual
         q = residual.unpack()
@@ -149,7 +149,7 @@ class _RaggedDrhs(_Grouped, Transpose):
     def quantize(
         self, matmul: Matmul, g: Any, residual: ArrayOrQArray, extra: Any, keys: Any, scaling: Scaling, name: str
     ):
-        """One scale per group and column where measuring that takes one pass; those come in on the result."""
+        """Use one scale per group and column if it can be measured in one pass; these scale the result."""
         matmul = matmul.replace(lhs=_without_tiles(matmul.lhs), rhs=_without_tiles(matmul.rhs))
         rows, scales, measured = self.rows(g.shape[0], *extra), (), {}
         q = g
@@ -193,18 +193,18 @@ class _RaggedDrhs(_Grouped, Transpose):
 
 
 def _without_tiles(operand: Operand | None) -> Operand | None:
-    """Groups partition the contracted rows already; only block formats keep their tiles."""
+    """Drop tiles, except those of block formats: groups partition the contracted rows already."""
     return operand if operand is None or operand.qtype.tile is not None else operand.replace(tile=None, square=False)
 
 
 def _is_by_group(operand: Operand) -> bool:
-    """Whether to have one scale per group and column: where measuring that takes one pass."""
+    """Whether to use one scale per group and column: if it can be measured in one pass."""
     own = operand.tile is None and operand.tracker is None and not operand.per_tensor
     return own and operand.dequant == "output" and isinstance(operand.calibration, AbsMax)
 
 
 def _quantize_by_group(operand: Operand, x: Array, rows: Rows, key: PRNGKeyArray | None) -> tuple[QArray, Array]:
-    """Codes whose scale is one, and the scale [g, n] of each group and column that belongs to them."""
+    """Codes with a scale of one, and their scale [g, n] per group and column."""
     quantizer = operand.quantizer(2, contracting=(0,)).replace(channelwise_axes=(0, 1))
     bounds = operand.calibration.measure(group_absmax(x.astype(jnp.float32), rows), axes=())
     scale = quantizer.quantize(jnp.zeros_like(bounds["absmax"], x.dtype), key=key, bounds=bounds).scale
@@ -214,7 +214,7 @@ def _quantize_by_group(operand: Operand, x: Array, rows: Rows, key: PRNGKeyArray
 
 
 class FloatCall(NamedTuple):
-    """What is static about one ragged dot in float whose rows are sharded; a rule may still quantize it."""
+    """The static arguments of a float ragged dot with sharded rows; a rule may still quantize it."""
 
     product: Ragged
     dtype: np.dtype
@@ -232,7 +232,7 @@ class FloatCall(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def float_ragged_dot(call: FloatCall, lhs: Array, rhs: Array, sizes: Array) -> Array:
-    """[m, k] x [g, k, n] -> [m, n] in float, of rows that are sharded."""
+    """[m, k] x [g, k, n] -> [m, n] in float, with sharded rows."""
     rows = call.product.rows(lhs.shape[0], sizes)
     out = multiply_groups(lhs, rhs, rows, dtype=call.dtype, precision=call.precision)
     return mark(out, call, (lhs, rhs, sizes))
