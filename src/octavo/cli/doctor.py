@@ -11,7 +11,7 @@ from typing import Any
 from octavo.cli import machine
 from octavo.cli.probe import SHAPE, probe
 
-# Extras for people who build the documentation: their absence is no finding.
+# Extras for building the documentation, which are not reported as missing.
 _NOT_ASKED = ("docs",)
 _REQUIREMENT = re.compile(
     r"(?P<name>[\w.-]+)(?:\[[^]]*\])?\s*(?P<bound>[^;]*)(?:;.*extra\s*==\s*['\"](?P<extra>[\w-]+))?"
@@ -68,7 +68,7 @@ def examine() -> dict:
 
 
 def read_requirements(lines: list[str]) -> list[Requirement]:
-    """Requirements from a distribution's metadata, without those nobody is asked to install."""
+    """Requirements from a distribution's metadata, without extras for building the documentation."""
     parsed = [match for line in lines if (match := _REQUIREMENT.match(line))]
     return [
         Requirement(match["name"], match["bound"].strip(), match["extra"], installed(match["name"]))

@@ -1,7 +1,7 @@
 """`octavo generate`: continue prompts, and print tokens as they are generated.
 
-One prompt is answered token by token. Several are made side by side and printed one after the other, each as soon as
-all before it are done.
+The answer to one prompt is printed token by token. Several are generated in a batch and printed in order, each as soon
+as all before it are done.
 """
 
 import argparse

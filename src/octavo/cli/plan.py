@@ -70,7 +70,7 @@ def _plan(call: "TargetCall", args: argparse.Namespace) -> int:
     if args.html:
         _write(plan, args.html, call.target.name)
     else:
-        # What the notes say was a warning already.
+        # The notes were already printed as warnings.
         _show(Plan(plan.rows, plan.rules, communication=plan.communication))
     print(f"Next: {_next(args)}")
     return 0

@@ -1,7 +1,7 @@
 """Which number types does this backend support in a dot, and how fast is it?
 
 Measured in a child process, `python -m octavo.cli.probe`: XLA prints stack traces for a dot that it does not support
-and may abort on one that it half supports. The child writes one JSON object a line; the parent reads those that came.
+and may abort on one that it half supports. The child writes one JSON object per line, which the parent reads.
 """
 
 import json
@@ -16,7 +16,7 @@ DTYPES = (
 )  # fmt: skip
 SHAPE = (512, 1024, 512)
 ROUNDS = 30
-# Timings of one dot spread by a few per cent between runs; less than this is not a gain.
+# Timings of a dot vary by a few percent between runs; a smaller speedup is not significant.
 GAIN = 1.1
 
 _COMMAND = (sys.executable, "-m", "octavo.cli.probe")
@@ -25,7 +25,7 @@ _COMMAND = (sys.executable, "-m", "octavo.cli.probe")
 def probe(command: Sequence[str] = _COMMAND, timeout: float = 15.0) -> dict:
     """Try every type and return `{"error", "platform", "devices", "kernels", "dots"}`.
 
-    A type at which the child dies or hangs is reported as unsupported and left out of the next try.
+    A type at which the child crashes or hangs is reported as unsupported and skipped in the next attempt.
     """
     unsupported: dict[str, str] = {}
     while True:
@@ -125,11 +125,11 @@ def _main(skip: Sequence[str]) -> None:
         _emit(trying=name)
         try:
             dots[name] = _compiled(name)
-        except Exception as error:  # Whatever the backend raises is the finding.
+        except Exception as error:  # Any error of the backend is reported as the result.
             _emit(dots={name: _unsupported(str(error))})
     _emit(trying=None)
     best = dict.fromkeys(dots, float("inf"))
-    for _ in range(ROUNDS):  # Interleaved, so that a busy moment does not fall on one type alone.
+    for _ in range(ROUNDS):  # Interleaved, so that load on the machine affects all types alike.
         for name, dot in dots.items():
             start = time.perf_counter()
             dot()

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(source: Any, done: Any, out: Path, request: Any) -> Path:
-    """Write the report page: into the directory that was written, or beside the file."""
+    """Write the report page: into the output directory, or next to the output file."""
     from octavo.report import record_conversion, render
 
     place = out / "conversion.json" if out.is_dir() else out.with_name(f"{out.name}.conversion.json")

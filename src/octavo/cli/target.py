@@ -33,7 +33,7 @@ _SHORT = {"f": "float", "bf": "bfloat", "i": "int", "s": "int", "u": "uint"}
 
 
 class UsageError(Exception):
-    """What is wrong with the command line, as the user reads it."""
+    """An error in the command line; the message is for the user."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def run_on_target(
     Args:
       command: Takes the target call and the arguments, and returns the exit status.
       args: The parsed arguments. With `--rules list` the recipes are printed instead.
-      needs_rules: Where the command needs rules, the end of the message for those who give none.
+      needs_rules: If the command needs rules, the end of the error message for missing rules.
 
     Returns:
       The exit status, 2 after a `UsageError`.
@@ -186,7 +186,7 @@ def find_inputs(target: Target, words: Sequence[str] | None) -> tuple[Any, ...]:
 
 
 def read_shape(text: str) -> jax.ShapeDtypeStruct:
-    """The array that a text such as f32[8,128] stands for.
+    """The shape and dtype in a text such as f32[8,128].
 
     >>> read_shape("bf16[8,128]")
     ShapeDtypeStruct(shape=(8, 128), dtype=bfloat16)
@@ -232,7 +232,7 @@ def find_weights(target: Target, inputs: Sequence[Any], text: str | None) -> str
 
 @contextlib.contextmanager
 def usage_errors(what: str = "") -> Iterator[None]:
-    """Turn errors that Octavo raises on purpose, and errors in the user's code, into `UsageError`s."""
+    """Convert errors that Octavo raises on purpose, and errors in the user's code, to `UsageError`s."""
     try:
         yield
     except UsageError:

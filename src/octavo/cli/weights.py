@@ -33,7 +33,7 @@ def split_weights(call: TargetCall) -> SplitCall:
 
 
 def value_and_grad(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The mean of the squares of all float outputs, and its gradient by the float leaves of the weights."""
+    """The mean of the squares of all float outputs, and its gradient with respect to the float weights."""
 
     def both(weights: Any, rest: Any) -> Any:
         leaves, tree = jax.tree.flatten(weights)
@@ -113,7 +113,7 @@ def _nnx(call: TargetCall, provider: Any) -> SplitCall:
 
     def run(params: Any, rest: Any) -> Any:
         others, inputs = rest
-        # Flax lets only those variables change that were made inside of the gradient's trace.
+        # Flax allows changes only to variables that were created inside the trace of the gradient.
         return nnx.merge(graph, params, others, copy=True)(*inputs)
 
     return SplitCall(run, params, (others, call.inputs))

@@ -48,7 +48,7 @@ def config_v3(
     drhs_accumulator_dtype: DTypeLike | None = None,
     arithmetic: str = "aqt",
 ) -> DotConfig:
-    """AQT's config_v3: integers, the incoming gradient rounded stochastically, residuals from the float operands.
+    """AQT's config_v3: integers, the cotangent rounded stochastically, residuals from the float operands.
 
     Without bits for the forward or for dlhs, its accumulator has to be given as None: floats do not sum in int32.
 
@@ -91,7 +91,7 @@ def config_v4(
     drhs_mid_alpha_both: float | str = SKIP,
     arithmetic: str = "aqt",
 ) -> DotConfig:
-    """AQT's config_v4: the incoming gradient rounded stochastically, residuals from the float operands.
+    """AQT's config_v4: the cotangent rounded stochastically, residuals from the float operands.
 
     Calls that take a gradient need a `key`, unless both gradients are in float.
 
@@ -136,8 +136,8 @@ def fully_quantized(
 ) -> DotConfig:
     """AQT's fully_quantized: all three matmuls, residuals from the forward's low-bit values.
 
-    Both operands of the gradients are rounded stochastically unless `use_stochastic_rounding` is False. To choose the
-    two sides apart, pass None for it and both `vjp_lhs_stochastic_rounding` and `vjp_rhs_stochastic_rounding`.
+    Both operands of the gradients are rounded stochastically unless `use_stochastic_rounding` is False. To set
+    the two sides separately, pass None for it and both `vjp_lhs_stochastic_rounding` and `vjp_rhs_stochastic_rounding`.
 
     >>> fully_quantized(fwd_bits=8, bwd_bits=4).dlhs.residual
     'requantize'
@@ -227,7 +227,7 @@ def set_stochastic_rounding(
     implementation: str = "jax.uniform",
     noise_sharing_axes: Sequence[int] = (),
 ) -> DotConfig:
-    """A copy of a config whose gradients round their lhs (the incoming gradient) and rhs (the residual) as said.
+    """A copy of a config with the given rounding of the lhs (the cotangent) and rhs (the residual) of its gradients.
 
     An operand that rounds stochastically computes in float32: AQT's arithmetic maps the largest values beyond the last
     code, which makes their mean too small. One that rounds to nearest takes the arithmetic of the forward's operands.

@@ -11,7 +11,7 @@ from octavo.numerics import Format, IntFormat, get_format
 from octavo.ops.config import DotConfig, Matmul, Operand
 
 SKIP: Literal["skip"] = "skip"
-"""AQT's word for an argument that changes nothing."""
+"""AQT's value for an argument that leaves a setting unchanged."""
 
 type Bits = int | str | None
 """None for float, 1 to 8 for an integer, "e4m3" or "e5m2" for a float8."""
@@ -19,7 +19,7 @@ type Bits = int | str | None
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LocalAqt(Config):
-    """Scales for each of n shards of a gradient's first contracted axis, which is where a batch is sharded.
+    """Scales for each of n shards of a gradient's first contracted axis, along which the batch is sharded.
 
     >>> from octavo.compat.aqt import config_v4
     >>> config_v4(drhs_bits=8, drhs_local_aqt=LocalAqt(contraction_axis_shard_count=4)).drhs.lhs.tile
@@ -36,13 +36,13 @@ class LocalAqt(Config):
 def int_symmetric(bits: int, preserve_zero: bool = True, preserve_max_val: bool = False) -> Format:
     """AQT's IntSymmetric: integers about zero, in one of four conventions.
 
-    With `preserve_zero` zero is representable; without it the values lie at the halves. With `preserve_max_val` the end
+    With `preserve_zero` zero is representable; without it the values are half-integers. With `preserve_max_val` the end
     of the range is the centre of the last bucket, without it that bucket's far edge.
 
     >>> [int_symmetric(8, zero, top).bound for zero in (True, False) for top in (False, True)]
     [127.5, 127.0, 128.0, 127.5]
     """
-    # Buckets at the halves are symmetric already.
+    # Half-integer buckets are already symmetric.
     return IntFormat(bits=bits, preserve_zero=preserve_zero, preserve_max=preserve_max_val, narrow=preserve_zero)
 
 
@@ -66,7 +66,7 @@ def make(
         residual = low if again and saved is not None else "original"
         gradients.append(Matmul(one, one, residual=residual, accumulator=_accumulator(accumulator, one, one)))
     forward = Matmul(left, right, accumulator=_accumulator(accumulators[0], left, right))
-    # AQT masks no gradient unless it is asked to.
+    # By default AQT does not mask gradients of clipped values.
     return DotConfig(forward, *gradients, clip_gradient=False)
 
 
@@ -83,7 +83,7 @@ def _format(bits: int | str) -> Format:
 
 
 def _accumulator(dtype: DTypeLike | None, lhs: Operand | None, rhs: Operand | None) -> str | None:
-    """An accumulator as a Matmul has it: integers sum in int32 without being told."""
+    """The accumulator of a Matmul: None for int32, the default for integers."""
     if dtype is None or (isinstance(dtype, str) and dtype == SKIP):
         return None
     name = jnp.dtype(dtype).name

@@ -106,9 +106,9 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
 
 
 def aqt_int(bits: int, shards: int = 1) -> DotConfig:
-    """AQT's integer config for all three matmuls, with the weight gradient quantized in `shards` parts of the batch.
+    """AQT's integer config for all three matmuls, with the weight gradient quantized in `shards` tiles of the batch.
 
-    With `shards=-1` there is one part for each local device; with 0 the weight gradient is computed in float.
+    With `shards=-1` there is one tile for each local device; with 0 the weight gradient is computed in float.
     """
     local = aqt.LocalAqt(contraction_axis_shard_count=shards if shards > 0 else jax.local_device_count())
     return aqt.config_v3(

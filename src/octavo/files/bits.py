@@ -1,7 +1,7 @@
 """Codes of fewer than eight bits as a little-endian bit stream along the last axis, in NumPy.
 
-`octavo.numerics.packing` packs the same way on the device, into bytes and under jit; this one is for files: on the
-host, for words of any width, and without a compilation for each shape.
+`octavo.numerics.packing` packs in the same order on the device, into bytes and under jit. This module is for files:
+on the host, for words of any width, and without a compilation for each shape.
 """
 
 import numpy as np

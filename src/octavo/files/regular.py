@@ -50,7 +50,7 @@ class RegularFile:
             done += got
         return data
 
-    def close(self, _close=os.close) -> None:  # the module may be gone when the interpreter ends
+    def close(self, _close=os.close) -> None:  # bound here: the module may be unloaded at interpreter exit
         if self._fd >= 0:
             _close(self._fd)
             self._fd = -1

@@ -35,7 +35,7 @@ class Family:
             shared = {**same, "_octavo": property(lambda _: (self, cls, path))}
             outer = {name: _entry(name, method) for name, method in methods.items()}
             inner = {name: scoped(method, lambda _: path) for name, method in methods.items()}
-            # A class without methods, such as Equinox's own index, is kept.
+            # A class without public methods, such as Equinox's own index, is kept.
             made = [type(cls)(cls.__name__, (cls,), shared | own) if own else cls for own in (outer, inner)]
             self.classes[cls, path] = made[0], made[1]
         return self.classes[cls, path]

@@ -126,7 +126,7 @@ def _quantized_method(method: Callable[..., Any], provider: QuantizationProvider
             return method(self, *args, **kwargs)
         return _Call(self, provider).run(method, args, kwargs)
 
-    # Compactness and scopes are those of the method that is wrapped.
+    # Linen's compact and scope handling is that of the wrapped method.
     for mark in ("compact", "method_handler_wrapped", "nowrap"):
         call.__dict__.pop(mark, None)
     return nn.nowrap(call)

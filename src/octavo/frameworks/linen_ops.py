@@ -23,7 +23,7 @@ class _LinenOp(nn.Module):
     Stochastic rounding of gradients takes the PRNG stream "stochastic_rounding".
 
     Attributes:
-      config: A `DotConfig`; or rules, of which the first whose `module_path` matches the path of the layer decides; or
+      config: A `DotConfig`; or rules, of which the first whose `module_path` matches the path of the layer applies; or
         None for float.
       static: Which operands have a static range in the collection "quant_stats": the activation (True or "lhs"), the
         weight ("rhs": its scales are frozen, its values are not), "both", or none (False). The range is updated while
@@ -62,7 +62,7 @@ class _LinenOp(nn.Module):
         return scaling
 
     def _own_state(self, init: Callable[[], Any]) -> dict[str, Any]:
-        """The state of the trackers of one matmul: the gradients of two would be summed, but they are states."""
+        """The tracker state of one matmul. Two cannot share it: JAX would sum their gradients, which are new states."""
         if self.is_initializing() and self.has_variable(GRADIENT_STATE, "scaling"):
             raise ValueError(
                 f"{type(self).__name__} at {'/'.join(self.path)!r} is used by two matmuls, but delayed scaling keeps "
@@ -74,7 +74,7 @@ class _LinenOp(nn.Module):
     def _static_range(self, side: str, quantizer: Quantizer, x: Array) -> dict[str, Array]:
         measured = {k: v.astype(jnp.float32) for k, v in quantizer.measure(jax.lax.stop_gradient(x)).items()}
         if side == "lhs":
-            # One range for batches of any size; a weight has as many rows in every step.
+            # One range per activation, for batches of any size; a weight has the same shape in every step.
             measured = {k: jnp.mean(v, keepdims=True) for k, v in measured.items()}
         tracker = RunningMean()
         stat = self.variable(QUANT_STATS, side, tracker.init, measured)

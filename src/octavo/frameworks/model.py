@@ -106,7 +106,7 @@ def plan(model: Any, rules: Any, *args: Any, on_unmatched: str = "error", weight
         its shapes.
       rules: A provider, a rule or several, or the name of a recipe.
       *args: Arguments of the function or inputs of the model: arrays or `jax.ShapeDtypeStruct`s.
-      on_unmatched: What to do about a rule that matches nothing that an earlier rule does not: "error", "warn" or
+      on_unmatched: What to do about a rule that matches nothing, or only what earlier rules match: "error", "warn" or
         "ignore". The message names the nearest paths.
       weights: Which arguments of a function hold weights, as in `quantized`.
       **kwargs: Arguments by keyword.

@@ -142,7 +142,7 @@ def public_methods(cls: type, base: type, named: Collection[str]) -> Iterator[tu
     for name in dir(cls):
         public = name == "__call__" or not (name.startswith("_") or hasattr(base, name))
         method = inspect.getattr_static(cls, name)
-        # A method that a framework has wrapped, as its jit does, is not a function but can be bound like one.
+        # A method that a framework has wrapped, for example by its jit, is not a function but can be bound like one.
         bound = callable(method) and hasattr(method, "__get__") and not isinstance(method, type)
         if (public or name in named) and bound and not isinstance(method, staticmethod | classmethod):
             yield name, method

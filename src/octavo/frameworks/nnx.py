@@ -202,7 +202,7 @@ def _module_call(family: Family, name: str, args: Any, kwargs: Any, **options: A
         kept = [(v, v.get_raw_value()) for path, v in nnx.iter_graph((args, kwargs)) if path in stored]
         _set_classes((args, kwargs), 1)
         out = getattr(args[0], name)(*args[1:], **kwargs)
-        for variable, value in kept:  # a transformation of Flax within passes on what it was given as something new
+        for variable, value in kept:  # an inner Flax transformation returns unchanged values as new arrays
             variable.set_raw_value(value)
         _set_classes((args, kwargs, out), 0)
         if nnx.graphdef((args, kwargs)) == before and not _holds_nodes(out):

@@ -37,7 +37,7 @@ def put(modules: dict[str, Any], key: Key, value: Any) -> None:
     if key.collection not in VARIABLES:
         raise ValueError(f"NNX models keep state of the collections {list(VARIABLES)}, not of {key.collection!r}")
     path, attribute = key.path, key.name
-    while path not in modules:  # a scope that is not a module: its name becomes part of the state's
+    while path not in modules:  # the scope is not a module: its name becomes part of the state's name
         path, _, last = path.rpartition("/")
         attribute = f"{last}/{attribute}"
     if not hasattr(modules[path], attribute):

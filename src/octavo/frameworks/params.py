@@ -20,7 +20,7 @@ class WithAux:
 
     Args:
       array: A QArray, of arrays or abstract.
-      how: The `Quantizer` of the parameter as it is stored.
+      how: The `Quantizer` of the stored parameter.
 
     >>> import octavo
     >>> quantizer = octavo.Quantizer("int8", channelwise_axes=(1,))

@@ -1,4 +1,4 @@
-"""What did the compiler make of it? Reading compiled programs: their collectives, and where weights flow."""
+"""Reading compiled programs: their collectives, and the dataflow of weights and gradients."""
 
 from octavo.hlo.collectives import Collective, Communication, read_communication
 from octavo.hlo.partition import partitioned_hlo

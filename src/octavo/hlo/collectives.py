@@ -30,8 +30,8 @@ class Collective:
         group_size: The number of devices that take part.
         count: How often a run of the program executes it.
         name: The name of the traced operation.
-        weights: The arguments of which it all-gathers what was computed from them alone; several if one array, or one
-            instruction, serves all of them.
+        weights: The arguments whose values, or values computed from them alone, it all-gathers; several if one
+            array, or one instruction, combines them.
         is_gradient: Whether it becomes the new value of a weight.
 
     >>> Collective("all-gather", "s8", (128, 512), 8, count=4).bytes
@@ -102,7 +102,7 @@ class Communication:
         return sum(c.total for c in self.collectives if c.is_gradient)
 
     def by_weight(self) -> dict[str, int]:
-        """Bytes by the argument that is all-gathered; what is gathered of several together is left out."""
+        """Bytes by the argument that is all-gathered; collectives of several arguments are left out."""
         found: dict[str, int] = {}
         for c in self.collectives:
             if len(c.weights) == 1:
@@ -143,7 +143,7 @@ class Communication:
         return {"line": self.line(), **self._sums(), "by_kind": by_kind, "unknown_loops": list(self.unknown_loops)}
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The collectives and their sums as plain values."""
         return {**self._sums(), "by_kind": self.by_kind(), "by_dtype": self.by_dtype(), **dataclasses.asdict(self)}
 
     def _sums(self) -> dict[str, int]:
@@ -176,8 +176,8 @@ def read_communication(text: str | Module, *, weights: str | Callable[[str], boo
             `params` is of `state.params['wo']['kernel']`, or a predicate.
 
     Returns:
-        Its collectives. One is of weights if it all-gathers what was computed from weights alone, and of gradients if
-        its result becomes a weight; see `octavo.hlo.dataflow`.
+        Its collectives. One is of weights if it all-gathers values computed from weights alone, and of gradients if its
+        result becomes a weight; see `octavo.hlo.dataflow`.
     """
     module = parse(text) if isinstance(text, str) else text
     if isinstance(weights, str):

@@ -1,15 +1,15 @@
-"""Where weights flow to in an HLO program, and which values flow into new weights (gradients).
+"""Dataflow of an HLO program: values computed from weights, and values that become new weights (gradients).
 
-`WeightFlow` runs forward from the arguments. A value is of the weights if some argument that holds weights went into
-it and no other argument did, apart from what is broadcast: a scale, whatever it was computed from, does not make a
-weight into something else. The result of a matmul is never a weight. So codes are of the weights as the floats are that
-they were rounded from, also where a loop saves them as residuals for the backward pass.
+`WeightFlow` runs forward from the arguments. A value is a weight if it is computed from arguments that hold
+weights and from no other argument, except for broadcast values: multiplying a weight by a scale gives a weight,
+whatever the scale was computed from. The result of a matmul is never a weight. So the codes of weights are weights,
+also where a loop saves them as residuals for the backward pass.
 
-`GradientFlow` runs backward from the results. A result that is aliased to an argument that holds weights is made from
-the old weights and from gradients, elementwise: a gradient is reduced, clipped, scaled and averaged, and never an
-operand of a matmul, gathered from or summed over its own axes on its way. So a collective whose result reaches such a
-result without any of these is of a gradient. One sum is let through, that over as many shards as devices exchanged: an
-all-to-all and that sum are a reduce-scatter.
+`GradientFlow` runs backward from the results. A result that is aliased to an argument that holds weights is
+computed elementwise from the old weights and from gradients: a gradient is reduced, clipped, scaled and averaged, but
+is not an operand of a matmul, gathered from, or summed over its own axes. So a collective is of a gradient if its
+result reaches such an output without any of these. The one exception is a sum over as many shards as there are devices
+in an all-to-all: the two together are a reduce-scatter.
 """
 
 import functools
@@ -29,11 +29,11 @@ DATA = 1
 _FRESH = frozenset({"constant", "iota", "rng", "rng-bit-generator", "partition-id", "replica-id", "after-all"})
 
 type Sources = int | tuple[Sources, ...]
-"""The arguments that went into a value, as bits; a tuple has one for each of its elements."""
+"""The arguments that a value was computed from, as a bit mask; a tuple has one for each of its elements."""
 
 
 class WeightFlow:
-    """What went into each value of a program; `is_weight` decides by the name of an argument."""
+    """The arguments that each value was computed from; `is_weight` decides by the name of an argument."""
 
     def __init__(self, module: Module, is_weight: Callable[[str], bool]):
         self.module = module
@@ -47,7 +47,7 @@ class WeightFlow:
         self._results(module.entry, tuple(self._argument(i) for i in named))
 
     def weights(self, computation: str, instruction: Instruction) -> tuple[tuple[str, ...], ...]:
-        """For each operand of an instruction the names of its weights; none if it is not of weights alone."""
+        """The names of the weights of each operand of an instruction; none if it is not computed from weights alone."""
         found = self._operands.get((computation, instruction.name), ())
         return tuple(() if bits & DATA else tuple(n for n in self.names if bits & self._bits[n]) for bits in found)
 
@@ -120,10 +120,10 @@ def _join_sources(a: Sources, b: Sources) -> Sources:
 NONE, WEIGHT, UNCLEAR = 0, 1, -1
 
 type Use = int | tuple[Use, ...]
-"""WEIGHT for what becomes a weight elementwise, n for what does once n shards of it are summed; a tuple has one for
-each of its elements, and none for the last ones if they are unused."""
+"""WEIGHT for a value that becomes a weight elementwise, n for one that does after a sum over n shards. A tuple has one
+for each of its elements; unused elements at the end are left out."""
 
-# These do not pass values on elementwise, or only those of the operands listed.
+# These are not elementwise, or only in the operands listed.
 _STOPS = MATMULS | {"gather", "sort", "reduce-window", "select-and-scatter", "parameter", "constant", "iota"}
 _PASSES = {"select": (1, 2), "dynamic-slice": (0,), "dynamic-update-slice": (0, 1), "scatter": (0,), "pad": (0,)}
 _DIMENSIONS = re.compile(r"\bdimensions=\{([\d,]*)\}")
@@ -169,7 +169,7 @@ class GradientFlow:
         return tuple(arguments[n] for n in range(len(arguments)))
 
     def _operands(self, computation: str, line: Instruction, use: Use) -> tuple[Use, ...]:
-        """The uses of an instruction's operands by that of its result."""
+        """The uses of an instruction's operands, given the use of its result."""
         count = len(line.operands)
         match line.opcode:
             case "tuple":
@@ -192,7 +192,7 @@ class GradientFlow:
             case opcode if opcode in _STOPS or (opcode == "custom-call" and count > 1):
                 return (NONE,) * count
         if line.is_tuple and isinstance(use, tuple) and len(use) == count:
-            return use  # of a collective of several arrays, each on its own
+            return use  # a collective of several arrays: one use for each
         own = _one_use(use)
         if line.opcode.removesuffix("-start") in EXCHANGES and own == group_size(line.attributes):
             own = WEIGHT

@@ -15,14 +15,14 @@ def partitioned_hlo(lowered: Any) -> str:
 
     XLA's CPU backend all-gathers bfloat16 as float32, float8 as float16 and int4 as int8, since it computes in those
     types. The collective bytes of a platform are in this text of the program that was lowered for it, for example by
-    `lowering_platforms=("tpu",)`: any backend partitions it in the same way, also one that then fails to compile it.
+    `lowering_platforms=("tpu",)`: every backend partitions it in the same way, even if it then fails to compile it.
     """
     with tempfile.TemporaryDirectory() as directory:
         dump = {"xla_dump_to": directory, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
         try:
             with _without_compilation_cache():
                 compiled = lowered.compile(compiler_options=dump)
-        except Exception:  # by a backend that cannot run the program, after partitioning
+        except Exception:  # the backend cannot compile the program; partitioning was done before
             if (text := _dumped(directory)) is None:
                 raise
             return text

@@ -1,6 +1,6 @@
 """Parsing the text of an HLO module: computations, their instructions, and the trip counts of loops.
 
-XLA's Python interface shows a compiled program as text alone.
+XLA's Python interface exposes compiled programs only as text.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Shape:
 
 
 def bits(dtype: str) -> int:
-    """The bits of an element of an HLO type; 0 for what is no array, such as a token.
+    """The bits of an element of an HLO type; 0 for a type that is not an array, such as a token.
 
     >>> bits("bf16"), bits("f8e4m3fn"), bits("s4"), bits("pred"), bits("c64"), bits("token")
     (16, 8, 4, 8, 64, 0)
@@ -115,7 +115,7 @@ class Module:
 
     Attributes:
         computations: The instructions of each computation.
-        entry: The computation that the program begins with.
+        entry: The entry computation.
         aliases: The donated argument whose buffer a result reuses, both by number.
     """
 

@@ -1,4 +1,4 @@
-"""Counting what an HLO program executes: its instructions, through loops, calls and branches."""
+"""Counting the instructions that an HLO program executes, through loops, calls and branches."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,7 +9,7 @@ class Visitor[T]:
     """Counts what `select` finds in the instructions of a program.
 
     The body of a loop counts once if its trip count is unknown; `unknown_loops` then has its name. Of the branches of a
-    conditional, the one counts that is chosen by a constant, or that costs most.
+    conditional, the one that a constant selects counts, or else the costliest.
 
     Args:
         module: The program.

@@ -1,4 +1,4 @@
-"""What will a quantized function do, and what did it do? Its plan, its proof, its cost and its telemetry."""
+"""Inspection of quantized functions: plan, verification, cost and telemetry."""
 
 from octavo.inspect.cost import Cost, cost
 from octavo.inspect.plan import Plan, plan

@@ -54,7 +54,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Multiply-adds and weights by number format, the dearest first; printed as a table.
+    """Multiply-adds and weights by number format, the costliest first; printed as a table.
 
     `opaque` are kernels, whose multiply-adds are missing here; `unknown_loops` are loops of unknown trip count, whose
     bodies count once.
@@ -84,7 +84,7 @@ class Cost:
         return sum(row.bits for row in self.memory)
 
     def to_json(self) -> str:
-        """All of it as a JSON text."""
+        """The costs as a JSON text."""
         return json.dumps(
             {
                 "macs": self.macs,
@@ -126,7 +126,7 @@ class Cost:
 
 
 def cost(fn: Any, *args: Any, formats: Mapping[str, FormatLike] | None = None, weights: Weights = None) -> Cost:
-    """What `fn(*args)` costs by number format, without running it.
+    """The cost of `fn(*args)` by number format, without running it.
 
     Multiply-adds are those of `octavo.verify`: of matmuls and convolutions, in every iteration of a scan. An operand
     has the bits of the codes that it was computed from, in whatever dtype it is multiplied: those of the format for a

@@ -203,7 +203,7 @@ def _product(eqn: Any, values: list[_Value]) -> CountedMatmul:
 
 
 def _kernel_product(eqn: Any) -> CountedMatmul:
-    """A matmul by a CPU kernel, of rows with codes as stored: packed ones have half the depth."""
+    """A matmul by a CPU kernel, of rows with stored codes; packed codes have half the contracted size."""
     lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     kind = "native" if is_low(lhs.dtype) else "weight_only"
     flops = 2 * math.prod(lhs.shape) * out.shape[1]
@@ -253,7 +253,7 @@ def _while(eqn: Equation, values: list[_Value], platform: str):
 def _cond(eqn: Equation, values: list[_Value], platform: str):
     branches = eqn.params["branches"]
     choices = eqn.params.get("branches_platforms") or ()
-    # The branch of no particular platform is last.
+    # The default branch is last.
     chosen = next((b for b, on in zip(branches, choices, strict=False) if on is None or platform in on), None)
     if chosen is not None:
         return _run(chosen, values[1:], platform)
@@ -272,7 +272,7 @@ def _shard_map(eqn: Equation, values: list[_Value], platform: str):
         for x, v, inner in zip(outs, eqn.outvars, body.outvars, strict=True)
     ]
     done = done.times(math.prod(mesh.shape[axis] for axis in eqn.params["newly_manual_axes"]))
-    # Devices have room for all rows, of which only this share is expected to have an expert there.
+    # Each device has a buffer for all rows; only this share is expected to be routed to its experts.
     told = next((told for inner in body.eqns if (told := re.search(rf"{re.escape(SHARE)}(\d+)", scope(inner)))), None)
     return done if told is None else done.divided_by(int(told[1])), grown
 

@@ -18,7 +18,7 @@ from octavo.transform.site import Site
 
 
 class Plan:
-    """Every matmul of a function with what the rules do to it; printed as a table.
+    """What the rules do to each matmul of a function; printed as a table.
 
     Attributes:
         rows: One for each matmul, in the order of execution.
@@ -111,7 +111,7 @@ class Plan:
         table = [list(_COLUMNS), *(_cells(row, self.flops) for row in self.rows)]
         if self.communication is not None:
             sizes = ["" if row.collective_bytes is None else format_bytes_si(row.collective_bytes) for row in self.rows]
-            # Before the note, which may be long.
+            # Before the note column, which may be long.
             table = [
                 [*line[:-1], cell, line[-1]] for line, cell in zip(table, ["collective bytes", *sizes], strict=True)
             ]
@@ -149,7 +149,7 @@ def plan(
         rules: Whatever `quantized` takes for rules; None if `fn` is quantized already.
         *args: Its arguments; only their shapes are used.
         weights: Which arguments are weights, as for `quantized`.
-        on_unmatched: "error" raises for a rule that matches nothing, or only what earlier rules take, and names the
+        on_unmatched: "error" raises for a rule that matches nothing, or only what earlier rules match, and names the
             nearest paths; "warn" and "ignore" do not raise.
         **kwargs: Its keyword arguments.
 

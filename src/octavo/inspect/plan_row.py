@@ -22,7 +22,7 @@ class PlanRow:
         op: The operation, such as "dot_general".
         weight: The name of the parameter that is an operand, if one is.
         shapes: The shapes of both operands, as text.
-        rule: The index of the rule that decides.
+        rule: The index of the rule that applies.
         fwd: The types of the operands in the forward pass.
         dlhs: The types of cotangent and residual in the gradient with respect to the left operand.
         drhs: The same for the right operand.

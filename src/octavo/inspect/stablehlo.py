@@ -48,7 +48,7 @@ def read_stablehlo(text: str) -> tuple[Lowered, ...]:
     fallback = False
     for line in text.splitlines():
         if "func.func" in line:
-            # The decomposition of a ragged dot is in the text as well.
+            # The decomposition of a ragged dot is in the text as well, and must not be counted.
             fallback = "@chlo.ragged_dot" in line
         if fallback:
             continue

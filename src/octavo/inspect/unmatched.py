@@ -7,7 +7,7 @@ from octavo.transform.site import Site
 
 
 def unmatched_rules(sites: Sequence[Site], rules: Sequence[QuantizationRule], strict: bool) -> list[str]:
-    """A line for every rule that matches nothing, or only what earlier rules take."""
+    """A line for every rule that matches nothing, or only matmuls that earlier rules match."""
     used = {id(site.rule) for site in sites}
     notes = []
     for number, rule in enumerate(rules):

@@ -66,7 +66,7 @@ class Verification:
         return sum(r.flops for r in rows if r.is_low) / max(1, sum(r.flops for r in rows))
 
     def to_json(self) -> str:
-        """All of it as a JSON text."""
+        """The verification as a JSON text."""
         lowered = None if self.lowered is None else [r._asdict() for r in self.lowered]
         shares = {"forward": self.forward, "backward": self.backward, "native": self.share("native")}
         return json.dumps(dataclasses.asdict(self) | {"lowered": lowered, "share": shares})
@@ -129,7 +129,7 @@ def verify(fn: Any, *args: Any, platform: str | None = None, **kwargs: Any) -> V
     """Count the matmul FLOPs of `fn(*args, **kwargs)` by the precision of their operands, without running it.
 
     FLOPs are those of all devices and of every iteration of a scan, and rematerialization counts; of a `lax.cond`, the
-    branch with most FLOPs counts. Dead code does not, nor do the zeros that padding and dilation add to a convolution.
+    branch with the most FLOPs counts. Dead code does not, nor do zeros that padding and dilation add to a convolution.
 
     Args:
         fn: A function; one that takes gradients shows the backward pass too.
@@ -159,7 +159,7 @@ def verify(fn: Any, *args: Any, platform: str | None = None, **kwargs: Any) -> V
 
 
 def _lower(fn: Callable[..., Any], arrays: list[Any], platform: str) -> tuple[Lowered, ...]:
-    # The text is read, not kept, so it may have custom calls without guaranteed stability, such as CPU layouts.
+    # The text is not stored, so custom calls without a stability guarantee, such as CPU layout constraints, are fine.
     unchecked = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
     try:
         exported = export.export(jax.jit(fn), platforms=[platform], disabled_checks=unchecked)(*arrays)

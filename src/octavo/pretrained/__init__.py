@@ -1,4 +1,4 @@
-"""Pretrained models: opened from the files of several programs, converted to low precision, and written again."""
+"""Pretrained models: reading the files of several programs, conversion to low precision, and writing."""
 
 from octavo.pretrained import gguf, huggingface, native
 from octavo.pretrained.bert import Encoder, open_encoder

@@ -31,7 +31,7 @@ _ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
 }
-# What `weight_rules` asks of a model is whether it has experts.
+# A placeholder for `weight_rules`, which only reads whether a model has experts.
 _DECODER = ModelConfig(vocab_size=1, emb_dim=1, num_layers=1, num_query_heads=1, num_kv_heads=1, head_dim=2, mlp_dim=1)
 _WORDS = "embeddings.word_embeddings.weight"
 _LAYER = re.compile(r"encoder\.layer\.(\d+)\..*")
@@ -45,7 +45,7 @@ class Encoder:
       config: The architecture.
       params: Its parameters, floats or QArrays.
       tokenizer: A `tokenizers.Tokenizer` without truncation or padding of its own.
-      pooling: How token states make the embedding of a text, which has norm one.
+      pooling: How token states are pooled to the embedding of a text, which has norm one.
       max_length: Longer texts are truncated to so many tokens.
       rules: The rules that its matmuls run with.
     """

@@ -23,7 +23,7 @@ from octavo.rules import QuantizationRule
 from octavo.transform import quantized
 
 _PIECE = 1 << 20
-"""Values that are quantized at once, which bounds the memory needed in addition to a parameter and its codes."""
+"""Values per piece: bounds the memory needed in addition to a parameter and its codes."""
 
 _EMBEDDING = "token_embedder/embedding"
 
@@ -71,7 +71,7 @@ def param_quantizers(
     low = quantized(functools.partial(_logits, config), list(rules), weights="params")
     found = low.stored_quantizers(abstract_params(config), tokens)
     if not config.tied_logits and (quantizer := found.get("decoder/logits_dense/kernel")) is not None:
-        # The table is only indexed, so no matmul has it: a row is quantized as a column of the logits is.
+        # The table is only indexed, not an operand of a matmul: rows are quantized like columns of the logits.
         found[_EMBEDDING] = Quantizer(
             quantizer.qtype,
             channelwise_axes=tuple(1 - a % 2 for a in quantizer.channelwise_axes),

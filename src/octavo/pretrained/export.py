@@ -1,4 +1,4 @@
-"""Writing converted models: a registry of file formats, and the model card beside each."""
+"""Writing converted models: a registry of file formats, and the model card."""
 
 import dataclasses
 import shutil
@@ -53,7 +53,7 @@ _exporters: dict[str, Exporter] = {}
 
 
 def register_exporter(name: str, exporter: Exporter) -> None:
-    """Make a file format known by a name: a function that converts a model, writes it, and returns what it wrote."""
+    """Register a file format: a function that converts a model, writes it, and returns an `Export`."""
     if name in _exporters:
         raise ValueError(f"an exporter named {name!r} exists")
     _exporters[name] = exporter
@@ -72,7 +72,7 @@ def converting(
     Args:
       write: Writes the model.
       head: The format of the embedding table and the logits where the request has none.
-      scale_dtype: The dtype of scales where the request has none. What was trained keeps its own.
+      scale_dtype: The dtype of scales where the request has none. Trained rules keep their own.
     """
 
     def export(source: PretrainedModel, out: Path, request: Request) -> Export:

@@ -130,7 +130,7 @@ def _load(file: Gguf, name: str, transposed: bool, heads: int) -> np.ndarray | Q
 
 
 def half_rotary(rows: int, heads: int) -> np.ndarray:
-    """Row indices that turn the order of interleaved RoPE, (0, 1), (2, 3), into that of halves, as of Hugging Face.
+    """Row indices from the order of interleaved RoPE, (0, 1), (2, 3), to that of halves, which Hugging Face uses.
 
     >>> half_rotary(8, 2).tolist()
     [0, 2, 1, 3, 4, 6, 5, 7]
@@ -223,7 +223,7 @@ def _tensor(leaf: Leaf, path: str, body: str, top: str, heads: int) -> Tensor:
     kind = "F32" if len(leaf.shape) == 1 else top if is_head else body
     shape = tuple(leaf.shape[::-1] if transposed else leaf.shape)
     if kind.startswith("Q") and shape[-1] % 32:
-        kind = "F16"  # rows are not whole blocks of 32
+        kind = "F16"  # row size is not a multiple of 32
     return Tensor(functools.partial(_float_rows, leaf, transposed, heads), kind, shape)
 
 
@@ -279,7 +279,7 @@ def _tokenizer_metadata(source: PretrainedModel) -> dict[str, Any]:
     if tokenizer.bos_id is not None:
         found[f"{key}bos_token_id"] = tokenizer.bos_id
     if tokenizer.eos_ids:
-        # GGUF has one, and some models stop at bos as well.
+        # GGUF has a single EOS id, and some models also stop at BOS.
         found[f"{key}eos_token_id"] = next((i for i in tokenizer.eos_ids if i != tokenizer.bos_id), tokenizer.eos_id)
     found[f"{key}add_bos_token"] = bool(tokenizer.add_bos)
     if tokenizer.template:
@@ -289,7 +289,7 @@ def _tokenizer_metadata(source: PretrainedModel) -> dict[str, Any]:
 
 def _export(source: PretrainedModel, out: Path, request: Request) -> Export:
     summary = write_model(source, request.recipe, out, head=request.head, log=request.log)
-    # Blocks are made on the way to the file: parameters are read back from it.
+    # Blocks are encoded while the file is written, so stored parameters are read back from it.
     written = read(out)
     return Export(summary, lambda path: written.leaves[path].load())
 

@@ -21,7 +21,7 @@ _formats: dict[str, ModelFormat] = {}
 
 
 def register_format(model_format: ModelFormat) -> None:
-    """Make a format of model files known; the first that matches a path reads it."""
+    """Register a format of model files; the first that matches a path reads it."""
     if model_format.name in _formats:
         raise ValueError(f"a format of model files named {model_format.name!r} exists")
     _formats[model_format.name] = model_format

@@ -14,7 +14,7 @@ _BEGINNINGS = ("<s>", "<|begin_of_text|>", "<bos>")
 def read_tokenizer(directory: Path) -> Tokenizer | None:
     """The tokenizer of a directory, or None if it has none.
 
-    Settings are read from octavo_tokenizer.json, or from the files that Hugging Face puts beside a tokenizer.json.
+    Settings are read from octavo_tokenizer.json, or from Hugging Face's other files in the directory.
     """
     own = directory / "octavo_tokenizer.json"
     settings = json.loads(own.read_text(encoding="utf-8")) if own.is_file() else None

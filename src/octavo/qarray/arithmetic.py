@@ -1,7 +1,7 @@
 """From bounds to scales and from values to codes, in Octavo's arithmetic or bit for bit in a peer's.
 
 Octavo computes in float32 whatever the input's dtype. Qwix and AQT compute in the input's own dtype, which in bfloat16
-costs a tenth more error; their arithmetic is here so that results can be compared exactly when moving.
+costs a tenth more error; their arithmetic is here so that results can be compared exactly when migrating.
 """
 
 import abc
@@ -49,10 +49,10 @@ class Arithmetic(abc.ABC):
 
 
 class Float32(Arithmetic):
-    """Octavo's own: float32 (float64 for float64 inputs), exact powers of two, safe at both ends of the range.
+    """Octavo's own: float32 (float64 for float64 inputs), exact powers of two, no overflow or underflow.
 
-    Divisions are written as products with a reciprocal. XLA makes them so anyway wherever the divisor is broadcast, but
-    not where it is not: written out, jit, eager and vmap, tensor and channel give the same bits.
+    Divisions are written as multiplications by the reciprocal. XLA rewrites a division in this way if the divisor is
+    broadcast, but not otherwise. Written out, results are bit-equal under jit, eager and vmap, per tensor and channel.
     """
 
     def compute_dtype(self, dtype: np.dtype) -> np.dtype:
@@ -61,7 +61,7 @@ class Float32(Arithmetic):
     def scale_dtype(self, fmt: Format, dtype: np.dtype) -> np.dtype:
         if isinstance(fmt, BlockFormat):
             return jnp.dtype(fmt.scale_dtype)
-        # float16 cannot hold the scale of a small tensor: 1e-3 / 127.5 is subnormal there already.
+        # Scales of small tensors underflow in float16: 1e-3 / 127.5 is already subnormal.
         return np.dtype(np.float32) if dtype == np.float16 else dtype
 
     def scale(self, bounds, fmt, *, dtype, scale_dtype, stochastic):
@@ -69,7 +69,7 @@ class Float32(Arithmetic):
             assert isinstance(fmt, IntFormat)
             return (*_asymmetric(bounds["min"], bounds["max"], fmt, scale_dtype, slack=int(stochastic)), None)
         absmax = bounds["absmax"]
-        # Rounding up at random must not meet the end of the grid, or the largest values would be biased downward.
+        # With stochastic rounding the largest value is mapped to the last code: clipped there, it would be biased.
         bound = min(fmt.largest, -fmt.smallest) if stochastic else fmt.bound
         outer = None
         if scale_dtype == E8M0:
@@ -93,16 +93,16 @@ class Float32(Arithmetic):
         # A scale is zero only for a format that has no zero, or for a block scale that underflowed.
         may_vanish = not fmt.has_zero or isinstance(fmt, BlockFormat)
         divisor = jnp.where(scale == 0, 1, scale) if may_vanish else scale
-        # Only a small bound makes scales so large that the plain product is not safe.
+        # Only formats with a small bound have scales so large that their reciprocal may flush to zero.
         x = (_divide(x, divisor) if fmt.bound < 4 else x * (1 / divisor)).astype(jnp.float32)
         if zero_point is not None:
-            # Rounded first: a product and a sum may be contracted to one operation under jit, with other bits.
+            # Rounded first: under jit, a multiplication and an addition may be fused to an FMA, with other bits.
             x, noise = round_unit(x, noise) + zero_point.astype(x.dtype), None
         return fmt.encode(x, noise)
 
 
 class QwixArithmetic(Arithmetic):
-    """Qwix 0.1.8's, bit for bit, its zero guard and its scales without a second level included."""
+    """Qwix 0.1.8's, bit for bit, including its zero guard and its lack of an outer scale."""
 
     def scale(self, bounds, fmt, *, dtype, scale_dtype, stochastic):
         def guarded(scale: Array) -> Array:
@@ -129,7 +129,7 @@ class QwixArithmetic(Arithmetic):
 
 
 class AqtArithmetic(Arithmetic):
-    """AQT 0.9's, bit for bit: a product with the reciprocal, and integers in a range that is symmetric."""
+    """AQT 0.9's, bit for bit: multiplication by the reciprocal, and integers in a symmetric range."""
 
     def format(self, fmt: Format) -> Format:
         return fmt.replace(narrow=True) if isinstance(fmt, IntFormat) and fmt.has_zero and fmt.signed else fmt
@@ -155,7 +155,7 @@ def _divide(x: Array, divisor: Array) -> Array:
 
 
 def _smallest_scale(dtype: np.dtype) -> float:
-    """The smallest scale that arithmetic keeps: backends flush float32's subnormal numbers to zero."""
+    """The smallest normal scale: backends flush float32's subnormal numbers to zero."""
     return float(jnp.finfo(np.float16).smallest_subnormal if dtype == np.float16 else jnp.finfo(np.float32).tiny)
 
 
@@ -166,10 +166,10 @@ def _guard(scale: Float[Array, "*s"], absmax: Float[Array, "*s"], *, nonzero: fl
 def _asymmetric(low: Array, high: Array, fmt: IntFormat, scale_dtype: np.dtype, *, slack: int) -> tuple[Array, Array]:
     """Scale and zero point that spread [low, high] over all codes; with `slack`, over all but one.
 
-    The slack leaves room for the rounded zero point, so that stochastic rounding never meets the end of the range.
+    The slack leaves room for the rounded zero point, so that stochastic rounding never exceeds the range.
     """
     steps = fmt.qmax - fmt.qmin - slack
-    # Halved, because the difference of two float32 numbers may be beyond float32.
+    # Halved, because the difference of two float32 numbers may overflow.
     scale = (high * 0.5 - low * 0.5) * (2 / steps)
     scale = jax.lax.max(scale, jnp.asarray(_smallest_scale(scale_dtype), scale.dtype))
     if scale.dtype != scale_dtype:

@@ -12,7 +12,7 @@ import numpy as np
 
 
 def granularity(q: Any) -> str:
-    """In words, which values share a scale."""
+    """A description of which values share a scale."""
     tiles = dict(enumerate(q.tile_shape))
     shape = q._stored_shape
     channel = [a for a, t in tiles.items() if t == 1 and shape[a] > 1]
@@ -60,7 +60,7 @@ def text(q: Any) -> str:
 
 
 def html(q: Any) -> str:
-    """A table of facts, and a histogram of the codes when they are at hand."""
+    """A table of properties, and a histogram of the codes if they are concrete."""
     if not _is_plain(q):
         return f"<code>{html_escape.escape(text(q))}</code>"
     rows = "".join(

@@ -64,7 +64,7 @@ def sqnr_db(before: np.ndarray, after: np.ndarray) -> float | None:
 
 def _scaled(x: np.ndarray, q: QArray) -> tuple[np.ndarray, np.ndarray, float]:
     """Values (or a sample) in units of the scale, the zero point of each, and the relative precision of scales."""
-    # At random: even steps would meet the same columns again and again.
+    # At random: a fixed stride would sample the same columns repeatedly.
     few = x.size <= _SAMPLE
     flat = np.arange(x.size) if few else np.random.default_rng(0).integers(0, x.size, _SAMPLE)
     at = np.unravel_index(flat, x.shape)

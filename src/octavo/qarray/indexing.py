@@ -48,8 +48,8 @@ def transpose(q: Any, axes: Sequence[int]) -> Any:
 def reshape(q: Any, shape: Sequence[int]) -> Any:
     """Another shape, for codes and scales.
 
-    Every axis of the scale is a count of tiles over values that share one: as factors, *varying* then *constant*. The
-    new shape is possible when each new axis takes, in order, varying factors and then constant ones.
+    Every axis is a number of tiles times the tile size: a *varying* factor of the scale and a *constant* one. The new
+    shape is possible if each new axis consists, in order, of varying factors followed by constant ones.
     """
     shape = _complete(tuple(operator.index(d) for d in shape), q)
     if shape == q.shape:

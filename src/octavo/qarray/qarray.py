@@ -83,7 +83,7 @@ class QArray:
         return new
 
     def _map(self, fn, **changes: Any) -> "QArray":
-        """Apply a function to each array that is there."""
+        """Apply a function to each array that is not None."""
         parts = ("qvalue", "scale", "zero_point", "outer_scale")
         mapped = {k: fn(v) for k in parts if (v := getattr(self, k)) is not None}
         return self._replace(**mapped, **changes)
@@ -147,7 +147,7 @@ class QArray:
         scale = tiles.split_scale(q.scale).astype(compute)
         if q.outer_scale is not None:
             scale = scale * tiles.split_scale(q.outer_scale).astype(compute)
-        # A value at the end of the dtype's range may round to beyond it; only a scale that is not finite may say inf.
+        # A value near the end of the dtype's range may round to inf; only a scale that is not finite may give inf.
         limit = jnp.where(jnp.isfinite(scale), float(jnp.finfo(dtype).max), jnp.inf).astype(compute)
         x = jnp.clip(x * scale, -limit, limit)
         return _sharding.restore_reduced(indexing.unpad(tiles.merge(x).astype(dtype), q.padding), where)

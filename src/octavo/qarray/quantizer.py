@@ -120,7 +120,7 @@ class Quantizer(Config):
         tiled = dict(self.tiled_axes)
         channelwise = self.channelwise_axes
         if self.qtype.tile is not None:
-            # A block is a tile and nothing else: values in other rows never share its scale.
+            # Only values of a tile share the scale of a block, never other rows.
             along = {axis % len(shape) for axis in tiled if -len(shape) <= axis < len(shape)}
             channelwise = (*channelwise, *(axis for axis in range(len(shape)) if axis not in along))
         return Tiles.of(shape, channelwise, tiled)
@@ -221,14 +221,14 @@ def _with_nan(bounds: Bounds, x: Array, axes: tuple[int, ...]) -> Bounds:
     """Bounds that are NaN where a value is.
 
     XLA's CPU backend loses NaN in the maximum of an array that is not small (jaxlib 0.12.0, YNNPACK's reduction), but
-    not in a sum, which costs next to nothing beside it. A sum of huge values may be NaN without any of them being so.
+    not in a sum, which costs next to nothing. A sum of huge values may be NaN although none of them is.
     """
     lost = jnp.isnan(jnp.sum(x, axis=axes, keepdims=True))
     return {k: jnp.where(lost & (jnp.abs(v) < 1e30), jnp.asarray(jnp.nan, v.dtype), v) for k, v in bounds.items()}
 
 
 def _poison(split: Array, bounds: Bounds, fmt: Format, tiles: Tiles) -> tuple[Array, Bounds]:
-    """Make a non-finite value visible although the bounds are finite: as NaN, or in the scale of its group."""
+    """Propagate non-finite values although the bounds are finite: as NaN, or in the scale of their group."""
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     if element.has_nan:
         return jnp.where(jnp.isfinite(split), split, jnp.nan), bounds
@@ -247,7 +247,7 @@ def _float_dtype(x: Array) -> np.dtype:
 
 
 def _value_dtype(stored: np.dtype, asked: str | None, dtype: np.dtype) -> np.dtype:
-    """Dequantized values have the input's dtype; as in Qwix, a scale dtype that is asked for decides, if it can."""
+    """Dequantized values have the input's dtype; as in Qwix, that of an explicit scale dtype, if it is wide enough."""
     return stored if asked and stored.itemsize >= 2 else dtype
 
 

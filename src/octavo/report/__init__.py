@@ -1,4 +1,4 @@
-"""What happened? One HTML page about a run, or about runs side by side, that needs nothing but a browser."""
+"""Reports: a self-contained HTML page about one run or several."""
 
 import importlib
 from typing import Any

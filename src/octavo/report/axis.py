@@ -42,7 +42,7 @@ class Scale:
             exponents = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             found = [m * 10.0**e for e in exponents for m in (1, 2, 5) if self.low <= m * 10.0**e <= self.high]
             return found[:: math.ceil(len(found) / (count + 1))]
-        # A step too wide for the interval leaves one or two ticks: take the next smaller one.
+        # If only one or two ticks fit, use the next smaller step.
         for more in range(4):
             step = _round_step((self.high - self.low) / max(1, count - 1 + more))
             multiples = range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)
@@ -57,7 +57,7 @@ def _round_step(step: Number) -> Number:
 
 
 def tick_labels(ticks: Sequence[Number]) -> list[str]:
-    """The ticks as text, all with as many digits as tell them apart.
+    """The ticks as text, all with the fewest digits that distinguish them.
 
     >>> tick_labels([0.0, 0.05, 0.1]), tick_labels([0.0, 5000.0, 10000.0]), tick_labels([1e-7, 2e-7])
     (['0', '0.05', '0.10'], ['0', '5,000', '10,000'], ['1e-07', '2e-07'])

@@ -141,7 +141,7 @@ def _apart(labels: list[tuple[Number, Line]], bottom: Number) -> list[tuple[Numb
     ys = [y for y, _ in ordered]
     for i in range(1, len(ys)):
         ys[i] = max(ys[i], ys[i - 1] + _LABEL_HEIGHT)
-    # Those below the edge move up again, and push the others.
+    # Labels below the bottom edge are moved up, and move the others up with them.
     for i in reversed(range(len(ys))):
         ys[i] = min(ys[i], bottom if i == len(ys) - 1 else ys[i + 1] - _LABEL_HEIGHT)
     return [(y, line) for y, (_, line) in zip(ys, ordered, strict=True)]

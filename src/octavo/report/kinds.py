@@ -103,7 +103,7 @@ def render_together(paths: Sequence[str | os.PathLike[str]], out: str | os.PathL
 
 
 def _names(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """The names of runs: as many of the last components of their paths as tell them apart."""
+    """The names of runs: the fewest last components of their paths that distinguish them."""
     parts = [_without_suffix(Path(path).resolve()).parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-count:]) for p in parts]

@@ -74,7 +74,7 @@ def span_of(maps: Iterable[Mapping[tuple[str, str], Number]]) -> tuple[Number, N
 
 
 def shortest(paths: Sequence[str]) -> dict[str, str]:
-    """Each path by as many of its last components as tell it from the others.
+    """The fewest last components of each path that distinguish it from the others.
 
     >>> shortest(["mlp/wo", "attention/out"]), shortest(["a/w", "b/w"])
     ({'mlp/wo': 'wo', 'attention/out': 'out'}, {'a/w': 'a/w', 'b/w': 'b/w'})

@@ -1,4 +1,4 @@
-"""The templates of pages, and what they need to write a value as text. Templates escape every text that comes in."""
+"""The page templates, and the filters that format values in them. Templates escape all text."""
 
 import dataclasses
 import functools
@@ -103,7 +103,7 @@ def versions() -> dict[str, str]:
 
 
 def write_page(path: str | os.PathLike[str], template: str, **values: Any) -> Path:
-    """Render a template and write the page atomically, so that a browser never loads half of it."""
+    """Render a template and write the page atomically, so that a browser never loads a partial page."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = environment().get_template(template).render(headings=[], version=metadata.version("octavo"), **values)

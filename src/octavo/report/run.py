@@ -1,4 +1,4 @@
-"""A training run as its directory describes it: whatever is there, and a sentence about what cannot be read."""
+"""A training run, read from its directory: the files that exist, and problems with those that cannot be read."""
 
 import dataclasses
 import functools
@@ -134,7 +134,7 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
 
 
 def neighbors(path: Path) -> list[str]:
-    """The directories beside a path, by name."""
+    """The sibling directories of a path, by name."""
     return sorted(p.name for p in path.parent.iterdir() if p.is_dir()) if path.parent.is_dir() else []
 
 
@@ -146,7 +146,7 @@ _MOST_NEIGHBORS = 200
 
 
 def float_twin(run: Run) -> Run | None:
-    """The float run beside this one with otherwise the same configuration; the latest of several."""
+    """The float run in a sibling directory with otherwise the same configuration; the latest of several."""
     if run.precision == FLOAT or not run.config or not run.metrics:
         return None
     folders = [p for p in run.directory.resolve().parent.iterdir() if (p / METRICS).is_file()][:_MOST_NEIGHBORS]

@@ -18,11 +18,11 @@ def write_report(
     against: str | os.PathLike[str] | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write the page about a training run: one file that loads nothing.
+    """Write the page about a training run, one self-contained file.
 
     Args:
       run_directory: The directory of the run. The page says which of its files are missing.
-      against: The directory of the run to compare with, as a rule the same in float; by default a float run beside
+      against: The directory of the run to compare with, as a rule the same in float; by default a float run next to
         this one whose configuration is otherwise the same, if there is one.
       path: Where to write the page, by default `report.html` in the directory.
 
@@ -105,7 +105,7 @@ def _speed_chart(run: Run, base: Run | None) -> LineChart:
     lines = [Line(name, run.series(STEP_SECONDS), 1)]
     if base is not None and base.series(STEP_SECONDS):
         lines.insert(0, Line(other, base.series(STEP_SECONDS), 0))
-    # Steps that compile or wait would flatten all others.
+    # Clipped: outliers, such as steps that compile, would flatten the rest of the chart.
     values = sorted(y for line in lines for _, y in line.points if y is not None)
     top = 1.6 * values[int(0.9 * (len(values) - 1))]
     return LineChart("Step time", "step", [Panel("Seconds per step", lines, height=130, zero=True, top=top)])

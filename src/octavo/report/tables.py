@@ -1,4 +1,4 @@
-"""The rows of tables of what was asked for: the plan, the collectives of a step, the configuration."""
+"""The rows of tables: the plan, the collectives of a step, the configuration."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -20,7 +20,7 @@ def worst_weights(run: Run) -> tuple[list[dict[str, Any]], str]:
         return [], "The run was in float."
     if not (run.directory / "checkpoints").is_dir():
         return [], "There is no checkpoint to take weights from."
-    # Here and not above: a page about metrics alone needs neither flax nor orbax.
+    # Imported here: a page about metrics alone needs neither flax nor orbax.
     from octavo.pretrained import open_model
     from octavo.pretrained.convert import param_quantizers, quantize_array
     from octavo.qarray import QArray

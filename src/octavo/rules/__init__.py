@@ -1,4 +1,4 @@
-"""Which tensors are quantized, and how? Rules, the configs that they compile to, and recipes by name."""
+"""Rules that select and configure quantized matmuls, the configs that they compile to, and recipes by name."""
 
 from octavo.rules import builtin as builtin  # registers the recipes
 from octavo.rules.compile import dot_config

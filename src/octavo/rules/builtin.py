@@ -35,7 +35,7 @@ def _delayed(forward: str, backward: str) -> QtRule:
 
 
 def _deepseek() -> QtRule:
-    # Codes of 128 x 128 tiles serve the transposed weight as well. The activation's 1 x 128 tiles become 128 x 1 in
+    # Codes of 128 x 128 tiles can be reused for the transposed weight. The activation's 1 x 128 tiles become 128 x 1 in
     # the weight's gradient: quantized again from the saved codes (section 3.3 of the report).
     act, weight = Operand(_E4M3, tile=128), Operand(_E4M3, tile=128, square=True)
     return _training(
@@ -58,7 +58,7 @@ def _blocks(qtype: str) -> QtRule:
 
 
 def _nvfp4(rotate: int | None = None, **fields) -> QtRule:
-    """Square blocks of weights, so that both passes see the same weight; gradients rounded stochastically."""
+    """Square blocks of weights, so that both passes have the same codes; gradients rounded stochastically."""
     block, square = Operand("nvfp4"), Operand("nvfp4", square=True)
     gradient = Operand("nvfp4", rounding="stochastic")
     return _training(
@@ -112,7 +112,7 @@ _add(
 )
 _add(
     "te_nvfp4",
-    # The weight gradient of experts contracts groups of rows that change from step to step: no blocks to rotate.
+    # The weight gradient of experts contracts groups of rows that change from step to step: no fixed blocks.
     (_nvfp4(op_names=_EXPERTS, optional=True), _nvfp4(16, op_names=("dot_general", "einsum"))),
     "NVFP4 with square weight blocks, stochastic and (but for experts) rotated weight gradients.",
     _NVFP4,

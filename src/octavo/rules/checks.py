@@ -1,4 +1,4 @@
-"""Checks of a rule's fields: each gives the value as it is stored, or says what is wrong with which field."""
+"""Checks of a rule's fields: each returns the value as it is stored, or raises an error that names the field."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -11,9 +11,9 @@ from octavo.ops import Matmul
 from octavo.qarray.tiles import check_tile_size
 
 OPS = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot", "gmm")
-"""The operations that rules speak of."""
+"""The names of operations in rules."""
 SYNONYMS = {"dot": "dot_general", "matmul": "dot_general"}
-"""Other names of the same."""
+"""Aliases of operations."""
 
 
 def check_choice(field: str, value: Any, allowed: Collection[str | None]) -> Any:
@@ -32,7 +32,7 @@ def check_flag(field: str, value: Any) -> Any:
 
 
 def check_qtype(field: str, value: Any) -> str | Format | None:
-    """A format by its name where it has one, so that a rule prints as short as it was written."""
+    """A format, by its name if it has one, so that a rule prints as it was written."""
     if value is None:
         return None
     try:
@@ -68,7 +68,7 @@ def check_rounding(field: str, value: Any) -> str | Rounding:
 
 
 def check_regex(field: str, value: Any) -> str:
-    """A regular expression; a shell pattern gets the hint that it is one."""
+    """A regular expression; the error for a shell pattern says so."""
     if not isinstance(value, str):
         raise ValueError(f"{field}={value!r}: a regular expression as a string, such as '.*/mlp/.*'")
     try:
@@ -94,7 +94,7 @@ def _compiles(pattern: str) -> bool:
 
 
 def check_op_names(value: Any) -> tuple[str, ...]:
-    """Names of operations, each under its first name."""
+    """Names of operations, with aliases resolved."""
     if isinstance(value, str):
         raise ValueError(f"op_names={value!r}: a collection of names; did you mean op_names=({value!r},)?")
     names = tuple(value)
@@ -134,8 +134,8 @@ def check_tiles(field: str, value: Any) -> Any:
 def contraction_or_square(field: str, tiles: Any) -> tuple[int | float | None, bool]:
     """The tile size along the contraction, and whether the other axis of a weight is tiled as well.
 
-    A rule does not know the axes of the matmuls that it will match. So a mapping is understood in the two forms that
-    hold for all of them: one size along the contraction, {-1: 128} (or {0: 128}, a kernel's contracted axis), and
+    A rule does not know the axes of the matmuls that it will match. So a mapping must have one of the two forms that
+    apply to all of them: one size along the contraction, {-1: 128} (or {0: 128}, a kernel's contracted axis), and
     square tiles of a weight, {0: 128, 1: 128}.
 
     >>> contraction_or_square("tile_size", ((0, 128), (1, 128)))
@@ -188,7 +188,7 @@ def check_sparsity(field: str, value: Any) -> tuple[int, int] | None:
     if isinstance(value, Mapping):
         value = (value.get("weight_sparsity_n"), value.get("weight_sparsity_m"))
     pair = tuple(value) if isinstance(value, tuple | list) else ()
-    if pair == (0, 0):  # how Qwix says that nothing is pruned
+    if pair == (0, 0):  # Qwix's value for no sparsity
         return None
     if len(pair) != 2 or not all(isinstance(v, int) for v in pair) or not 0 < pair[0] < pair[1]:
         raise ValueError(f"{field}={value!r}: (n, m) keeps n of each m weights, 0 < n < m, as (2, 4) does")
@@ -203,7 +203,7 @@ def check_rotation(field: str, value: Any) -> int | None:
 
 
 def check_matmul(field: str, value: Any) -> Matmul | None:
-    """A whole matmul."""
+    """A `Matmul`, or None."""
     if not isinstance(value, Matmul | None):
         raise ValueError(f"{field}={value!r}: an octavo.Matmul or None")
     return value

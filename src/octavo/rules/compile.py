@@ -17,13 +17,13 @@ type Configs = dict[tuple[bool, bool], DotConfig | None]
 
 
 def dot_config(rule: Any, *, lhs_weight: bool, rhs_weight: bool) -> DotConfig | None:
-    """How a matmul runs under a rule, or None where the rule leaves it alone.
+    """The config of a matmul under a rule, or None if it stays in float.
 
-    Static ranges (`act_static_scale`) are no part of it: they come with the call, as bounds in its `scaling`.
+    Static ranges (`act_static_scale`) are not part of it: they are passed to the call, as bounds in its `scaling`.
 
     Args:
         rule: A `QuantizationRule`.
-        lhs_weight: Whether the left operand is a weight. Both gradients change sides then.
+        lhs_weight: Whether the left operand is a weight. If so, dlhs and drhs are swapped.
         rhs_weight: Whether the right operand is a weight. Of two weights, the right one counts as the weight.
 
     >>> from octavo.rules import QtRule
@@ -33,7 +33,7 @@ def dot_config(rule: Any, *, lhs_weight: bool, rhs_weight: bool) -> DotConfig | 
     """
     kind = lhs_weight or rhs_weight, lhs_weight and not rhs_weight
     configs: Configs = rule._configs
-    if kind not in configs:  # a weight on the left: some rules have no meaning for it
+    if kind not in configs:  # a weight on the left, which some rules do not support
         configs[kind] = _compile(rule, *kind)
     return configs[kind]
 
@@ -99,7 +99,7 @@ def swap_sides(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _forward(rule: Any, weights: bool, raw: dict[str, Any]) -> Matmul:
     second = rule.weight_qtype if weights else rule.kv_qtype or rule.act_qtype
-    # A matmul with a weight that has no type is left alone, whatever the activation's type.
+    # A matmul whose weight has no type stays in float, whatever the activation's type.
     first = rule.act_qtype if not weights or second is not None else None
     lhs_qtype, rhs_qtype = raw.get("lhs_qtype", first), raw.get("rhs_qtype", second)
     lhs = _operand(rule, "lhs", lhs_qtype, raw, weight=False)
@@ -127,7 +127,7 @@ def _operand(rule: Any, side: str, qtype: Any, raw: dict[str, Any], *, weight: b
 
 
 def _gradient(rule: Any, name: str, fwd: Matmul, saved: Operand | None, tile: Any, raw: dict[str, Any]) -> Matmul:
-    """One of the two gradients; `saved` is how the forward matmul took the operand that comes back as residual."""
+    """One of the two gradients; `saved` is the forward operand that is its residual."""
     if not _trains(rule):
         return _FLOAT
     # Where the residual has no type, quantizing the gradient alone would add noise to a matmul that runs in float.
@@ -162,11 +162,11 @@ def _accumulated(drhs: Matmul, rule: Any, weights: bool) -> Matmul:
 
 
 def _residual(rule: Any, name: str, fwd: Matmul, saved: Operand | None, raw: dict[str, Any]) -> str:
-    """How a gradient takes its residual, unless the rule says it: never as a float that was meant to be low precision.
+    """The default `residual` of a gradient: an operand that the forward quantizes is never used in float.
 
     Tiles along the forward's contraction do not fit the gradient's. Plain tiles are quantized again from the saved
     codes. Block formats are quantized along both contractions from the same float, as Transformer Engine does: four
-    bits rounded twice lose too much. Codes of square tiles fit both ways.
+    bits rounded twice lose too much precision. Codes of square tiles fit both contractions.
     """
     asked = raw.get("use_original_residuals") or any(key.startswith(f"{name}_residual_") for key in raw)
     moved = any(o is not None and o.dequant == "other" for o in (fwd.lhs, fwd.rhs))
@@ -183,7 +183,7 @@ def _residual_operand(saved: Operand | None, name: str, tile: Any, raw: dict[str
     own = like.tile if like.qtype.tile is None else None
     return Operand(
         qtype,
-        # Tiles of both operands have to fit each other.
+        # Both operands need the same tiles along the contraction.
         tile=own if like.square or tile is None or get_format(qtype).tile is not None else tile,
         square=like.square,
         per_tensor=raw.get(f"{name}_residual_disable_channelwise_axes", like.per_tensor),
@@ -208,7 +208,7 @@ def _per_tensor(rule: Any) -> bool:
 
 
 def _noise(rule: Any) -> Rounding | str:
-    # One random number for each value. Qwix draws one for a whole row (channelwise_noise_axes), which rounds a row's
+    # One random number for each value. Qwix draws one for each row (channelwise_noise_axes), which rounds a row's
     # values up or down together; independent noise is as cheap to use and its errors cancel in the matmul.
     if rule.bwd_stochastic_rounding is None:
         return "nearest"

@@ -1,4 +1,4 @@
-"""Fields of a rule that contradict each other, or that nothing would read: an error when the rule is made."""
+"""Errors for fields of a rule that contradict each other or have no effect, raised when the rule is made."""
 
 import dataclasses
 from typing import Any
@@ -59,7 +59,7 @@ def check_backward(rule: Any) -> None:
         if unread and (rule.dlhs is None or rule.drhs is None):
             raise ValueError(f"{_shown(rule, unread[0])} without bwd_qtype: the gradients stay in float; set bwd_qtype")
     _check_reduction(rule)
-    if rule.scope != "all":  # else matmuls of two activations still read the fields
+    if rule.scope != "all":  # else the fields still apply to matmuls of two activations
         _check_replaced(rule)
     _check_same(rule, "weight_qtype", "fwd", "rhs")
     _check_same(rule, "act_qtype", "fwd", "lhs")

@@ -26,10 +26,10 @@ def mixed_precision(
 ) -> tuple[QuantizationRule, ...]:
     """Rules from a table {regular expression: {w_bits, a_bits, w_scale, a_scale, tile_size}}, or from its JSON file.
 
-    `__default__` fills in what a layer does not say, and is the rule for the rest of `module_path`. Bits of None stay
-    in float; a scale below 1 clips that share of the largest magnitude; a tile of -1 is none. For training, `g_bits`
-    are those of gradients, with `g_scale` alike, `g_rounding` "nearest" or "stochastic", and `g_tile_size` that of the
-    weight's gradient. As in MaxText the *last* entry that matches counts, so the rules come in reverse.
+    `__default__` has the defaults of all entries, and is the rule for all other layers of `module_path`. Bits of None
+    are float; a scale s below 1 clips at s times the largest magnitude; a tile of -1 is none. For training, `g_bits`
+    and `g_scale` are those of gradients, `g_rounding` is "nearest" or "stochastic", and `g_tile_size` is that of the
+    weight's gradient. As in MaxText the *last* entry that matches applies, so the rules are in reverse order.
 
     >>> for rule in mixed_precision({"__default__": {"w_bits": 8}, ".*/key": {"w_bits": 4}}, exclude=None):
     ...     print(rule)
@@ -44,7 +44,7 @@ def mixed_precision(
     table = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())
     default = _checked(_DEFAULT, table.pop(_DEFAULT, {}))
     layers = [_rule(path, {**default, **_checked(path, entry)}, overrides) for path, entry in table.items()]
-    # The table's own entries come before the exclusion: who names a layer means it.
+    # Entries of the table precede the exclusion, so that a layer named there is quantized.
     rest = _rule(module_path, default, overrides).replace(optional=True)
     return (*reversed(layers), *excluding(exclude), rest)
 

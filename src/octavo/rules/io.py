@@ -1,4 +1,4 @@
-"""Rules as text that a person writes: JSON and YAML, with only what differs from the defaults."""
+"""Rules as JSON and YAML, with only the fields that differ from their defaults."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from octavo.rules.registry import recipe, recipes
 from octavo.rules.rule import QtRule, QuantizationRule
 
 type RulesLike = str | Path | QuantizationRule | Sequence[QuantizationRule]
-"""What stands for rules: a recipe's name, a file, a rule, or several."""
+"""Anything that can be converted to rules: a recipe's name, a file, a rule, or several."""
 
 _SUFFIXES = (".json", ".yml", ".yaml")
 _OPERAND = {"calibration": get_calibration("absmax"), "rounding": get_rounding("nearest")}
@@ -38,7 +38,7 @@ def rules_to_json(rules: Sequence[QuantizationRule]) -> str:
 
 
 def rules_from_json(text: str) -> tuple[QuantizationRule, ...]:
-    """The rules that a JSON text stands for: a list of mappings, or one under `rules`, `qwix` or `quantization`.
+    """The rules in a JSON text: a list of mappings, or one under `rules`, `qwix` or `quantization`.
 
     >>> rules_from_json('{"qwix": {"rules": [{"weight_qtype": "int4", "tile_size": 32}]}}')
     (QtRule(weight_qtype='int4', tile_size=32),)
@@ -52,12 +52,12 @@ def rules_to_yaml(rules: Sequence[QuantizationRule]) -> str:
 
 
 def rules_from_yaml(text: str) -> tuple[QuantizationRule, ...]:
-    """The rules that a YAML text stands for, the same mappings as in JSON."""
+    """The rules in a YAML text, the same mappings as in JSON."""
     return _rules(_yaml().safe_load(text))
 
 
 def as_rules(source: RulesLike | Sequence[Any]) -> tuple[QuantizationRule, ...]:
-    """Rules from whatever stands for them: a recipe's name, a .json or .yml file, a rule, or a sequence of rules.
+    """Convert to rules: a recipe's name, a .json or .yml file, a rule, or a sequence of rules.
 
     >>> as_rules(QtRule(weight_qtype="int8"))
     (QtRule(weight_qtype='int8'),)

@@ -1,4 +1,4 @@
-"""Which rule is for which operation, and which paths recipes leave in float."""
+"""Matching of rules to operations, and the paths that recipes leave in float."""
 
 import difflib
 import re
@@ -8,14 +8,14 @@ from octavo.rules.rule import QuantizationRule
 
 _PARTS = "router|gate_logits?|(token_)?embed(der|dings?)?|embed_tokens|lm_head|logits(_dense)?"
 SENSITIVE = rf"(?i)(.*/)?({_PARTS})(_\d+)?(/.*)?"
-"""Paths of routers, embeddings and logits, which recipes leave in float: their names as whole parts of a path.
+"""Paths of routers, embeddings and logits, which recipes leave in float. A name matches a complete component of a path.
 
-An MLP's `gate` or `gate_proj` is none of them.
+An MLP's `gate` or `gate_proj` does not match.
 """
 
 
 def excluding(pattern: str | None) -> tuple[QuantizationRule, ...]:
-    """The rule that leaves paths alone, if there is a pattern; it may match nothing.
+    """The rule that keeps paths in float, if there is a pattern; it may match nothing.
 
     >>> excluding("head")
     (QuantizationRule(module_path='head', skip=True, optional=True),)
@@ -50,7 +50,7 @@ def nearest(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def _likeness(words: list[str], path: str) -> float:
-    """How well the words of a pattern are found among the parts of a path, from 0 to 1."""
+    """The similarity of the words of a pattern to the components of a path, from 0 to 1."""
     parts = [part for part in re.split(r"\W+", path) if part]
     if not parts:
         return 0.0

@@ -1,4 +1,4 @@
-"""The recipes by name: rules with a sentence and a source."""
+"""The registry of recipes: rules with a name, a summary and a source."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class Recipe(Config):
         name: The name by which `recipe` finds it.
         summary: What it does, in one sentence.
         source: Where it comes from: a paper or a repository.
-        rules: Its rules; the first that matches an operation decides.
+        rules: Its rules; the first that matches an operation applies.
         exclude: A regular expression of module paths that stay in float, or None.
         alias_of: The recipe of which this is another name.
     """
@@ -43,7 +43,7 @@ _recipes: dict[str, Recipe] = {}
 
 
 def register_recipe(new: Recipe, *, replace: bool = False) -> Recipe:
-    """Make a recipe known by its name.
+    """Register a recipe.
 
     >>> from octavo.rules import QtRule
     >>> mine = Recipe(name="mine", summary="Int8 weights.", source="-", rules=(QtRule(weight_qtype="int8"),))
@@ -57,7 +57,7 @@ def register_recipe(new: Recipe, *, replace: bool = False) -> Recipe:
 
 
 def register_alias(name: str, target: str, summary: str, source: str) -> Recipe:
-    """Make a recipe known by another name, too."""
+    """Register an alias of a recipe."""
     known = get_recipe(target)
     return register_recipe(known.replace(name=name, summary=summary, source=source, alias_of=target))
 
@@ -94,7 +94,7 @@ def recipe(
 
     Args:
         name: The recipe's name; `recipes()` lists them.
-        module_path: A regular expression of the modules that it is for.
+        module_path: A regular expression of the module paths that it applies to.
         exclude: A regular expression of modules that stay in float, by default routers, embeddings and logits; None
             leaves nothing out.
         config: The table of bits by layer that "intmp" needs, or its JSON file.
@@ -117,7 +117,7 @@ def recipe(
 
 
 def _narrowed(rules: tuple[QuantizationRule, ...], name: str, ops: tuple[str, ...]) -> tuple[QuantizationRule, ...]:
-    """The rules for these operations only, each for those that it is for."""
+    """The rules restricted to these operations."""
     for op in ops:
         if not any(not rule.op_names or op in rule.op_names for rule in rules):
             covered = sorted({o for rule in rules for o in rule.op_names})

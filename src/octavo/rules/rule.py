@@ -20,12 +20,12 @@ from octavo.rules.conflicts import check_backward, check_forward
 class QuantizationRule(Config):
     """How the matmuls of some modules run forward, while their gradients stay in float.
 
-    Of several rules, the first that matches an operation decides. A type is a name, a dtype or a `Format`; None stays
-    in float.
+    Of several rules, the first that matches an operation applies. A type is a name, a dtype or a `Format`; None is
+    float.
 
     Attributes:
-        module_path: A regular expression that matches the whole path of a module.
-        op_names: Operations that the rule is for, such as ("dot_general", "einsum"); all of them if empty.
+        module_path: A regular expression that matches the full path of a module.
+        op_names: Operations that the rule applies to, such as ("dot_general", "einsum"); all of them if empty.
         weight_qtype: The type of weights.
         act_qtype: The type of activations.
         tile_size: Values along the contraction that share a scale; a float 1/n means n tiles. {0: 128, 1: 128} means
@@ -46,7 +46,7 @@ class QuantizationRule(Config):
         arithmetic: The arithmetic of scales, "float32" or "qwix" for bit-equality with Qwix.
         lowering: How the matmul is lowered; "auto" chooses.
         square_tiles: Tile the other axis of a weight as well, by `tile_size`.
-        per_tensor: One scale for a whole operand.
+        per_tensor: One scale per operand.
         inside_custom: Rewrite the bodies of custom_jvp and custom_vjp functions too.
         gather_axes: Mesh axes, such as ("fsdp",), along which weights are all-gathered as codes and scales. Needs
             `quantized(shardings=...)`.
@@ -84,7 +84,7 @@ class QuantizationRule(Config):
     def __post_init__(self):
         self._normalize()
         self._check()
-        _ = self._configs  # what cannot be compiled raises here
+        _ = self._configs  # raises if the rule cannot be compiled
 
     @functools.cached_property
     def _configs(self) -> Configs:
@@ -129,7 +129,7 @@ class QuantizationRule(Config):
         return self.skip or (self.weight_qtype is self.act_qtype is self.kv_qtype is None)
 
     def matches(self, path: str, op: str, *, weights: bool) -> bool:
-        """Whether this rule is for an operation at a path; `weights` says if one of its operands is a weight.
+        """Whether this rule matches an operation at a path; `weights` is whether one of its operands is a weight.
 
         >>> rule = QuantizationRule(module_path=".*/mlp", op_names=("dot",), scope="weights")
         >>> rule.matches("layer0/mlp", "dot_general", weights=True), rule.matches("mlp/up", "einsum", weights=True)
@@ -161,9 +161,9 @@ class QtRule(QuantizationRule):
         channelwise_noise_axes: Accepted for Qwix; noise is independent for each value.
         additional_qt_config: Settings by the names of Qwix's DotGeneralQtConfig, whose lhs and rhs are the sides of
             the matmul as written.
-        fwd: Replaces the whole forward matmul.
-        dlhs: Replaces the gradient with respect to the activation.
-        drhs: Replaces the gradient with respect to the weight.
+        fwd: Replaces the config of the forward matmul.
+        dlhs: Replaces that of the gradient with respect to the activation.
+        drhs: Replaces that of the gradient with respect to the weight.
         residual: How gradients take saved operands, as in `Matmul`: "reuse" codes, "requantize" them along the
             gradient's contraction, or quantize the "original" again. None chooses by granularity.
         bwd_rotate: The block size of a Hadamard rotation of the operands of both gradients.

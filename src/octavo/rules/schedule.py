@@ -1,4 +1,4 @@
-"""Which rules hold at which step of training: float first, another format later, ranges that are frozen at last."""
+"""Schedules: the rules of each stage of training, and the step from which static ranges are frozen."""
 
 import dataclasses
 import itertools
@@ -15,10 +15,10 @@ type Stages = tuple[tuple[int, tuple[QuantizationRule, ...]], ...]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Schedule(Config):
-    """Rules by stages of training: each stage is the step at which it begins, and whatever stands for its rules.
+    """Rules by stages of training: each stage is its first step, and its rules in any form that `as_rules` takes.
 
-    The first stage begins at step 0; None stands for no rules, all in float. From step `freeze_at` on, static ranges
-    are used as they are and no longer updated.
+    The first stage starts at step 0; None is no rules, all in float. From step `freeze_at` on, static ranges
+    are no longer updated.
 
     >>> schedule = Schedule([(0, None), (1000, QuantizationRule(weight_qtype="int8", act_qtype="int8"))])
     >>> schedule.at(999)
@@ -73,7 +73,7 @@ class Schedule(Config):
 def _step(name: str, step: Any) -> int:
     try:
         number = operator.index(step)
-    except TypeError:  # as a traced integer raises, too
+    except TypeError:  # also raised by traced integers
         raise TypeError(
             f"{name} is a Python int, got {step!r}: rules are chosen before a program is traced, so choose the stage "
             "outside jit and pass what it gives, schedule.at(step) or scheduled(...).at(step), as a static argument"

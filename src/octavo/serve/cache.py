@@ -75,7 +75,7 @@ class KVCache:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that one more position of one slot takes, in all layers; what "kivi" keeps in float is not counted."""
+        """Bytes per position of one slot, in all layers; the float window of "kivi" is not counted."""
         return sum(layer.bytes_per_token for layer in self.layers.values())
 
     def at(self, rows: Any = None, *, counts: Any = None) -> "KVCache":

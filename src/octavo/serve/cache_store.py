@@ -12,10 +12,10 @@ from octavo.numerics import Format, IntFormat, get_format
 from octavo.qarray import QArray, Quantizer
 
 KEY_TIME, VALUE_TIME = 3, 2
-"""Which axis is time: keys are `[slots, heads, dim, time]`, values `[slots, heads, time, dim]`.
+"""The time axis: keys are `[slots, heads, dim, time]`, values `[slots, heads, time, dim]`.
 
-So both matmuls of attention read memory in order. With keys the other way around, XLA's CPU backend takes three times
-as long for one query.
+So both matmuls of attention read memory contiguously. With transposed keys, XLA's CPU backend takes three times as
+long for one query.
 """
 
 BLOCK = 512

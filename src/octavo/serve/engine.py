@@ -77,7 +77,7 @@ class Engine:
         max_length: The most tokens of a prompt and its answer.
         kv: The precision of the key and value cache.
         chunk: The tokens of a prompt per prefill step.
-        tokenizer: Makes text of tokens; that of the source by default.
+        tokenizer: Decodes tokens; that of the source by default.
         eos_ids: Tokens that end a text; those of the tokenizer by default.
         fuse: Whether to fuse weights that multiply the same input, if there are no rules.
 

@@ -174,7 +174,7 @@ def _sample(logits: Array, settings: Settings, num_generated: Array) -> Array:
 
 
 def _inverse_transform(weights: Float[Array, "rows vocab"], point: Float[Array, "rows"]) -> Shaped[Array, "rows"]:
-    """In two steps, a block and a token in it: a cumulative sum of the whole vocabulary takes far longer."""
+    """In two steps, a block and a token in it: a cumulative sum over the full vocabulary takes far longer."""
     rows, vocab = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
     sums = jnp.sum(blocks, axis=-1)

@@ -1,4 +1,4 @@
-"""Incremental detokenization: complete characters only, and nothing of a stop text."""
+"""Incremental detokenization: complete characters only, without stop texts."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ _CONTEXT = 4
 
 
 class TextStream:
-    """Turns tokens into text one by one.
+    """Detokenizes incrementally, one token at a time.
 
     Args:
         decode: The text of token ids.

@@ -50,7 +50,7 @@ def _load_and_train(argv: Sequence[str]) -> int:
     from octavo.train.quantization import training_schedule
 
     try:
-        # Before any device is used; the mesh then has the devices of all processes.
+        # Before any device is used, so that the mesh has the devices of all processes.
         distributed.initialize(config)
         config = distributed.agree_on_config(config)
         mesh = make_mesh(config)
@@ -64,7 +64,7 @@ def _load_and_train(argv: Sequence[str]) -> int:
 
 
 def _train(config: "Config", sources: "Sources", made: dict[str, Any]) -> int:
-    # After the configuration is known to be right: these take a second to import.
+    # Imported after the configuration is validated: these imports take a second.
     from octavo.checkpoint import CheckpointError
     from octavo.train import distributed, run
     from octavo.train.config import ConfigError
@@ -95,12 +95,12 @@ def _train(config: "Config", sources: "Sources", made: dict[str, Any]) -> int:
 
 
 def _write_report(directory: Path) -> Any:
-    # The report reads runs, and so is a layer above; only this command, not the trainer, writes one.
+    # `report` imports `train`, so the report is written by this command and not by the trainer.
     return importlib.import_module("octavo.report").write_report(directory)
 
 
 def _exit_process(status: int) -> int:
-    """Exit at once where there are other processes: they wait for this one, and it would wait for them."""
+    """Exit at once if there are other processes: a normal exit would wait for them while they wait for this one."""
     from octavo.train import distributed
 
     if distributed.is_multiprocess():

@@ -104,7 +104,7 @@ class Comparison:
             found = [self._load(name, seed) for name in (FLOAT, *self.recipes)]
             missing = [name for name, known in zip((FLOAT, *self.recipes), found, strict=True) if known is None]
             if missing:
-                # Float runs again with what is missing: its losses are the same, and its times compare.
+                # Float is run again with the missing recipes: its losses are the same, and step times are comparable.
                 made = {result.name: result for result in self._paired(_with_float(missing), seed)}
                 found = [made.get(name, known) for name, known in zip((FLOAT, *self.recipes), found, strict=True)]
             self.results += [result for result in found if result is not None]
@@ -240,8 +240,8 @@ def _empty(name: str, seed: int, trainer: Any) -> Result:
 
 def _row(name: str, runs: list[Result], floats: list[Result]) -> Row:
     gaps = [(run.final_loss - base.final_loss) / base.final_loss for run, base in zip(runs, floats, strict=True)]
-    # In each round the two steps ran one after the other, so their ratio is hardly touched by the load of the
-    # machine. The first rounds are left out: caches fill.
+    # In each round the two steps ran one after the other, so the load of the machine hardly affects their ratio.
+    # The first rounds are left out, because caches are cold.
     ratios = [a / b for run in runs for a, b in list(zip(run.step_seconds, run.float_seconds, strict=False))[2:]]
     low, high = interval(gaps)
     return Row(

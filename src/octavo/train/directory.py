@@ -28,7 +28,7 @@ def write_config(config: Config, directory: Path, log: Log) -> None:
 
 
 def describe(trainer: Trainer, directory: Path, log: Log) -> None:
-    """Log and write what is trained and what of it is quantized."""
+    """Log and write the model, the data and the quantization plan."""
     size, data = sum(x.size for x in jax.tree.leaves(trainer.state.params)), trainer.data.describe()
     log(f"number parameters: {size / 1e6:.3f} million")
     log(f"data: {json.dumps(data)}")

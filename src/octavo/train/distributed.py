@@ -1,4 +1,4 @@
-"""Several processes as one run: initialization, data loading and agreement.
+"""Multi-process runs: initialization, data loading, and consistency of the configuration.
 
 `jax.distributed` detects Slurm, MPI, Kubernetes and Cloud TPUs; elsewhere it needs an address and numbers.
 """
@@ -30,7 +30,7 @@ class ConnectionLostError(RuntimeError):
 def initialize(config: Config, environ: Mapping[str, str] | None = None) -> None:
     """Initialize `jax.distributed` if the run has several processes; no device may have been used before.
 
-    Where neither the configuration nor the environment names others, the run is this one process.
+    If neither the configuration nor the environment names other processes, the run has one process.
     """
     if config.skip_jax_distributed_system or jax.distributed.is_initialized():
         return
@@ -42,7 +42,7 @@ def initialize(config: Config, environ: Mapping[str, str] | None = None) -> None
             heartbeat_timeout_seconds=config.jax_distributed_heartbeat_timeout_seconds,
         )
     except Exception as error:
-        # Nobody asked for others, and jax.distributed found none; or JAX runs already, as one process.
+        # A single process: no other was configured or detected, or JAX is already initialized.
         alone = "coordinator_address should be defined" in str(error) or "must be called before" in str(error)
         if given or not alone:
             raise ConnectionLostError(_not_started(given, error)) from error
@@ -104,7 +104,7 @@ def agree_on_config(config: Config) -> Config:
 
 def is_multiprocess() -> bool:
     """Whether this run has several processes."""
-    # In this order, a single process need not start a backend to know it.
+    # In this order, a single process does not initialize a backend here.
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 

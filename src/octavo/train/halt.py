@@ -19,7 +19,7 @@ class HaltedError(RuntimeError):
 
 
 def explain_halt(trainer: Trainer, step: int, checkpoint: int | None, directory: Path) -> str:
-    """The step, the tensors, and the checkpoint to go back to. The trainer's state is the last good one."""
+    """The step, the tensors, and the checkpoint to resume from. The trainer's state is that before the step."""
     batch = trainer.batch(step)
     compute = jax.jit(trainer.train_step.gradients, static_argnames="step")
     gradients, _, _, loss = compute(trainer.state, batch, step=trainer.stage_start(step))
@@ -66,9 +66,9 @@ class StopSignal:
 
 @contextmanager
 def stop_signals() -> Iterator[StopSignal]:
-    """Record SIGTERM and the first Ctrl-C instead of dying of them; a second Ctrl-C interrupts as usual.
+    """Record SIGTERM and the first Ctrl-C instead of exiting; a second Ctrl-C interrupts as usual.
 
-    Threads other than the main one cannot handle signals, so there nothing changes.
+    Has no effect outside of the main thread, which alone can handle signals.
 
     >>> with stop_signals() as stop:
     ...     signal.raise_signal(signal.SIGTERM)
@@ -90,5 +90,5 @@ def stop_signals() -> Iterator[StopSignal]:
         yield stop
     finally:
         for number, handler in before.items():
-            # None: a handler that was not installed from Python, and cannot be from there.
+            # None: a handler that was not installed from Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

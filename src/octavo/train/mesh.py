@@ -1,7 +1,7 @@
 """The device mesh of a run: six axes, with a size within a slice and a size across slices each.
 
 `ici_*_parallelism` is along the fast links within a slice of devices, `dcn_*_parallelism` across slices, over the
-network between them; the size of an axis is the product of the two.
+network between them; the size of an axis is the one times the other.
 """
 
 import dataclasses

@@ -145,7 +145,7 @@ class _Lines:
                 f"{self.path.name} has step {self._last[kind]} already, so step {step} cannot follow: write each step "
                 "once, in order, with everything that is known about it"
             )
-        # One system call per line: what was written outlives the process.
+        # Unbuffered, one system call per line: written lines survive a killed process.
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._last[kind] = step
 

@@ -34,7 +34,7 @@ def learning_rate_schedule(config: Config) -> Callable[[Any], jax.Array]:
             then = optax.constant_schedule(peak)
 
     def rate(step: Any) -> jax.Array:
-        # The first step already moves: it has the rate 1/warmup, not 0.
+        # The first step has the learning rate peak/warmup, not 0, so it updates parameters.
         rising = peak * (jnp.asarray(step, jnp.float32) + 1) / max(1, warmup)
         return jnp.where(step < warmup, rising, then(step - warmup)).astype(jnp.float32)
 
@@ -71,7 +71,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def _decayed(params: Any) -> Any:
-    """Which parameters decay: all but the scales of norms."""
+    """Which parameters have weight decay: all but the scales of norms."""
     return jax.tree_util.tree_map_with_path(lambda path, x: not _is_scale(path), params)
 
 

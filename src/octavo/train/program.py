@@ -166,7 +166,7 @@ class Program:
             opt_state=jax.jit(self.train_step.optimizer.init)(params),
             quant=loss.init(params, microbatch, jnp.float32(1), jnp.float32(1)) if self.rules else {},
             masks=jax.tree.map(jnp.ones_like, self.make_masks(params)),
-            # The raw key data, an ordinary array: what is saved and compared.
+            # The raw key data, an ordinary array that can be saved and compared.
             key=jax.random.key_data(jax.random.key(self.config.init_weights_seed)),
             halted=jnp.bool_(False),
             errors=self.reduction.errors(params) if self.reduction is not None else {},
@@ -236,7 +236,7 @@ class Program:
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of what every device holds."""
+        """The replicated sharding."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
@@ -261,7 +261,7 @@ class Program:
         )
 
     def syncs_stop_flag(self, kind: str) -> bool:
-        """Whether a program also tells every process that one of them was asked to stop."""
+        """Whether a program also reduces the stop flag over all processes."""
         return kind == "train" and distributed.is_multiprocess()
 
     def lower(self, kind: str = "train", step: int = 0) -> Any:
@@ -270,11 +270,11 @@ class Program:
         return self.jitted(kind, step).lower(self.abstract_state, self.abstract_batch, *flags)
 
     def plan(self) -> Plan:
-        """What each matmul of the loss becomes."""
+        """The plan of the loss: what the rules do to each matmul."""
         return plan(self.loss, self.rules, *self.loss_arguments, weights="params")
 
     def verify(self) -> Verification:
-        """The precision of every matmul of a whole quantized step, optimizer included."""
+        """The precision of every matmul of a quantized training step, optimizer included."""
         step = functools.partial(self.train_step.train, step=self.quantized_step)
         return verify(step, self.abstract_state, self.abstract_batch)
 

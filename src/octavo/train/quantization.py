@@ -32,7 +32,7 @@ _AQT_FLOATS = ("fp8_full", "fp8_e4m3", "fp8_e5m2", "fp4")
 
 
 def training_rules(config: Config) -> tuple[QuantizationRule, ...]:
-    """The rules that hold while training is quantized; none if it is not.
+    """The rules of the quantized steps of training; none for training in float.
 
     >>> [rule.skip for rule in training_rules(Config(quantization="int8", use_qwix_quantization=True))]
     [True, False]
@@ -76,7 +76,7 @@ def with_communication(schedule: Schedule, config: Config, mesh: Any, batch: Any
       batch: The partition spec of a batch.
     """
     gathers = ("fsdp",) if config.quantized_all_gather and mesh.shape.get("fsdp", 1) > 1 else ()
-    # The axis that gradient_reduce_dtype reduces over is reduced once.
+    # The axis of gradient_reduce_dtype is left out, so that gradients are not reduced along it twice.
     done = (AXIS,) if config.gradient_reduce_dtype else ()
     rows = tuple(tuple(a for a in _sharding.names(part) if a not in done) for part in batch)
     scatters = {

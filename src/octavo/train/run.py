@@ -1,4 +1,4 @@
-"""A run: a trainer with a directory, checkpoints, metrics, telemetry, signals and an end.
+"""A run: a trainer with a directory, checkpoints, metrics, telemetry, signals and stopping conditions.
 
 `train` is the outline; `_Run` has the loop, and what happens between its steps.
 """
@@ -75,7 +75,7 @@ def train(config: Config, *, log: Log | None = None, mesh: Any = None, schedule:
         log = print_line = lambda _: None  # process 0 writes for all
     directory = Path(config.run_directory)
     if config.enable_checkpointing:
-        # Only the first save would find out that it is missing.
+        # Fail now if it is missing, not at the first save.
         importlib.import_module("orbax.checkpoint")
     with CheckpointManager(
         directory / "checkpoints",
@@ -126,18 +126,18 @@ class _Run:
         self.writer, self.progress, self.telemetry = writer, progress, Telemetry(trainer)
         self.tokens = trainer.batch_size * self.config.max_target_length / trainer.mesh.size
         self.memory: int | None = None
-        # When the run would have begun without interruptions, and how long its steps took.
+        # The start time, as if the run had never been interrupted, and the total duration of its steps.
         self.began, self.training = began - saved.get("seconds", 0.0), saved.get("training_seconds", 0.0)
         self.loss, self.eval_loss = saved.get("loss"), saved.get("eval_loss")
         self.saved = trainer.now if saved else None
         self.pending: tuple[int, Any] | None = None
-        # Several processes stop when a step's metrics say that one was asked to; a single one when the signal arrives.
+        # Several processes stop when the metrics of a step have a stop signal; a single process stops at the signal.
         self.multiprocess = distributed.is_multiprocess()
         self.stopped: signal.Signals | None = None
         self.last = time.perf_counter()
 
     def loop(self, stop: StopSignal) -> Outcome:
-        """Train until something ends it."""
+        """Train until the last step, a target or a signal."""
         config, trainer = self.config, self.trainer
         stage, reason = None, DONE
         for step in range(trainer.now, config.steps):
@@ -221,7 +221,7 @@ class _Run:
         return (step + 1) % self.config.checkpoint_period == 0
 
     def pause(self, step: int) -> None:
-        """Measure, evaluate and save, whichever is due; no step's time includes it."""
+        """Run telemetry, evaluation and checkpointing if due; not included in step times."""
         if self.telemetry.is_due(step):
             self.measure(step)
         if self.evaluates(step):
@@ -264,7 +264,7 @@ class _Run:
             "eval_loss": self.eval_loss,
             "data": trainer.data.describe(),
             "config": self.config.to_dict(),
-            # The model and its precision, for those who read the parameters without the trainer.
+            # The model and its precision, to read the parameters without a trainer.
             "model": json.loads(trainer.model.replace(placement=()).to_json()),
             "rules": json.loads(rules_to_json(schedule.at(max(0, trainer.now - 1))[0])),
         }
@@ -284,7 +284,7 @@ def _check_no_overwrite(config: Config, checkpoints: CheckpointManager) -> None:
 
 
 def _restore(trainer: Trainer, checkpoints: CheckpointManager, log: Log) -> dict[str, Any]:
-    """Resume from the newest checkpoint that is intact, if there is one; returns what was saved beside the state."""
+    """Resume from the newest intact checkpoint, if there is one; returns the `extra` dictionary saved with it."""
     if not trainer.config.enable_checkpointing:
         return {}
     with warnings.catch_warnings(record=True) as caught:

@@ -40,7 +40,7 @@ class TrainState:
       errors: The error feedback of the quantized data-parallel all-reduce.
     """
 
-    # JAX puts shapes, arguments' descriptions and the like in the places of arrays: any type will do.
+    # No types are checked: as a pytree, it may hold shapes, shardings or other placeholders instead of arrays.
     step: Any
     params: Any
     opt_state: Any
@@ -80,8 +80,8 @@ def total_weights(batch: Batch) -> jax.Array:
 def make_loss(model: ModelConfig, *, z_loss: float = 0.0, load_balance: float = 0.0) -> Callable[..., Any]:
     """A function `(params, batch, weights, share) -> (loss, Losses)` for one microbatch.
 
-    `weights` is the number of tokens of the whole batch, and `share` the microbatch's fraction of it: divided by them
-    here, the gradients of microbatches have the magnitude, and so the ranges, of those of the whole batch.
+    `weights` is the number of tokens in the full batch, and `share` the microbatch's fraction of it. The loss is
+    normalized by them, so that gradients of microbatches have the magnitude, and the ranges, of those of the batch.
     """
 
     def loss(params: Any, batch: Batch, weights: Any, share: Any) -> tuple[jax.Array, Losses]:
@@ -91,7 +91,7 @@ def make_loss(model: ModelConfig, *, z_loss: float = 0.0, load_balance: float = 
         lm = jnp.sum((log_z - _target_logits(logits, batch["targets"])) * mask)
         z = z_loss * jnp.sum(log_z**2 * mask)
         balance = load_balance * aux.load_balance
-        # A batch of padding alone has no loss, not a division by zero.
+        # The loss of a batch that is all padding is 0, not a division by zero.
         total = (lm + z) / jnp.maximum(weights, 1.0) + balance * share
         return total, Losses(lm, z, balance * share, jnp.sum(mask))
 
@@ -102,7 +102,7 @@ def _target_logits(logits: jax.Array, targets: jax.Array) -> jax.Array:
     sharding = _sharding.explicit(logits)
     if sharding is None:
         return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    # A gather along a sharded axis has no sharding in types; the sum of one logit and zeros does.
+    # JAX cannot infer the sharding of a gather along a sharded axis; that of a masked sum over the vocabulary it can.
     chosen = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
     return jnp.sum(jnp.where(_sharding.reshard_if_explicit(chosen, sharding), logits, jnp.zeros_like(logits)), axis=-1)
 
@@ -131,7 +131,7 @@ def make_masks(params: Any, axes: dict[str, int], n: int, m: int) -> dict[str, j
 
 
 def apply_masks(params: Any, masks: dict[str, jax.Array]) -> Any:
-    """The parameters with masked values set to zero; gradients are straight-through, so that those can return."""
+    """The parameters with masked values set to zero. Gradients are straight-through: masked values keep training."""
     if not masks:
         return params
 
@@ -155,7 +155,7 @@ class TrainStep:
       learning_rate: The learning rate by step, for the metrics.
       accumulation: The number of microbatches of a batch.
       clip: The bound on the global norm of the gradients; 0: none.
-      halts: Whether no step after one that is not finite updates anything; such a step itself never does.
+      halts: Whether all updates stop after a step that is not finite. Such a step itself never updates anything.
       reduction: The quantized data-parallel all-reduce, if gradients are not reduced in float.
     """
 
@@ -170,9 +170,9 @@ class TrainStep:
     def gradients(self, state: TrainState, batch: Batch, *, step: int) -> tuple[Any, dict[str, Any], Losses, jax.Array]:
         """(gradients, new quantization state, losses, loss) of a batch; `step` chooses the stage.
 
-        Microbatches count as one batch: the losses are divided by the weights of the whole; each starts from the
-        delayed-scaling histories of the step before, and the largest new magnitudes are kept; statistics of static
-        ranges and error feedback pass from one to the next.
+        Microbatches count as one batch: losses are divided by the number of tokens in the batch. Each microbatch starts
+        from the delayed-scaling histories of the previous step, and histories are combined by their maximum. Statistics
+        of static ranges and error feedback are carried from one microbatch to the next.
         """
         return self._gradients(state, batch, total_weights(batch), 1.0, step=step)
 

@@ -20,7 +20,7 @@ from octavo.train.step import Batch, TrainState, apply_masks, total_weights
 from octavo.train.trainer import Trainer
 
 SHARE = 4
-"""A quarter of a microbatch is enough for shares and ratios, and takes a quarter of the time."""
+"""One in `SHARE` rows of a microbatch is measured: enough for shares and ratios, in a quarter of the time."""
 METHODS = {
     "weight": "weight_quantization_calibration_method",
     "activation": "act_quantization_calibration_method",
@@ -29,7 +29,7 @@ METHODS = {
 MARGIN = 1.25
 """The least ratio of a proposed bound to the largest magnitude, before it is rounded up to a power of two."""
 CLIPS, VANISHES = 1e-3, 0.1
-"""The shares of values above their range, or flushed to zero, from which on the log warns."""
+"""Thresholds of the warnings: shares of values that are clipped, or flushed to zero."""
 
 
 class Telemetry:

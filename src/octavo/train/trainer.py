@@ -1,4 +1,4 @@
-"""The trainer without a run around it: a program with its data and its state."""
+"""The trainer, without a run's directory and checkpoints: a program with its data and its state."""
 
 import dataclasses
 import functools
@@ -120,7 +120,7 @@ class Trainer(Program):
         """Take one step and return its metrics, which are still being computed.
 
         Args:
-          stop: The signal by which this process was asked to stop; with several processes the others learn of it.
+          stop: The signal by which this process was asked to stop; the step passes it on to other processes.
         """
         now = self.now
         if is_mask_update_step(self.config, now):

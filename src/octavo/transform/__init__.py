@@ -1,4 +1,4 @@
-"""How is a whole function quantized? By rewriting the program it traces to."""
+"""Quantizing a function by rewriting its jaxpr."""
 
 from octavo.transform.api import Quantized, quantized
 from octavo.transform.provider import PtqProvider, QtProvider, QuantizationProvider, get_current_rule

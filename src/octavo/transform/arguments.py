@@ -63,7 +63,7 @@ def leaf_paths(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def weight_names(paths: Sequence[tuple[str, ...]], leaves: Sequence[Any], weights: Weights, args: Sequence[str]):
-    """For every leaf its name if it is a weight, or None.
+    """The name of each leaf that is a weight; None for the others.
 
     In an argument with a "params" collection only the leaves of that collection are weights, not batch statistics or
     optimizer state, and their names begin below it.

@@ -51,7 +51,7 @@ class Body:
         return [v.data for v in outs], inner.new
 
     def finish(self, frame: Frame) -> None:
-        """Set the counters of the frame to those after the body."""
+        """Set the counters of the frame to their values after the body."""
         frame.counters.clear()
         frame.counters.update(self.end)
 

@@ -104,7 +104,7 @@ def _operand(data: Any) -> Any:
 
 
 def _own_product(eqn: Equation, values: list[Value], frame: Frame) -> Value | None:
-    """One of our own products. If it has a config, it stays as it is, or takes a weight's codes."""
+    """A matmul of `octavo.ops`. One with its own config is kept, except that its weight may be a QArray."""
     first = eqn.params["num_consts"]
     atoms, args = eqn.invars[first:], values[first:]
     marked = marked_product(custom_body(eqn))
@@ -127,7 +127,7 @@ def _own_product(eqn: Equation, values: list[Value], frame: Frame) -> Value | No
 
 
 def _dispatch(eqn: Equation, values: list[Value], args: list[Value], frame: Frame, call: DispatchCall) -> Value:
-    """Tokens dispatched to experts, in the format that the rule for those says."""
+    """Tokens dispatched to experts, in the `dispatch_qtype` of the experts' rule."""
     tokens, order, *anchor = args
     path = anchor[0].origin.module if anchor else None
     rule = find_rule(path or "", "ragged_dot", frame.context)

@@ -30,7 +30,7 @@ class Key(NamedTuple):
 
 @runtime_checkable
 class Provider(Protocol):
-    """What evaluation needs of a `QuantizationProvider`, which itself needs the frame of its operation."""
+    """The part of `QuantizationProvider` that evaluation uses; a protocol, to avoid a circular import."""
 
     rules: tuple[QuantizationRule, ...]
     telemetry: bool
@@ -62,7 +62,7 @@ class Context:
     strict_paths: bool = False
     """Whether rules match the path of a module only, and not the name of a weight."""
     root: str | None = None
-    """The outermost scope, if it is the name of the whole model."""
+    """The outermost scope, if it is the name of the model."""
     modules: frozenset[str] | None = None
     """The paths of all modules, if known; other scopes are ignored then."""
     init: bool = False
@@ -115,7 +115,7 @@ class Frame:
         return None if self.key is None else jax.random.fold_in(self.key, zlib.crc32("/".join(names).encode()))
 
     def read(self, key: Key, init: Callable[[], Any]) -> Any:
-        """A piece of state as last written; initialized in the pass that does so."""
+        """A piece of state as last written, or its initial value while state is being initialized."""
         if key in self.new:
             return self.new[key]
         if self.context.init:

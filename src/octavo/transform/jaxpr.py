@@ -1,7 +1,7 @@
-"""Reading jaxprs: the one module that knows how JAX lays them out.
+"""Reading jaxprs: the one module that depends on the internal structure of jaxprs.
 
 Everything that is particular to a release of JAX (names of primitives and of their parameters, how an equation is bound
-again) is here; the rest of the transformation speaks in the terms of this file.
+again) is here; the rest of the transformation uses the functions of this file.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ MATMULS = {
     "conv_general_dilated": "conv_general_dilated",
     "ragged_dot_general": "ragged_dot",
 }
-"""Primitives that multiply, and the name that rules call them by."""
+"""Matmul primitives, and their names in rules."""
 
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 OPAQUE = ("pallas_call", *CUSTOM)
-"""Primitives whose bodies have a derivative, or a machine, of their own."""
+"""Opaque calls: primitives with a custom derivative, and kernels."""
 
 
 class Traced(NamedTuple):
@@ -70,7 +70,7 @@ def as_array_function(
 def make_live_jaxpr(fn: Callable[..., Any], arrays: Sequence[Any]) -> Jaxpr:
     """The jaxpr of a function of arrays, without what no result depends on.
 
-    A custom gradient computes every cotangent, also those that nobody asked for; XLA drops them, and so does this.
+    A custom gradient computes every cotangent, also unused ones. They are removed here, as XLA does.
     """
     jaxpr = jax.make_jaxpr(fn)(*arrays)
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
@@ -82,19 +82,19 @@ def current_platform() -> str:
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an input of an equation is a number written into it."""
+    """Whether an input of an equation is a literal."""
     return isinstance(atom, core.Literal)
 
 
 def bind(eqn: Equation, values: Sequence[Any]) -> list[Any]:
-    """Do what an equation says with these values, where `equation_context` has been entered."""
+    """Bind the primitive of an equation to these values, within `equation_context`."""
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 @contextlib.contextmanager
 def equation_context(eqn: Equation) -> Iterator[None]:
-    """The circumstances (names, meshes, modes) under which an equation was traced."""
+    """The context (names, meshes, modes) in which an equation was traced."""
     names = scope(eqn)
     with jax.named_scope(names) if names else contextlib.nullcontext(), eqn.ctx.manager:
         yield
@@ -173,7 +173,7 @@ def custom_body(eqn: Equation) -> Jaxpr:
 def has_matmul(jaxpr: Jaxpr, opaque: bool) -> bool:
     """Whether a jaxpr has a matmul, also in the bodies of loops and calls (and of opaque ones, if asked).
 
-    Products that were written with a config of their own count as well.
+    Matmuls of `octavo.ops` with their own config count as well.
     """
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -191,7 +191,7 @@ BACKWARD = "transpose("
 
 
 def scope_names(scope: str) -> list[str]:
-    """The names that people gave to scopes, without those that transformations and libraries add."""
+    """The names of user-defined scopes, without those that transformations and libraries add."""
     return [n for n in _all_names(scope) if n and "->" not in n and "." not in n and n not in _NOISE]
 
 
@@ -214,7 +214,7 @@ def _all_names(scope: str) -> list[str]:
 
 
 FROM_ROOT = "~"
-"""The name after which a scope's names begin at the root again, as for a module that is called from elsewhere."""
+"""The scope name after which paths restart at the root, as for a module that is called from another one."""
 _NOISE = (FROM_ROOT, "rematted_computation", "checkpoint")
 
 

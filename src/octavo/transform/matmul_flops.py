@@ -8,7 +8,7 @@ import numpy as np
 
 
 def dot_flops(lhs: Sequence[int], rhs: Sequence[int], shared: Iterable[int]) -> int:
-    """FLOPs of a matmul whose right operand shares these axes with the left one, or chooses among them by group."""
+    """FLOPs of a matmul; `shared` are the contracted, batch and group axes of the right operand."""
     shared = set(shared)
     return 2 * math.prod(lhs) * math.prod(dim for axis, dim in enumerate(rhs) if axis not in shared)
 
@@ -25,13 +25,13 @@ class Window(NamedTuple):
     kernel_dilation: int
 
     def pairs(self) -> int:
-        """How many pairs of an output and a place in the kernel meet a value, not a hole or the padding."""
+        """The number of (output, kernel) positions that read an input value, not padding or dilation."""
         place = np.arange(self.out)[:, None] * self.stride + np.arange(self.kernel) * self.kernel_dilation - self.pad
         return int(np.sum((place >= 0) & (place % self.dilation == 0) & (place // self.dilation < self.size)))
 
 
 def conv_flops(features: int, others: int, windows: Iterable[Window]) -> int:
-    """FLOPs of a convolution: input features of a group, outputs of one place, spatial axes; as XLA counts them."""
+    """FLOPs of a convolution as XLA counts them: input features per group, outputs per position, spatial axes."""
     return 2 * features * others * math.prod(w.pairs() for w in windows)
 
 

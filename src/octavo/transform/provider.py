@@ -1,4 +1,4 @@
-"""Providers: what is done where a rule matches, quantized by default, and how to override it."""
+"""Providers: the operations that replace matmuls where a rule matches; subclasses can override them."""
 
 import contextlib
 import contextvars
@@ -78,12 +78,12 @@ def get_current_rule(op_name: str | None = None) -> QuantizationRule | None:
 
 
 class QuantizationProvider:
-    """Rules, and what is done where they match.
+    """Rules, and the operations that replace matmuls where they match.
 
     A subclass may override `dot_general`, `einsum`, `conv_general_dilated`, `ragged_dot` or `gmm`. Each gets the
     operation's arguments as JAX's function of that name does, and may ask for its rule and name by
     `_get_current_rule_and_op_id`, for a random key by `make_key`, and keep state under its name by `get_state` and
-    `set_state`. Where no rule matches, or a rule leaves alone, nothing is called.
+    `set_state`. They are not called where no rule matches, or where the rule skips the matmul.
 
     >>> class Halved(QuantizationProvider):
     ...     def dot_general(self, *args, **kwargs):
@@ -150,12 +150,12 @@ class QuantizationProvider:
     def gmm(self, lhs: Any, rhs: Any, group_sizes: Any, **kwargs: Any) -> Array:
         return QuantizationProvider.ragged_dot(self, lhs, rhs, group_sizes, **kwargs)
 
-    # What an overriding method may ask for.
+    # For use in overriding methods.
 
     def _get_current_rule_and_op_id(
         self, op_name: str, *, only_rule: bool = False, repeated_call: bool = False
     ) -> tuple[QuantizationRule | None, str | None]:
-        del repeated_call  # an operation keeps its name however often it is asked for
+        del repeated_call  # an operation has the same name in every call
         rule = get_current_rule(op_name)
         return rule, None if rule is None or only_rule else _operation().site.op_id
 
@@ -219,7 +219,7 @@ def _has_state(rule: QuantizationRule) -> bool:
 
 
 def product_options(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a product other than its axes."""
+    """The parameters of a matmul other than its axes."""
     return {name: params[name] for name in _OPTIONS if params.get(name) is not None}
 
 
@@ -229,7 +229,7 @@ def _run_current(lhs: Any, rhs: Any, *rest: Any, params: dict[str, Any]) -> Arra
 
 
 def run_product(site: Site, frame: Frame, lhs: Any, rhs: Any, *rest: Any, params: Mapping[str, Any]) -> Array:
-    """Run the product of an equation with these parameters, quantized by the rule of its site."""
+    """Run the matmul of an equation with these parameters, quantized by the rule of its site."""
     options = product_options(params)
     if "window_strides" in params:
         geometry = {name: params[name] for name in GEOMETRY if name in params}
@@ -260,7 +260,7 @@ def _quantized(
     *args: Any,
     options: Mapping[str, Any] | None = None,
 ) -> Array:
-    """`op(lhs, rhs, *args)` as the config of a site says; with `options`, the product itself, whose axes are known."""
+    """`op(lhs, rhs, *args)` with the config of a site; with `options`, `product` is run directly."""
     config, operands = site.config, (lhs, rhs)
     if config is None:
         return op(lhs, rhs, *args)

@@ -37,7 +37,7 @@ def find_site(eqn: Equation, values: list[Value], frame: Frame) -> Site:
 
 
 def product_site(eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame, call: Call | FloatCall) -> Site:
-    """The site of one of our own products; rules do not apply to one with a config of its own."""
+    """The site of a matmul of `octavo.ops`; rules do not apply to one with its own config."""
     op = "gmm" if GMM in _names(eqn, frame) else call.product.op
     draft = _draft(eqn, atoms, values, frame, op, call.product.primitive, call.params)
     if call.config is None:
@@ -78,7 +78,7 @@ def _draft(
     lhs, rhs = values
     path = _path(_names(eqn, frame), lhs.origin, rhs.origin, frame.context)
     left, right, out = (_type(v.aval) for v in (*atoms, *eqn.outvars))
-    # On a mesh there is room for all rows on every device that has experts, and each has one expert in the end.
+    # With expert parallelism every device has a buffer for all rows, but each row is computed by one expert.
     sharding = params.get("sharding")
     copies = 1 if sharding is None else sharding.num_devices(sharding.experts)
     return Site(
@@ -153,7 +153,7 @@ def _stored(site: Site, context: Context) -> NamedSharding | None:
 
 
 def _grad_reduce(site: Site, rule: QuantizationRule, stored: NamedSharding) -> GradReduce | None:
-    """How the gradient of a site's weight is reduced; None if that is in float, or on one device."""
+    """The quantized gradient reduction of a site's weight; None in float or on one device."""
     if not isinstance(rule, QtRule) or rule.reduce_qtype is None or site.gradient is not None:
         return None
     left = not site.weights[1]
@@ -169,7 +169,7 @@ def _grad_reduce(site: Site, rule: QuantizationRule, stored: NamedSharding) -> G
         raise ValueError(
             f"reduce_axes={rule.reduce_axes}: the mesh has the axes {stored.mesh.axis_names}, and not {unknown[0]!r}"
         )
-    # Devices that have matrices of their own, as those of experts, reduce nothing.
+    # Along axes that shard the batch axes of the weight, such as experts, nothing is reduced.
     parts = _sharding.partitions(stored, 32)
     own = {name for axis in batch for name in _sharding.names(parts[axis])}
     rows = tuple(tuple(axis for axis in names if stored.mesh.shape[axis] > 1 and axis not in own) for names in given)

@@ -104,7 +104,7 @@ class Scheduled:
 
 
 def union_state(states: Iterable[Mapping[Key, Any]]) -> dict[Key, Any]:
-    """The union of the states of stages, which share what has the same key."""
+    """The union of the states of stages; state with the same key is shared."""
     state: dict[Key, Any] = {}
     for each in states:
         for key, new in each.items():
@@ -117,8 +117,8 @@ def union_state(states: Iterable[Mapping[Key, Any]]) -> dict[Key, Any]:
 
 
 class StageProvider(QtProvider):
-    """The rules of one stage of a schedule, for a model: `others` are those of the stages beside it, whose state is
-    passed on, and `updates` says whether static ranges are updated.
+    """The rules of one stage of a schedule, for a model. `others` are the providers of the other stages, whose state is
+    passed on; `updates` is whether static ranges are updated.
     """
 
     def __init__(self, schedule: Schedule, number: int, *, updates: bool = True):

@@ -33,11 +33,11 @@ class Site:
     config: DotConfig | None = None
     placement: Placement = UNPLACED
     reason: str | None = None
-    """Why it is left alone, if it is."""
+    """The reason why it stays in float, if it does."""
 
     @property
     def weights(self) -> tuple[bool, bool]:
-        """Which operands count as weights: parameters, and constants that meet an activation."""
+        """Which operands count as weights: parameters, and constants multiplied by an activation."""
         left, right = self.origins
         lhs, rhs = left.is_weight, right.is_weight
         if not lhs and not rhs:
@@ -46,19 +46,19 @@ class Site:
 
     @property
     def leaf(self) -> str | None:
-        """The parameter that is multiplied, if one is."""
+        """The parameter that is an operand, if one is."""
         lhs, rhs = self.weights
         origin = self.origins[1] if rhs else self.origins[0] if lhs else None
         return origin.leaves[0] if origin is not None and origin.leaves else None
 
     @property
     def candidates(self) -> tuple[str, ...]:
-        """The names under which a rule may mean this: the module, and the parameter itself."""
+        """The paths that a rule may match: that of the module, and that of the parameter."""
         return (self.path,) if self.leaf is None else (self.path, self.leaf)
 
 
 def site_quantizer(site: Site, shapes: Mapping[str, tuple[int, ...]]) -> Quantizer | None:
-    """How the parameter of a site is stored in low precision; None if it is not one, or cannot be."""
+    """The quantizer of the stored parameter of a site; None if there is no parameter or it stays in float."""
     lhs, rhs = site.weights
     if site.config is None or not (lhs or rhs):
         return None
@@ -67,7 +67,7 @@ def site_quantizer(site: Site, shapes: Mapping[str, tuple[int, ...]]) -> Quantiz
     if operand is None or not origin.is_stored or site.leaf is None:
         return None
     if site.config.fwd.rotate is not None or site.config.sparsity is not None:
-        # Its codes are those of the rotated or masked weight: it stays in float, and is quantized in every matmul.
+        # The codes are those of the rotated or masked weight, so the stored weight stays in float.
         return None
     shape = (site.rhs if rhs else site.lhs)[0]
     how = operand.quantizer(len(shape), **operand_axes(site, right=rhs))

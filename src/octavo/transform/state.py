@@ -71,7 +71,7 @@ def merge_state(old: Any, new: Any) -> Any:
 
 
 def unused_state(old: Any, new: Any) -> Any:
-    """The entries of nested dictionaries that `new` has not."""
+    """The entries of nested dictionaries that are not in `new`."""
     if not isinstance(new, Mapping):
         return {}
     kept = {name: unused_state(value, new[name]) if name in new else value for name, value in old.items()}

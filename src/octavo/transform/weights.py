@@ -1,9 +1,9 @@
 """Tracking weights through a jaxpr: which parameter a value is, axis by axis, or which module computed it.
 
-A value is a weight as long as nothing but parameters and constants went into it: reshaped, transposed, cast, sliced,
+A value is a weight if it is computed from parameters and constants only: reshaped, transposed, cast, sliced,
 normalized or masked weights are weights, and a row that is looked up by data is not. While a value is only rearranged,
-each of its axes is known as factors of the parameter's axes, so that the scales of a matmul's operand can be laid out
-for the parameter as it is stored (stacked layers, fused heads, tied embeddings).
+each of its axes is known as factors of the parameter's axes, so that the scales of a matmul's operand can be mapped
+to the parameter as it is stored (stacked layers, fused heads, tied embeddings).
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ type Axes = tuple[tuple[Factor, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a value comes from.
+    """The origin of a value: the parameters or the module that it was computed from.
 
     Attributes:
         leaves: The names of the parameters that it was computed from, if it is a weight.
         axes: The factors of each axis, if it is one parameter rearranged.
         module: The path of the module that computed it, or that a parameter belongs to.
-        constant: Whether only constants went into it.
+        constant: Whether it was computed from constants only.
     """
 
     leaves: tuple[str, ...] = ()

@@ -114,7 +114,7 @@ def iq4_xs(blocks: Blocks) -> Codes:
     return Codes(codes, (f32(blocks["d"]) * scales)[:, :, None], table=IQ4_TABLE)
 
 
-# e2m1 in two's places, so that all are integers; the scales below are halved for it.
+# e2m1 values times two, so that all are integers; the scales below are halved accordingly.
 FP4_TABLE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 

@@ -64,7 +64,7 @@ def _q8_0(name: str, array: np.ndarray) -> np.ndarray:
 def _q4_0(name: str, array: np.ndarray) -> np.ndarray:
     blocks = _blocks_of(name, array, "Q4_0")
     largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1, keepdims=True), axis=-1)
-    scale = largest / np.float32(-8)  # the value of largest magnitude gets the code -8, so its sign is the scale's
+    scale = largest / np.float32(-8)  # the value of largest magnitude gets the code -8: scales have a sign
     codes = np.trunc(blocks * _inverse(scale) + np.float32(8.5)).astype(np.uint8)
     return pack_q4_0(_half(name, scale), np.minimum(codes, np.uint8(15)))
 

@@ -42,7 +42,7 @@ def assemble(info: Info, parts: Iterable[tuple[Blocks, Codes]]) -> QArray | None
     done, tile = 0, 1
     for blocks, piece in parts:
         if info.kind in _TWO_BIT_TERNARY and piece.codes.max() > 1:
-            return None  # the fourth code, which int2 does not have and nothing writes
+            return None  # the fourth code, which is not in int2 and which no program writes
         scale = _e8m0(blocks, piece) if info.kind == "MXFP4" else piece.scale
         if scale is None:
             return None

@@ -19,7 +19,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
 _SPACE = "\u2581"
 _LONGEST = 512
 
-# Files seldom list all tokens that end a turn; llama.cpp knows these by their text.
+# Files seldom list all end-of-turn tokens; llama.cpp recognizes these by their text.
 _ENDS = (
     "<|eot_id|>",
     "<|eom_id|>",
@@ -35,7 +35,7 @@ _ENDS = (
 
 @dataclasses.dataclass(frozen=True)
 class GgufTokenizer:
-    """A tokenizer and what the file says about it.
+    """A tokenizer and its settings in the file.
 
     `tokenizer.encode(text)` adds bos and eos as the file has it; `encode(text, add_special_tokens=False)` does not.
     Control tokens in the text count as such; `tokenizer.encode_special_tokens = True` makes them ordinary text.

@@ -32,7 +32,7 @@ class TensorType:
         return self.values > 1
 
     def nbytes(self, count: int) -> int:
-        """Bytes of a number of values that fill whole blocks."""
+        """Bytes of a number of values, a multiple of the block size."""
         return count // self.values * self.block.itemsize
 
 

@@ -67,7 +67,7 @@ def integer_weight(
     size = codes.shape[1]
     missing = scale.shape[1] * group - size if scale.shape[1] > 1 else 0
     if missing:
-        # Any code: these values are padding.
+        # Any code will do: these values are padding.
         codes = np.pad(codes, [(0, 0), (0, missing)])
     signed = zeros is None
     codes = codes ^ np.uint8(middle) if signed else codes

@@ -135,7 +135,7 @@ class CompressedTensors(Layout):
         if f"{name}_g_idx" in file:
             check_shape(f"{name}_g_idx", checked_shape(file, f"{name}_g_idx", WORDS, 1), (size,), "the codes")
             g_idx = file.read(f"{name}_g_idx")
-            g_idx = None if -1 in g_idx else g_idx  # written so where there is no order
+            g_idx = None if -1 in g_idx else g_idx  # -1 means no reordering
         g_idx = check_groups(name, g_idx, size, group, groups)
         zeros = self._zeros(file, name, bits, out, groups)
         return integer_weight(fields, zeros, np.ascontiguousarray(scale), bits=bits, group=group, g_idx=g_idx)

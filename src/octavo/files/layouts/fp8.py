@@ -1,7 +1,7 @@
 """Block-scaled 8-bit floats as DeepSeek-V3 writes them (`quant_method` "fp8").
 
 `weight` is F8_E4M3 [out, in] and `weight_scale_inv` has one scale per 128x128 block, [ceil(out/128), ceil(in/128)];
-`value = weight * scale`, the name notwithstanding. The last blocks may be partly empty. Without `weight_block_size`
+`value = weight * scale`, despite the name. The last blocks may be partly empty. Without `weight_block_size`
 there is one scale for the weight or for each row, in `weight_scale` or `weight_scale_inv`.
 """
 

@@ -1,7 +1,7 @@
 """MXFP4 as gpt-oss has it: `NAME_blocks` uint8 [..., out, groups, 16] and `NAME_scales` uint8 [..., out, groups].
 
 A byte has two e2m1 values, the first in its low half; 32 of them share a power of two, `2**(scale - 127)`. The weight
-NAME is read as [..., out, in]; the model's own code turns the last two axes around.
+NAME is read as [..., out, in]; the model's own code transposes the last two axes.
 """
 
 import dataclasses

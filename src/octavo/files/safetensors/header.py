@@ -1,4 +1,4 @@
-"""The header of a safetensors file: eight bytes of length, then JSON with the dtype, shape and offsets of each tensor.
+"""The header of a safetensors file: its length in eight bytes, then JSON with dtype, shape and offsets of each tensor.
 
 Everything that the rest relies on is validated here: after `parse`, each tensor is within the data, none overlaps
 another, no bytes are unused, and each has as many bytes as its dtype and shape need.
@@ -69,7 +69,7 @@ def load_object(text: bytes, where: str) -> dict[str, Any]:
         raise FileError(f"{where} {invalid}; {_DAMAGED}") from None
     except RecursionError:
         raise FileError(f"{where} is nested too deeply; {_DAMAGED}") from None
-    except ValueError as error:  # Also what is not UTF-8, or a number of thousands of digits.
+    except ValueError as error:  # Also raised for invalid UTF-8, or a number of thousands of digits.
         raise FileError(f"{where} is not JSON ({error}); {_DAMAGED}") from None
     if not isinstance(table, dict):
         raise FileError(f"{where} is not a JSON object; {_DAMAGED}")

@@ -84,7 +84,7 @@ class SafeTensors:
         return self._shard(name).entries[name].info
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, in memory of its own."""
+        """A tensor, as a new array."""
         return self._shard(name).read(name)
 
     def _shard(self, name: str) -> "_Shard":

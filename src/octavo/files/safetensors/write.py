@@ -63,7 +63,7 @@ def write(
 class Writer:
     """Writes safetensors whose dtypes and shapes are declared first, and whose values follow in any order.
 
-    Files get their names when everything is written; if the block ends by an exception, nothing remains.
+    Files get their names when everything is written; if the `with` block raises, no file remains.
 
     >>> import tempfile
     >>> from octavo.files.safetensors import SafeTensors
@@ -142,7 +142,7 @@ class Writer:
 
     def _write_index(self) -> None:
         if len(self._files) == 1:
-            # An index of what was here before would hide the new file.
+            # A stale index in the directory would hide the new file.
             (self.folder / INDEX).unlink(missing_ok=True)
             return
         total = sum(info.nbytes for info in self._infos.values())

@@ -149,7 +149,7 @@ class Api:
                 return JSONResponse(await while_connected(request.receive, pending.complete()))
         except ClientDisconnect:
             self.metrics.disconnects.inc()
-            return Response(status_code=499)  # nobody will read it
+            return Response(status_code=499)  # the client has disconnected
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""Bounds on single requests and on the whole server."""
+"""Limits of single requests and of the server."""
 
 import dataclasses
 

@@ -19,7 +19,7 @@ class _Registry(CollectorRegistry):
 
 
 class Metrics:
-    """The metrics of one server, in a registry of its own. Labels have few values, never what a client sent."""
+    """The metrics of one server, in a registry of its own. Labels have few values, none of them from clients."""
 
     def __init__(self):
         own = {"namespace": "octavo", "registry": _Registry(auto_describe=True)}

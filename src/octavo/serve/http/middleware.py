@@ -14,7 +14,7 @@ _log = logging.getLogger("octavo.serve")
 
 
 class RequestMiddleware:
-    """Adds a request id, checks the API key, counts requests by path (one of `paths`), and turns errors into JSON."""
+    """Adds a request id, checks the API key, counts requests by path (one of `paths`), and converts errors to JSON."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics, api_key: str | None, paths: frozenset[str]):
         self.app, self.metrics, self.paths = app, metrics, paths
@@ -43,12 +43,12 @@ class RequestMiddleware:
         except Exception:
             _log.exception("request %s failed", request_id)
             if status:
-                raise  # too late for another status: the connection is closed, which the client sees
+                raise  # too late for another status: the connection is closed
             error = ApiError(500, f"something went wrong in the server; its log tells more of request {request_id}")
             await error_response(error)(scope, receive, send_with_id)
         finally:
             path = scope["path"]
-            # Without a status, the client has left.
+            # Without a status, the client has disconnected.
             self.metrics.requests.labels(path if path in self.paths else "other", status or 499).inc()
 
     def _check_key(self, scope: Scope) -> None:

@@ -288,12 +288,12 @@ def _load(body: bytes) -> dict[str, Any]:
 
 
 def _api_error(error: Mapping[str, Any]) -> ApiError:
-    """pydantic's error in the words of an answer: field, expected, given."""
+    """pydantic's error as an API error: field, expected, given."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error["loc"] if str(key)[:1] != "<")[1:]
     if kind == "missing":
         return field_error(name, "is missing")
-    if kind == "float_type" and type(value) is int:  # beyond what a float can be
+    if kind == "float_type" and type(value) is int:  # beyond the range of a float
         return field_error(name, "is out of range: got a huge number", code="out_of_range")
     if kind in _EXPECTED:
         return _wrong_type(name, _EXPECTED[kind], value)

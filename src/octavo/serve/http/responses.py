@@ -84,7 +84,7 @@ class ChatFormat:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity, the log probability of what cannot be."""
+    """JSON has no infinity, the log probability of an impossible token."""
     return logprob if math.isfinite(logprob) else -9999.0
 
 

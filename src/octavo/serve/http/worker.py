@@ -185,7 +185,7 @@ class Worker:
             self._call(self._fail_all)
 
     def _receive(self) -> bool:
-        """Handle what the loop sent; wait for it if the engine is idle. False when the thread is to end."""
+        """Handle messages from the loop; wait for one if the engine is idle. False when the thread is to end."""
         block = not self._engine.busy
         while True:
             try:
@@ -209,5 +209,5 @@ class Worker:
 
     def _call(self, fn: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(fn, *args)

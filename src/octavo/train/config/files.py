@@ -95,7 +95,7 @@ def _inherited(path: str, beside: Path | None, above: tuple[Path, ...]) -> Itera
 def _read(file: Path) -> Layer:
     name = _name(file)
     try:
-        # Scalars stay texts: the type of a key, not YAML's idea of one, says what 3e-4 or none means.
+        # Scalars are kept as text: the type of the key, not YAML, decides how 3e-4 or none is parsed.
         node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ConfigError([f"{name} is no YAML: {error}"]) from None

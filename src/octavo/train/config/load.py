@@ -2,7 +2,7 @@
 
 From weak to strong: the defaults, YAML files (`base_config` first), the environment, `key=value`. The file of the model
 is just below the file that names the model; if the environment or the command line names it, above all files. So
-`model_name=10m` on the command line overrides a file, and what is set beside `model_name: 10m` in a file counts.
+`model_name=10m` on the command line overrides a file, and the other keys of a file that sets it override the model.
 """
 
 import dataclasses
@@ -110,7 +110,7 @@ class _Loader:
         """The configuration, if there is no problem."""
         common = values.get("quantization_calibration_method")
         for key in METHODS:
-            # Config knows values only: that "absmax" was asked for, and is not the default, is known here.
+            # Checked here, because only the sources tell an explicit "absmax" from the default.
             if common and common != values.get(key, common) == "absmax" and places[key] in (_COMMAND, _ENVIRONMENT):
                 self._add(
                     f"quantization_calibration_method={common} and {key}=absmax: set either it or the three methods"
@@ -177,7 +177,7 @@ class _Loader:
         return [*layers[:at], *below, *layers[at:]]
 
     def _note_override(self, layer: Layer, weaker: list[Layer], key: str, value: Any, values: dict[str, Any]) -> None:
-        """Note when a model's file and another file disagree: whichever wins, somebody meant the other."""
+        """Note when a model's file and another file set different values, whichever of them wins."""
         others = [other for other in weaker if key in other.values]
         before = values.get(key)
         if (

@@ -39,7 +39,7 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
-    """What a field of the configuration has besides its type and default.
+    """The metadata of a field of the configuration: group, help and allowed values.
 
     Args:
       group: One of `GROUPS`.
@@ -145,7 +145,7 @@ def parse(field: dataclasses.Field, text: str | list[str]) -> Any:
             raise ValueError(f"{kind.name}, got a list")
         text = ",".join(text)
     text = _unquote(text)
-    # A name or a path that is empty by default is also emptied by the words for nothing; elsewhere they are values.
+    # "none" and "null" mean "" for names and paths that are empty by default; elsewhere they are values.
     if field.type is str and field.default == "" and text.lower() in _NONE:
         return ""
     try:
