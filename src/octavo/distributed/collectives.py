@@ -74,7 +74,7 @@ def quantized_psum_scatter(
       x: the floats to sum.
       axis_name: the mesh axis, or axes, to sum over.
       qtype: the format of the transferred codes.
-      scatter_dimension: the axis of `x` that is scattered, a multiple of the number of devices.
+      scatter_dimension: the axis of `x` that is scattered; the number of devices divides its size.
       error: this device's rounding error of the previous sum (error feedback).
       block: how many values share a scale.
 

@@ -74,7 +74,7 @@ class ExpertParallel:
         """The k largest of [batch, length, experts] and their indices, computed by each device for its tokens."""
         run = self.sharding.shard_map(lambda x: jax.lax.top_k(x, self.k)[1], (self.token_spec,), self.token_spec)
         experts = run(jax.lax.stop_gradient(x))
-        # XLA may not partition a gather and its gradient, a scatter.
+        # XLA would partition a gather and its gradient, a scatter, only partially.
         chosen = one_hot(experts, x.shape[-1])
         return jnp.sum(jnp.where(chosen, x[..., None, :], jnp.zeros_like(x)[..., None, :]), axis=-1), experts
 

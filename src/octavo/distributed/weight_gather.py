@@ -58,7 +58,7 @@ def weight_gather(stored: NamedSharding, axes: tuple[str, ...], *, left: bool) -
 
 
 def _constrain(x: Any, sharding: NamedSharding) -> Any:
-    """Constrain an array to a sharding, except along axes that it does not divide: scales are shorter than weights."""
+    """Constrain an array to a sharding, except along axes whose size it does not divide, such as those of scales."""
     mesh = sharding.mesh
     parts = (*sharding.spec, *(None,) * x.ndim)[: x.ndim]
     devices = [math.prod(mesh.shape[axis] for axis in _sharding.names(part)) for part in parts]

@@ -117,7 +117,7 @@ def decode_layer_reference(
     epsilon: float,
     limit: int,
 ) -> tuple[Float[Array, "rows size"], Float[Array, "rows kv_heads dim time"], Float[Array, "rows kv_heads time dim"]]:
-    """The reference of `decode_layer`, in plain JAX."""
+    """The reference of `decode_layer`, with the same arguments, in plain JAX."""
     rows, kv_heads, dim, time = keys.shape
 
     def norm(x: Array, scale: Array | None) -> Array:

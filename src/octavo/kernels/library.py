@@ -18,7 +18,7 @@ _allowed = jax.make_user_context(default_value=True)
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """The kernel versions (instruction sets) for this processor, slowest first; or the problem that there are none."""
+    """The kernel versions (instruction sets) for this processor, slowest first; or the reason there are none."""
 
     versions: tuple[str, ...] = ()
     problem: str = ""

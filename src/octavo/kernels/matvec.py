@@ -56,7 +56,18 @@ def matvec(
 def int_matvec(
     x: Shaped[Array, "m k"], w: Shaped[Array, "a b"], *, transposed: bool = False, isa: str = "", threads: int = 0
 ) -> Shaped[Array, "m n"]:
-    """The int32 matmul of int8 rows and an int8 matrix, on CPUs: bit-exact with `lax.dot_general`."""
+    """The int32 matmul of int8 rows and an int8 matrix, on CPUs: bit-exact with `lax.dot_general`.
+
+    Args:
+      x: the rows.
+      w: the matrix, [K, N] or, transposed, [N, K].
+      transposed: as in `matvec`, like the following arguments.
+      isa: the instruction set.
+      threads: the number of threads.
+
+    Returns:
+      The int32 result, [m, n].
+    """
     require()
     return _call(INT_TARGET, w.shape[0 if transposed else 1], transposed, isa, threads)(x, w)
 
@@ -69,7 +80,7 @@ def reference(
     table: Sequence[float] | None = None,
     transposed: bool = False,
 ) -> Float[Array, "m n"]:
-    """The reference of `matvec`, in plain JAX."""
+    """The reference of `matvec`, with the same arguments, in plain JAX."""
     if transposed:
         codes, scale = codes.T, scale.T
     if table is None:

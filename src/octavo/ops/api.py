@@ -79,7 +79,18 @@ def dot(
 ) -> Array:
     """`jax.numpy.dot` in low precision: contracts the last axis of `a` with the second to last of `b`.
 
-    The keyword arguments are those of `octavo.dot_general`.
+    Args:
+      a: the left operand.
+      b: the right operand.
+      precision: as in `octavo.dot_general`, like the following arguments.
+      preferred_element_type: the dtype of the result.
+      out_sharding: the sharding of the result.
+      config: the quantization of the operands.
+      key: for stochastic rounding.
+      scaling: external ranges.
+
+    Returns:
+      The dot of `a` and `b`.
 
     >>> import octavo
     >>> q = octavo.quantize(jnp.eye(3), "int8")
@@ -124,8 +135,27 @@ def conv_general_dilated(
 
     QArray operands are convolved in the precision of their codes, in any mix with arrays, if they have one scale per
     example of `lhs`, per output feature of `rhs`, or per tensor; otherwise they are dequantized first. With a `config`,
-    float operands are quantized here with such scales, and so are the operands of the two gradients; its `lowering`
-    applies to dots only. `key` is for stochastic rounding; `scaling` holds external ranges, as in `octavo.dot_general`.
+    float operands are quantized here with such scales, and so are the operands of the two gradients.
+
+    Args:
+      lhs: the input.
+      rhs: the kernel.
+      window_strides: this and the following geometry as in `jax.lax.conv_general_dilated`.
+      padding: the padding.
+      lhs_dilation: the dilation of the input.
+      rhs_dilation: the dilation of the kernel.
+      dimension_numbers: the axes of input, kernel and output.
+      feature_group_count: the number of feature groups.
+      batch_group_count: the number of batch groups.
+      precision: as in `jax.lax.conv_general_dilated`, for convolutions computed in float.
+      preferred_element_type: the dtype of the result; by default the operands' promoted dtype.
+      out_sharding: the sharding of the result, on a mesh with explicit axes.
+      config: the quantization of the operands; its `lowering` applies to dots only.
+      key: for stochastic rounding.
+      scaling: external ranges, as in `octavo.dot_general`.
+
+    Returns:
+      The convolution of `lhs` and `rhs`.
 
     >>> import octavo
     >>> x, w = jnp.ones((2, 3, 8, 8)), jnp.ones((4, 3, 3, 3))

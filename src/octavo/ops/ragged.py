@@ -97,7 +97,23 @@ def gmm(
     key: PRNGKeyArray | None = None,
     scaling: Scaling | None = None,
 ) -> Array:
-    """`ragged_dot` with the name and options of Megablox; with `transpose_rhs`, `rhs` is [g, n, k]."""
+    """`ragged_dot` with the name and options of Megablox; with `transpose_rhs`, `rhs` is [g, n, k].
+
+    Args:
+      lhs: the rows, sorted by group.
+      rhs: the matrices, one per group.
+      group_sizes: the number of rows of each group.
+      preferred_element_type: the dtype of the result; by default the operands' promoted dtype.
+      group_offset: as in `ragged_dot`, like the remaining arguments.
+      transpose_rhs: whether `rhs` is [g, n, k] instead of [g, k, n].
+      precision: the precision of float dots.
+      config: the quantization of float operands.
+      key: for stochastic rounding.
+      scaling: external ranges.
+
+    Returns:
+      [m, n].
+    """
     if config is not None and transpose_rhs:
         rhs, transpose_rhs = rhs.swapaxes(1, 2), False
     with jax.named_scope(GMM):
@@ -127,8 +143,18 @@ def tgmm(
 ) -> Array:
     """For each group, the matmul of its columns of `lhs` [k, m] and its rows of `rhs` [m, n]: [g, k, n].
 
-    `lhs` has the axes of Megablox; with `rows_first` it is [m, k]. Empty groups give zero, and rows beyond the last
-    group are ignored, even if they are NaN.
+    Empty groups give zero, and rows beyond the last group are ignored, even if they are NaN.
+
+    Args:
+      lhs: the left operand, [k, m] as in Megablox.
+      rhs: the right operand, [m, n].
+      group_sizes: the number of rows of each group, [g].
+      preferred_element_type: the dtype of the result; by default the operands' promoted dtype.
+      rows_first: whether `lhs` is [m, k] instead of [k, m].
+      precision: the precision of float dots.
+
+    Returns:
+      [g, k, n].
 
     >>> tgmm(jnp.ones((1, 3)), jnp.arange(3.0)[:, None], jnp.asarray([2, 0])).tolist()
     [[[1.0]], [[0.0]]]

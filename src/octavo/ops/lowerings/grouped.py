@@ -148,7 +148,7 @@ def _rows_by_groups(lhs: Array, rhs: Array, sizes: Array, contract: int, precisi
 def _rows_by_rows(lhs: Array, rhs: Array, sizes: Array, precision: Any, lowering: str) -> Array:
     @jax.custom_batching.sequential_vmap
     def plain(lhs: Array, rhs: Array, sizes: Array) -> Array:
-        # Rows of no group may hold anything, and kernels may not ignore them.
+        # Rows of no group may hold anything; do not rely on kernels to ignore them.
         rows = Rows(lhs.shape[0], sizes)
         return lax.ragged_dot_general(
             rows.keep(lhs),

@@ -35,8 +35,21 @@ def einsum(
 
     Operands may be QArrays in any mix with arrays; with a `config`, float operands of every pairwise contraction are
     quantized, the one that comes first in the call being its lhs. Steps that contract nothing (an outer product, a
-    diagonal, a sum over an index of one operand) are no matmul and stay in float. `scaling` holds external ranges, as
-    for `dot_general`: a scaling for a single contraction, or a sequence with one for each.
+    diagonal, a sum over an index of one operand) are no matmul and stay in float.
+
+    Args:
+      subscripts: as in `jax.numpy.einsum`.
+      *operands: arrays or QArrays.
+      optimize: as in `jax.numpy.einsum`.
+      precision: as in `jax.numpy.einsum`, for dots computed in float.
+      preferred_element_type: the dtype of the result; by default the operands' promoted dtype.
+      out_sharding: the sharding of the result, on a mesh with explicit axes.
+      config: the quantization of the operands of every contraction.
+      key: for stochastic rounding.
+      scaling: external ranges, as in `octavo.dot_general`: of the single contraction, or a sequence with one for each.
+
+    Returns:
+      The einsum.
 
     >>> import octavo
     >>> x, w = jnp.ones((2, 3, 4)), jnp.ones((4, 5))
@@ -67,6 +80,15 @@ def init_einsum_scaling(
     config: DotConfig, subscripts: Any, /, *operands: Any, optimize: Any = "optimal"
 ) -> Scaling | tuple[Scaling, ...]:
     """The initial state of every tracker of a config, for an einsum of operands of these shapes.
+
+    Args:
+      config: the config of the einsum.
+      subscripts: as in `einsum`.
+      *operands: the operands, or anything with their shapes and dtypes.
+      optimize: as in `einsum`.
+
+    Returns:
+      The `scaling` argument of `einsum`: one scaling, or a tuple with one for each of several contractions.
 
     >>> from octavo.calibration import AmaxHistory
     >>> delayed = {"tracker": AmaxHistory(length=4), "per_tensor": True}
