@@ -26,7 +26,7 @@ from octavo.rules import QuantizationRule, as_rules, get_recipe, recipes
 from octavo.transform.arguments import argument_names
 
 EXAMPLES = "example_inputs"
-"""The attribute of a target's module that gives its inputs where the command line does not."""
+"""The attribute of a target's module with default inputs."""
 
 _SHAPE = re.compile(r"(\w+)\[((?:\d+(?:,\d+)*)?)\]")
 _SHORT = {"f": "float", "bf": "bfloat", "i": "int", "s": "int", "u": "uint"}
@@ -277,7 +277,7 @@ def _importable(directory: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    """Print warnings as lines on stderr, without the line of Octavo that gives them."""
+    """Print warnings as lines on stderr, without their source line."""
 
     def show(message: Any, *_: Any, **__: Any) -> None:
         print(f"warning: {message}", file=sys.stderr)

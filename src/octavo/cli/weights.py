@@ -13,7 +13,7 @@ from octavo.transform import QtProvider
 from octavo.transform.arguments import PARAMETERS, argument_names
 from octavo.transform.jaxpr import as_array_function
 
-# The random streams that Linen models ask for, as octavo.plan gives them.
+# The PRNG streams of Linen models, the same as in octavo.plan.
 _STREAMS = ("params", "dropout", "stochastic_rounding")
 
 

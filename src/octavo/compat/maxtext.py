@@ -1,4 +1,4 @@
-"""MaxText's `quantizations.py`: the quantization that its config asks for, and the functions around it."""
+"""The functions of MaxText's `quantizations.py`: the quantization of a config, and helpers."""
 
 import dataclasses
 import json

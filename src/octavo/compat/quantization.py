@@ -1,4 +1,4 @@
-"""Quantization objects for Flax Linen layers: each gives the operations that a layer takes instead of JAX's own.
+"""Quantization objects for Flax Linen layers: each has the operations that a layer takes instead of JAX's own.
 
 All of them hold a config or rules; only Flax's own float8 operations, which keep amax histories themselves, do not.
 """

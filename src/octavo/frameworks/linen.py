@@ -74,7 +74,7 @@ def _whole(model: nn.Module, provider: QuantizationProvider) -> Quantized:
 
 @contextlib.contextmanager
 def _entered() -> Iterator[None]:
-    """Within this context methods run as they are: the outermost call is quantized already."""
+    """Within this context methods run unchanged: the outermost call is already quantized."""
     token = _inside.set(True)
     try:
         with nn.intercept_methods(_in_module):

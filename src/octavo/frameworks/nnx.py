@@ -113,7 +113,7 @@ def staged(model: Any, provider: QuantizationProvider, methods: Collection[str] 
 
 
 def _converted(model: Any, provider: QuantizationProvider, methods: Collection[str], *, share: bool = False) -> Any:
-    """A copy with the same arrays or variables, whose modules know their paths."""
+    """A copy with the same arrays or variables, whose modules have their paths as attributes."""
     model = nnx.clone(model, variables=not share)
     family = Family(provider, methods)
     for path, module in [*nnx.iter_modules(model)]:

@@ -27,7 +27,7 @@ class Collective:
         kind: The opcode, one of `KINDS`.
         dtype: The HLO dtype of the array.
         shape: The shape of the result on one device.
-        group_size: The number of devices that take part.
+        group_size: The number of devices in a replica group.
         count: How often a run of the program executes it.
         name: The name of the traced operation.
         weights: The arguments whose values, or values computed from them alone, it all-gathers; several if one

@@ -129,7 +129,7 @@ def cost(fn: Any, *args: Any, formats: Mapping[str, FormatLike] | None = None, w
     """The cost of `fn(*args)` by number format, without running it.
 
     Multiply-adds are those of `octavo.verify`: of matmuls and convolutions, in every iteration of a scan. An operand
-    has the bits of the codes that it was computed from, in whatever dtype it is multiplied: those of the format for a
+    has the bits of the codes that it was computed from, whatever the dtype of the matmul: those of the format for a
     QArray, those of the dtype for codes made inside.
 
     Args:

@@ -146,7 +146,7 @@ def plan(
 
     Args:
         fn: A function, or what `quantized` returned.
-        rules: Whatever `quantized` takes for rules; None if `fn` is quantized already.
+        rules: As for `quantized`; None if `fn` is quantized already.
         *args: Its arguments; only their shapes are used.
         weights: Which arguments are weights, as for `quantized`.
         on_unmatched: "error" raises for a rule that matches nothing, or only what earlier rules match, and names the

@@ -73,7 +73,7 @@ def telemetry(fn: Any, rules: Any = None, *, weights: Weights = None, on_unmatch
     """A function that measures how well each number format fits, with the arguments of the loss `fn`.
 
     Args:
-        fn: A loss that returns a scalar or (scalar, aux), or what `quantized` made of one.
+        fn: A loss that returns a scalar or (scalar, aux), or the result of `quantized` on one.
         rules: As for `quantized`; None if `fn` is quantized already.
         weights: As for `quantized`.
         on_unmatched: As for `quantized`.

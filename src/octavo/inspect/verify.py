@@ -28,7 +28,7 @@ class Verification:
         platform: The platform that they are counted for.
         opaque: Kernels, whose FLOPs are missing here.
         unknown_loops: Loops of unknown trip count, whose bodies count once.
-        lowered: The matmuls in StableHLO, if a platform was asked for.
+        lowered: The matmuls in StableHLO, if a platform was given.
 
     >>> Verification((), platform="cpu").share()
     0.0

@@ -1,6 +1,6 @@
 """Converting a model to low precision: parameters are read and quantized one after the other.
 
-An abstract trace of the model tells which parameters are operands of matmuls and along which axes they are contracted;
+An abstract trace of the model finds the parameters that are operands of matmuls, and their contracted axes;
 the rules then give the quantizer of each, exactly as in training. The model is not run.
 """
 

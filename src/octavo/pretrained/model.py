@@ -49,7 +49,7 @@ class PretrainedModel:
       tokenizer: Its tokenizer, if it has one.
       rules: The rules that its matmuls run with where activations are quantized; empty for models in float, and where
         only weights are quantized.
-      origin: Where it comes from: the format and path of the file, its name, and what else is known.
+      origin: The format and path of the file, its name, and further metadata.
     """
 
     config: ModelConfig
@@ -101,7 +101,7 @@ class PretrainedModel:
     def function(self, fn: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """The model as a function of parameters and tokens, or `fn` in its place, with matmuls by the rules.
 
-        QArrays are operands of matmuls as they are; without rules, activations stay in float.
+        QArrays are used directly as operands of matmuls; without rules, activations stay in float.
         """
         return served(functools.partial(apply, self.config) if fn is None else fn, self.rules)
 

@@ -33,7 +33,7 @@ def model_formats() -> tuple[ModelFormat, ...]:
 
 
 def open_model(path: str | Path) -> PretrainedModel:
-    """Open a model: its configuration and tokenizer are read, parameters when they are asked for.
+    """Open a model: its configuration and tokenizer are read, parameters are loaded on demand.
 
     Args:
       path: A model that `octavo quantize` wrote, a run of `octavo train` or one of its checkpoints, a Hugging Face

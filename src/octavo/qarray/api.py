@@ -215,7 +215,7 @@ def from_numpy(arrays: Mapping[str, np.ndarray]) -> QArray:
 
 
 def _plain(x: np.ndarray) -> np.ndarray:
-    """The same bytes under a dtype that NumPy itself knows."""
+    """The same bytes viewed as a dtype of NumPy itself."""
     return x if x.dtype.kind in "iuf" and x.dtype.isbuiltin == 1 else x.view(np.dtype(f"u{x.dtype.itemsize}"))
 
 

@@ -12,7 +12,7 @@ _LAZY = {"record_conversion": "conversion", "render": "kinds", "render_together"
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs flax and orbax when it is asked for."""
+    """Import names that need flax and orbax on first use."""
     if name in _LAZY:
         return getattr(importlib.import_module(f"octavo.report.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'octavo.report' has no attribute {name!r}")

@@ -70,7 +70,7 @@ def tick_labels(ticks: Sequence[Number]) -> list[str]:
 
 
 def extent(values: Iterable[Number | None], *, zero: bool = False, log: bool = False) -> tuple[Number, Number]:
-    """The interval that an axis shows: all values with a margin, and 0 if asked for.
+    """The interval that an axis shows: all values with a margin, and 0 if `zero`.
 
     >>> extent([1.0, None, 3.0], zero=True), extent([])
     ((0.0, 3.15), (0.0, 1.0))

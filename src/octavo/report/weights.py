@@ -15,7 +15,7 @@ _MOST_VALUES = 1 << 25
 
 
 def worst_weights(run: Run) -> tuple[list[dict[str, Any]], str]:
-    """Histograms of the worst weights, and a sentence about where they come from or why there are none."""
+    """Histograms of the worst weights, and a sentence about their source, or why there are none."""
     if run.precision == FLOAT:
         return [], "The run was in float."
     if not (run.directory / "checkpoints").is_dir():

@@ -1,4 +1,4 @@
-"""Every recipe that comes with Octavo."""
+"""The built-in recipes."""
 
 from octavo.calibration import AmaxHistory
 from octavo.ops import Matmul, Operand

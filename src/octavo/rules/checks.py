@@ -134,8 +134,8 @@ def check_tiles(field: str, value: Any) -> Any:
 def contraction_or_square(field: str, tiles: Any) -> tuple[int | float | None, bool]:
     """The tile size along the contraction, and whether the other axis of a weight is tiled as well.
 
-    A rule does not know the axes of the matmuls that it will match. So a mapping must have one of the two forms that
-    apply to all of them: one size along the contraction, {-1: 128} (or {0: 128}, a kernel's contracted axis), and
+    A rule is made before the axes of its matmuls are known. So a mapping must have one of the two forms that apply to
+    all of them: one size along the contraction, {-1: 128} (or {0: 128}, a kernel's contracted axis), and
     square tiles of a weight, {0: 128, 1: 128}.
 
     >>> contraction_or_square("tile_size", ((0, 128), (1, 128)))

@@ -20,7 +20,7 @@ class Recipe(Config):
     Attributes:
         name: The name by which `recipe` finds it.
         summary: What it does, in one sentence.
-        source: Where it comes from: a paper or a repository.
+        source: A paper or a repository.
         rules: Its rules; the first that matches an operation applies.
         exclude: A regular expression of module paths that stay in float, or None.
         alias_of: The recipe of which this is another name.

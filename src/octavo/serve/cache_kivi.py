@@ -89,7 +89,7 @@ class KiviLayer:
         times = jnp.concatenate([self._ring_positions(index.starts), index.positions], axis=1)
         floats = [_concatenate(a, b) for a, b in zip(before, now, strict=True)]
         quantized = self._quantize_old(floats, times, index)
-        # Reading waits for writing: fused with it, the write would not be in place.
+        # A barrier before reading: if fused with the read, the write would not be in place.
         quantized = list(jax.lax.optimization_barrier(tuple(quantized)))
         old = self.num_quantized(index.positions + 1)
         fresh = (times[:, None] >= old[:, :, None]) & (times[:, None] <= index.positions[:, :, None])

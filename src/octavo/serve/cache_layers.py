@@ -59,7 +59,7 @@ class PositionLayer:
         new = PositionLayer(
             self.keys.write(keys, index.rows, index.starts), self.values.write(values, index.rows, index.starts)
         )
-        # Reading waits for writing: fused with it, the write would not be in place.
+        # A barrier before reading: if fused with the read, the write would not be in place.
         keys, values = jax.lax.optimization_barrier((new.keys, new.values))
         new = PositionLayer(keys, values)
         part = KVBlock(keys.select_slots(index.rows), values.select_slots(index.rows), until=index.positions + 1)

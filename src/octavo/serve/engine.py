@@ -28,7 +28,7 @@ class Request:
 class Event:
     """A token of a request, or its end.
 
-    `text` is what the token adds to the text: complete characters only, so it may be empty and come with a later token.
+    `text` is what the token adds to the text: complete characters only, so it may be empty and part of a later event.
     The last event of a request has a `finish`: "stop" (an end-of-text token or a stop text), "length" (`max_tokens`, or
     the cache is full), "cancelled" (without a token: -1), or "error" (the logits were NaN).
     """
@@ -39,7 +39,7 @@ class Event:
     logprob: float = 0.0
     finish: str | None = None
     top: tuple[tuple[int, float], ...] = ()
-    """The most probable tokens and their log probabilities, as many as the request asked for."""
+    """The most probable tokens and their log probabilities, `logprobs` of them."""
 
 
 class ContextLengthError(ValueError):

@@ -1,6 +1,6 @@
 """Decoding with one CPU kernel call per layer: see `octavo.kernels.decode_layer`.
 
-The model's own code, which also runs prefill, is the reference, and runs where `unsupported_reason` gives one.
+The model's own code, which also runs prefill, is the reference, and is used if `unsupported_reason` returns a reason.
 """
 
 import dataclasses

@@ -128,7 +128,7 @@ class Programs:
         positions = start + jnp.arange(self.chunk, dtype=jnp.int32)[None]
         cache = state.cache.at(slot[None], counts=count[None])
         logits, _, cache = self._model(params, tokens, positions, cache=cache, last=count[None] - 1)
-        # The first chunk resets the slot. Padding is no token.
+        # The first chunk resets the slot. Padding does not count as context.
         in_context = jnp.where(start == 0, False, jax.lax.dynamic_slice_in_dim(state.in_context, slot, 1))
         real = jnp.arange(self.chunk) < count
         in_context = in_context.at[0, jnp.where(real, tokens[0], self.config.vocab_size)].set(True, mode="drop")

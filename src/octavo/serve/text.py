@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "\ufffd"
-"""What a decoder gives for bytes of an incomplete character."""
+"""The replacement character, which decoders return for incomplete characters."""
 _CONTEXT = 4
 """Tokens of the prompt that are decoded together with the first tokens of the answer."""
 

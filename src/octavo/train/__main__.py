@@ -58,7 +58,7 @@ def _load_and_train(argv: Sequence[str]) -> int:
         schedule = training_schedule(config)
     except distributed.ConnectionLostError as error:
         return _fail(str(error), FAILED)
-    except ValueError as error:  # a mesh or rules that cannot be made of these settings
+    except ValueError as error:  # settings from which no mesh or rules can be made
         return _fail(str(error), USAGE)
     return _train(config, sources, {"mesh": mesh, "schedule": schedule})
 

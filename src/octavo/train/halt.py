@@ -59,7 +59,7 @@ def _not_finite(tree: Any) -> list[tuple[str, int, int]]:
 
 
 class StopSignal:
-    """The signal that asked to stop, if one did."""
+    """The stop signal that was received, if any."""
 
     by: signal.Signals | None = None
 

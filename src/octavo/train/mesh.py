@@ -120,7 +120,7 @@ def _grid(devices: list[Any], groups: list[list[Any]], sizes: AxisSizes, axes: S
     if len(groups) > 1:
         text = f"{_product('dcn', sizes.dcn)}, but the devices are in {len(groups)} slices"
         raise ConfigError([text])
-    # No slices on this platform: consecutive devices stand for them.
+    # No slices on this platform: consecutive devices are used as slices.
     return _blocks(np.asarray(devices, object), ici, dcn)
 
 

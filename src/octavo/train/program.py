@@ -28,7 +28,7 @@ from octavo.train.step import Batch, TrainState, TrainStep, make_loss, make_mask
 from octavo.transform import quantized, scheduled
 
 STOP = "stop"
-"""The metric with the signal by which any process was asked to stop, where there are several."""
+"""The metric of multi-process runs with the stop signal that any process received."""
 
 
 def model_config(config: Config, vocab_size: int = 0) -> ModelConfig:
@@ -212,7 +212,7 @@ class Program:
         return dataclasses.replace(found, quant=self._with_error_feedback_shardings(found.quant))
 
     def _with_error_feedback_shardings(self, quant: Any) -> Any:
-        """The shardings of the quantization state, where error feedback is sharded as its reduce-scatter says."""
+        """The shardings of the quantization state, where error feedback is sharded as in its reduce-scatter."""
         if not any(isinstance(rule, QtRule) and rule.reduce_feedback for rule in self.rules):
             return quant
         low = quantized(self.loss, self.rules, weights="params", shardings=self.weight_shardings)

@@ -1,8 +1,8 @@
 """Quantization rules and their schedule, from the configuration.
 
-One registry of recipes serves every value of `quantization`. With `use_qwix_quantization=true` a name means the rules
+The values of `quantization` are recipes of one registry. With `use_qwix_quantization=true` a name means the rules
 of the recipe; with `false` the names that AQT has mean its numerics: gradients of integers are rounded stochastically
-and residuals are quantized again from float, and `fp8` is delayed scaling. Names that only one of them knows are the
+and residuals are quantized again from float, and `fp8` is delayed scaling. Names that only one of them has are the
 recipe under both.
 """
 
@@ -67,7 +67,7 @@ def training_schedule(config: Config) -> Schedule:
 
 
 def with_communication(schedule: Schedule, config: Config, mesh: Any, batch: Any) -> Schedule:
-    """A schedule with the collectives that the configuration asks for, where a rule does not set them itself.
+    """A schedule with the quantized collectives of the configuration, unless a rule sets its own.
 
     Args:
       schedule: The rules by stages.
@@ -190,7 +190,7 @@ def _with_local_shards(rule: QuantizationRule, config: Config) -> QuantizationRu
 
 
 def _with_accumulator(rule: QuantizationRule, config: Config) -> QuantizationRule:
-    """A rule with the accumulator of weight gradients that the configuration asks for."""
+    """A rule with the configured accumulator of weight gradients."""
     accumulator = config.weight_gradient_accumulator
     if not accumulator or rule.skip or not isinstance(rule, QtRule):
         return rule

@@ -1,6 +1,6 @@
 """Shardings: logical names for the axes of parameters and activations, and rules from them to mesh axes.
 
-The model knows nothing of them: the logical axes of a parameter are looked up by its path.
+The model is independent of them: the logical axes of a parameter are looked up by its path.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ def logical_axes(path: str, ndim: int) -> tuple[str | None, ...]:
 
 
 def partition_spec(names: tuple[str | None, ...], mesh: Any, rules: Rules) -> PartitionSpec:
-    """The spec of named axes. A mesh axis of size > 1 goes to the first array axis whose rule names it."""
+    """The spec of named axes. A mesh axis of size > 1 shards the first array axis whose rule names it."""
     taken: set[str] = set()
     parts: list[Any] = []
     for name in names:

@@ -83,7 +83,7 @@ class Trainer(Program):
         return floats if self.is_single_device else distributed.shard_tree(floats, self.state_shardings.params)
 
     def quantized_params(self) -> Any:
-        """The parameters as they are served: QArrays where a rule quantizes them, sharded as the parameters are."""
+        """The parameters for serving: QArrays where a rule quantizes them, sharded like the parameters."""
         low = quantized(self.loss, self.rules, weights="params")
         quantizers = low.stored_quantizers(*self.loss_arguments)
 
@@ -120,7 +120,7 @@ class Trainer(Program):
         """Take one step and return its metrics, which are still being computed.
 
         Args:
-          stop: The signal by which this process was asked to stop; the step passes it on to other processes.
+          stop: The stop signal that this process received, if any; the step passes it on to other processes.
         """
         now = self.now
         if is_mask_update_step(self.config, now):

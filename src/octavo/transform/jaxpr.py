@@ -171,7 +171,7 @@ def custom_body(eqn: Equation) -> Jaxpr:
 
 @functools.lru_cache(maxsize=4096)
 def has_matmul(jaxpr: Jaxpr, opaque: bool) -> bool:
-    """Whether a jaxpr has a matmul, also in the bodies of loops and calls (and of opaque ones, if asked).
+    """Whether a jaxpr has a matmul, also in the bodies of loops and calls (and, if `opaque`, of opaque calls).
 
     Matmuls of `octavo.ops` with their own config count as well.
     """

@@ -206,7 +206,7 @@ def layer_origin(origin: Origin) -> Origin:
 
 
 def stored_quantizer(quantizer: Quantizer, origin: Origin, shape: Sequence[int], leaf_ndim: int) -> Quantizer | None:
-    """The quantizer of a parameter that gives the same codes as that of an operand which is the parameter rearranged.
+    """The quantizer of a stored parameter with the same codes as `quantizer` on an operand that rearranges it.
 
     None if there is none, for example where a reshape merged a contracted axis with another one.
     """

@@ -132,7 +132,7 @@ class _Shard:
 
 
 def find_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """The files to open for a path, and which of them each tensor is in where an index says so."""
+    """The files to open for a path, and the file of each tensor if there is an index."""
     if path.is_dir():
         return _in_folder(path)
     if path.name.endswith(".index.json"):

@@ -1,4 +1,4 @@
-"""The configuration of a training run: its keys, where their values come from, and its text forms."""
+"""The configuration of a training run: its keys, the sources of their values, and its text forms."""
 
 from octavo.train.config.load import Loaded, Sources, load
 from octavo.train.config.schema import GROUPS, Config, keys

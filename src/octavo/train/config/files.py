@@ -10,7 +10,7 @@ from octavo._names import did_you_mean, unknown_name
 from octavo.train.config.values import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-"""The files that come with Octavo."""
+"""The directory of the built-in configuration files."""
 
 type Text = str | list[str]
 
@@ -46,7 +46,7 @@ def model(name: str, beside: list[Path]) -> list[Layer]:
 
 
 def models() -> tuple[str, ...]:
-    """The names of the models that come with Octavo, sizes in their order.
+    """The names of the built-in models; those named by size, such as `10m`, are first and in order.
 
     >>> "llama-1b" in models()
     True

@@ -1,6 +1,6 @@
 """Keys of MaxText that Octavo does not have: some are accepted without effect, others have a replacement.
 
-Commands from MaxText's guides run, or the error says what to write instead.
+Commands from MaxText's guides run, or raise an error that names the replacement.
 """
 
 import re

@@ -283,7 +283,7 @@ def keys() -> dict[str, Key]:
 
 
 def _validate(given: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The values as they are stored, and all problems; conflicts are not looked for among keys with a bad value."""
+    """The values as they are stored, and all problems; keys with an invalid value are not checked for conflicts."""
     fields = {field.name: field for field in dataclasses.fields(Config)}
     problems = [Problem((), unknown_key(name, fields)) for name in given if name not in fields]
     values = {}

@@ -86,7 +86,7 @@ def format_config(config: Config, sources: Mapping[str, str] | None = None) -> s
 
 
 def to_yaml(config: Config, *, comments: bool = False) -> str:
-    """All keys by groups, as a file that gives the same configuration; with comments, each key with its help.
+    """All keys by groups, as a file with the same configuration; with comments, each key with its help.
 
     >>> to_yaml(Config(steps=5)).splitlines()[:4]
     ['# Run', "run_name: ''", 'base_output_directory: runs', 'steps: 5']
@@ -109,7 +109,7 @@ def base_yaml() -> str:
 
 
 def with_tables(page: str) -> str:
-    """A page with its tables of keys, between `<!-- keys -->` and `<!-- end -->`, as they are now."""
+    """A page with its tables of keys, between `<!-- keys -->` and `<!-- end -->`, updated."""
     head = ["| key | default | meaning | allowed |", "|---|---|---|---|"]
     parts = [
         "\n".join([f"### {title}", "", *head, *(_row(field) for field in _fields(group))])

@@ -1,7 +1,7 @@
 """The keys of a configuration: types, ranges, choices, and how texts are parsed.
 
-Every source (YAML, environment, command line) gives texts, and one parser per type reads them all, so that a value
-means the same wherever it is written.
+Every source (YAML, environment, command line) has its values as text, and there is one parser per type, so that a
+value means the same in all sources.
 """
 
 import dataclasses
@@ -131,7 +131,7 @@ def format_value(value: Any) -> str:
 
 
 def parse(field: dataclasses.Field, text: str | list[str]) -> Any:
-    """The value that a text, or a list of texts, stands for.
+    """Parse a text, or a list of texts, as the value of a field.
 
     >>> import dataclasses
     >>> from octavo.train.config import Config
