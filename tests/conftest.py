@@ -29,6 +29,8 @@ import pytest
 from hypothesis import settings
 
 DATA = Path(__file__).parents[1] / ".cache" / "data"
+# The packages that annotate shapes: checking every call of the others would make tracing a third slower for nothing.
+SHAPED = ("calibration", "kernels", "models", "numerics", "qarray", "serve")
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -52,7 +54,7 @@ def pytest_configure(config):
     if found and config.getoption("--shapes") == "check":
         from jaxtyping import install_import_hook
 
-        install_import_hook("octavo", "beartype.beartype")
+        install_import_hook([f"octavo.{package}" for package in SHAPED], "beartype.beartype")
 
 
 @pytest.fixture(autouse=True)
