@@ -80,7 +80,13 @@ def test_without_a_compiler_the_wheel_is_for_every_platform(unpacked, tmp_path):
 @pytest.mark.slow
 def test_the_wheel_has_what_the_program_reads(built):
     names = zipfile.ZipFile(built).namelist()
-    for name in ("py.typed", "train/configs/base.yml", "report/style.css", "kernels/cpu/matvec.cc"):
+    for name in (
+        "py.typed",
+        "train/configs/base.yml",
+        "report/templates/style.css",
+        "report/templates/run.html",
+        "kernels/cpu/matvec.cc",
+    ):
         assert f"octavo/{name}" in names
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
 

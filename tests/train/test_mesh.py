@@ -329,7 +329,7 @@ def explicit_losses(mode: str, steps: int, **changes) -> list[float]:
     return [float(trainer.step()["learning/loss"]) for _ in range(steps)]
 
 
-@pytest.mark.slow
+@pytest.mark.codegen
 @pytest.mark.parametrize(
     ("recipe", "mesh", "changes"),
     [

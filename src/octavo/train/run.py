@@ -256,17 +256,13 @@ class _Run:
         if not self.config.enable_checkpointing:
             return
         trainer = self.trainer
-        schedule = trainer.recipe_schedule
         extra = {
             "seconds": time.perf_counter() - self.began,
             "training_seconds": self.training,
             "loss": self.loss,
             "eval_loss": self.eval_loss,
             "data": trainer.data.describe(),
-            "config": self.config.to_dict(),
-            # The model and its precision, to read the parameters without a trainer.
-            "model": json.loads(trainer.model.replace(placement=()).to_json()),
-            "rules": json.loads(rules_to_json(schedule.at(max(0, trainer.now - 1))[0])),
+            **_description(trainer),
         }
         self.checkpoints.save(trainer.now, trainer.state, extra)
         self.saved = trainer.now
@@ -332,6 +328,16 @@ def _metric_writer(config: Config, start_step: int) -> MetricWriter:
     )
 
 
+def _description(trainer: Trainer) -> dict[str, Any]:
+    """The configuration, the model and its rules, to read parameters without a trainer."""
+    rules, *_ = trainer.recipe_schedule.at(max(0, trainer.now - 1))
+    return {
+        "config": trainer.config.to_dict(),
+        "model": json.loads(trainer.model.replace(placement=()).to_json()),
+        "rules": json.loads(rules_to_json(rules)),
+    }
+
+
 def _save_quantized(trainer: Trainer, log: Log) -> None:
     path = trainer.config.save_quantized_params_path
     if not path:
@@ -339,7 +345,7 @@ def _save_quantized(trainer: Trainer, log: Log) -> None:
     params = trainer.quantized_params()
     before, after = (sum(x.nbytes for x in jax.tree.leaves(p)) for p in (trainer.state.params, params))
     with CheckpointManager(Path(path), asynchronous=False) as checkpoints:
-        checkpoints.save(trainer.now, {"params": params}, {"config": trainer.config.to_dict()}, force=True)
+        checkpoints.save(trainer.now, {"params": params}, _description(trainer), force=True)
     log(f"quantized parameters: {before / 2**20:.1f} MiB -> {after / 2**20:.1f} MiB, in {path}")
 
 
