@@ -1,6 +1,6 @@
 # `make` lists the targets. The first one that needs Python makes .venv; later runs start at once.
 .DEFAULT_GOAL := help
-.PHONY: help test test-slow lint format train data bench docs lock clean FORCE
+.PHONY: help test test-slow fuzz lint format train data bench docs lock clean FORCE
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -23,8 +23,11 @@ test: $(STAMP) ## run the tests (ARGS="-k rounding" narrows them)
 
 test-slow: $(STAMP) ## run the tests that `make test` leaves out (needs `make data` and scripts/browser)
 	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m pytest --shapes=trust -m "(slow or data or browser) and not codegen" $(ARGS)
-	$(PYTHON) -m pytest --shapes=trust -m codegen $(ARGS)
+	$(PYTHON) -m pytest --shapes=trust --dist=load -m codegen $$(grep -rl --include='test_*.py' mark.codegen tests) $(ARGS)
 	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m pytest --shapes=trust -n0 -m multiprocess tests/checkpoint tests/train/multiprocess $(ARGS)
+
+fuzz: $(STAMP) ## random cases against independent references (SECONDS=1800 for each kind, ARGS="products --seed 1")
+	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m tests.fuzz --seconds $(or $(SECONDS),60) $(ARGS)
 
 lint: $(STAMP) ## check format, style, types, layers and dependencies
 	$(PYTHON) -m ruff format --check
@@ -37,9 +40,9 @@ format: $(STAMP) ## format the code and fix what ruff can
 	$(PYTHON) -m ruff check --fix-only --exit-zero
 	$(PYTHON) -m ruff format
 
-train: $(STAMP) ## train a small language model in float and in int8 side by side, and compare them
+train: $(STAMP) ## train a small language model in float and in int8 side by side (ARGS="steps=20 seeds=1" is shorter)
 	$(PYTHON) -m octavo compare quantization=int8 use_qwix_quantization=true run_name=int8-and-float fresh=true \
-	    steps=80 seeds=2 $(ARGS)
+	    $(or $(ARGS),steps=80 seeds=2)
 
 data: $(STAMP) ## fetch real data into .cache/data (ARGS="enwik8" for some of it)
 	$(PYTHON) scripts/data $(ARGS)
@@ -50,8 +53,10 @@ bench: $(STAMP) ## run every benchmark and write docs/benchmarks.md (ARGS=--quic
 docs: $(STAMP) ## build the documentation into site/, offline; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
+# All extras but `tpu` and `cuda`, the compilers of accelerators: a gigabyte that only `octavo compile` needs.
+LOCKED := flax equinox training models serve completion examples docs
 lock: $(STAMP) ## pin again after a change of dependencies (ARGS=--upgrade: newest versions)
-	$(PYTHON) -m uv pip compile pyproject.toml --universal --python-version 3.12 --all-extras --group dev \
+	$(PYTHON) -m uv pip compile pyproject.toml --universal --python-version 3.12 $(LOCKED:%=--extra %) --group dev \
 	    --group oracles --generate-hashes --no-annotate --custom-compile-command "make lock" \
 	    --quiet --output-file requirements.lock $(ARGS) >/dev/null
 

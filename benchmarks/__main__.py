@@ -44,6 +44,7 @@ SCRIPTS = (
     Script("memory", "Memory"),
     Script("convert", "Converting a model"),
     Script("convergence", "Convergence"),
+    Script("optimizers", "Optimizers"),
     Script("probe", "Telemetry"),
     Script("startup", "Importing"),
 )

@@ -2,7 +2,7 @@
 
     python benchmarks/convert.py [--recipe int4] [--layers 16] [--quick] [--json FILE]
 
-Writes a random Llama of 1.2 billion parameters as Hugging Face has it (bfloat16, 2.5 GB, in a temporary directory),
+Writes a random Llama of 1.2 billion parameters in Hugging Face's layout (bfloat16, 2.5 GB, in a temporary directory),
 converts it with `octavo quantize` in a process of its own, and compares its peak memory with a budget: that of a
 process after converting a tiny model, plus the result, plus 1.2 times the largest parameter.
 """
@@ -23,7 +23,7 @@ from octavo.files.safetensors import Info, Lazy, write
 from octavo.models import ModelConfig, abstract_params
 from octavo.pretrained.huggingface import describe_model
 from octavo.pretrained.model import PretrainedModel
-from octavo.pretrained.names import huggingface_names, is_transposed
+from octavo.pretrained.names import HUGGINGFACE, is_transposed
 
 SIZES = {"emb_dim": 2048, "num_query_heads": 32, "num_kv_heads": 8, "head_dim": 64, "mlp_dim": 8192}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -34,7 +34,7 @@ def write_random(config: ModelConfig, folder: Path) -> int:
     shapes = {path: leaf.shape for path, leaf in flatten_paths(abstract_params(config)).items()}
     rng = np.random.default_rng(0)
     tensors = {}
-    for path, name in huggingface_names(config).items():
+    for path, name in HUGGINGFACE.param_names(abstract_params(config)).items():
         shape = shapes[path][::-1] if is_transposed(path) else shapes[path]
 
         def make(shape: tuple[int, ...] = tuple(shape)) -> np.ndarray:

@@ -75,7 +75,7 @@ def main() -> None:
     usual = (9, 10, 16_384) if options.quick else (30, LAYERS, VOCAB)
     asked = (options.repeats, options.layers, options.vocab)
     repeats, layers, vocab = (a or b for a, b in zip(asked, usual, strict=True))
-    method = f"{kernels.status()}; {layers} layers, {vocab} words; best of {repeats} interleaved rounds"
+    method = f"{kernels.status()}; {layers} layers, vocabulary {vocab}; best of {repeats} interleaved rounds"
     results = Results(method=method, file=options.json)
     weights = {name: model(spec, layers=layers, vocab=vocab) for name, spec in FORMATS.items()}
     for batch in options.batch:

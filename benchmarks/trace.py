@@ -3,8 +3,8 @@
     python benchmarks/trace.py [--quick] [--json FILE] [--layers 12]
 
 The gradient of a Linen transformer whose layers are written out one by one, width 256, 8 heads. All matmuls are
-quantized; in the rows "linear" those of the linear layers, as in MaxText. Each contender is traced and compiled anew
-in every interleaved round; the fastest counts. The size of the jaxpr is in equations at any depth and in
+quantized; in the rows "linear" those of the linear layers, as in MaxText. Each implementation is traced and compiled
+anew in every interleaved round; the fastest counts. The size of the jaxpr is in equations at any depth and in
 lines when printed.
 """
 

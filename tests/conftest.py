@@ -88,11 +88,14 @@ def missing(item):
         yield f"make data ARGS={absent[0]!r}" if len(absent) == 1 else f"make data ARGS='{' '.join(absent)}'"
     if item.get_closest_marker("browser") and not shutil.which("chromium"):
         yield "scripts/browser"
+    for marker in item.iter_markers("compiler"):
+        if not importlib.util.find_spec({"tpu": "libtpu", "cuda": "jax_cuda12_plugin"}[marker.args[0]]):
+            yield f"pip install 'octavo[{marker.args[0]}]'"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Deselect the tests that need data or a browser that are not here; the last line of the run says so."""
+    """Deselect the tests whose data, browser or compiler is not here; the last line of the run says so."""
     left_out: dict[str, int] = {}
     here, absent = [], []
     for item in items:

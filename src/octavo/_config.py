@@ -3,9 +3,10 @@
 import dataclasses
 import html
 import json
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from octavo._names import did_you_mean
+from octavo._names import did_you_mean, unknown_name
 
 
 class Config:
@@ -53,14 +54,29 @@ class Config:
         return f"<div><b>{type(self).__name__}</b>{f'<table>{rows}</table>' if rows else ''}</div>"
 
 
+def check_choices(config: Any, **known: Iterable[str]) -> None:
+    """Raise unless each of these fields has one of its known values."""
+    for name, choices in known.items():
+        value = getattr(config, name)
+        if value not in choices:
+            raise ValueError(f"unknown {name} {value!r}: {unknown_name(value, choices)}")
+
+
+def check_least(config: Any, least: int, *names: str) -> None:
+    """Raise unless each of these fields is at least a number."""
+    for name in names:
+        if not getattr(config, name) >= least:
+            raise ValueError(f"{name} is at least {least}, got {getattr(config, name)}")
+
+
 def _class_name(cls: type) -> str:
     return cls.__name__ if cls.__module__.startswith("octavo.") else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _encode(value: Any) -> Any:
     if isinstance(value, Config):
-        fields = {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}  # pyrefly: ignore
-        return {"class": _class_name(type(value)), **fields}
+        fields = [f.name for f in dataclasses.fields(value) if f.init]  # pyrefly: ignore
+        return {"class": _class_name(type(value)), **{name: _encode(getattr(value, name)) for name in fields}}
     if isinstance(value, tuple):
         return [_encode(v) for v in value]
     return value

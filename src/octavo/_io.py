@@ -10,7 +10,7 @@ from typing import IO, Any
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str], mode: str = "wb", **kwargs: Any) -> Iterator[IO[Any]]:
-    """Open a temporary file beside `path` that replaces it when the block ends without an exception.
+    """Open a temporary file next to `path` that replaces it when the block ends without an exception.
 
     The contents are on the disk before the name is, so that a crash leaves the old file or the new one. Readers never
     see a partial file, and concurrent writers do not mix.

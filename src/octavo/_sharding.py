@@ -24,6 +24,19 @@ def explicit(x: Any) -> NamedSharding | None:
     return sharding if typed else None
 
 
+def explicit_shardings(*arrays: Any) -> tuple[Any, ...]:
+    """The explicit shardings of arrays, which their gradients need as `out_sharding`; all None without explicit axes.
+
+    An array on no mesh is replicated on the mesh of the others.
+    """
+    found = [explicit(x) for x in arrays]
+    mesh = next((sharding.mesh for sharding in found if sharding is not None), None)
+    if mesh is None:
+        return tuple(found)
+    replicated = [NamedSharding(mesh, PartitionSpec(*(None,) * x.ndim)) for x in arrays]
+    return tuple(own or other for own, other in zip(found, replicated, strict=True))
+
+
 def spec_of(sharding: Spec) -> PartitionSpec:
     """The partition spec of a sharding; a partition spec itself."""
     return sharding.spec if isinstance(sharding, NamedSharding) else sharding
@@ -79,8 +92,8 @@ def check_not_unreduced(x: jax.Array) -> None:
     pending = manual_axes(x, "unreduced") | (frozenset() if typed is None else typed.spec.unreduced)
     if pending:
         raise ValueError(
-            f"an array that is unreduced over {', '.join(map(repr, sorted(pending)))} is a sum that was not taken, and "
-            "its parts cannot be rounded: sum it first, by jax.sharding.reshard, or by jax.lax.psum in a shard_map"
+            f"an array that is unreduced over {', '.join(map(repr, sorted(pending)))} holds partial sums, which cannot "
+            "be quantized: reduce it first, by jax.sharding.reshard, or by jax.lax.psum in a shard_map"
         )
 
 
@@ -90,44 +103,63 @@ def without_reduced(x: jax.Array) -> jax.Array:
     The gradient still is typed unreduced, but is reduced on the way; only a custom_vjp avoids that reduction. Raises
     for an unreduced array.
     """
-    check_not_unreduced(x)
     typed, inside = explicit(x), manual_axes(x, "reduced")
+    if typed is not None or manual_axes(x, "unreduced"):
+        check_not_unreduced(x)
     if typed is not None and typed.spec.reduced:
         x = jax.sharding.reshard(x, plain(typed))
     return jax.lax.pcast(x, tuple(sorted(inside)), to="varying") if inside else x
 
 
+def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Make arrays varying over the same axes of a shard_map, as its type system requires of a custom_vjp.
+
+    For an array that is replicated while another is not, the transpose of this cast is a psum over devices; for one
+    that is `reduced`, the gradient is unreduced instead.
+    """
+    varying = [manual_axes(x, "varying") for x in arrays]
+    every = frozenset().union(*varying, *(manual_axes(x, "reduced") for x in arrays))
+    if not every:
+        return arrays
+    for x in arrays:
+        check_not_unreduced(x)
+    return tuple(
+        jax.lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x
+        for x, own in zip(arrays, varying, strict=True)
+    )
+
+
 def reshard_for_broadcast(part: jax.Array, x: jax.Array) -> jax.Array:
     """Reshard a scale, or any array to be broadcast against `x`, like `x` along axes of equal size."""
-    where = explicit(x)
-    if where is None:
+    typed = explicit(x)
+    if typed is None:
         return part
-    cut = [p if n == m else None for p, n, m in zip(partitions(where, x.ndim), part.shape, x.shape, strict=True)]
-    spec = PartitionSpec(*cut, reduced={*where.spec.reduced, *where.spec.unreduced})
-    return jax.sharding.reshard(part, NamedSharding(where.mesh, spec))
+    parts = [p if n == m else None for p, n, m in zip(partitions(typed, x.ndim), part.shape, x.shape, strict=True)]
+    spec = PartitionSpec(*parts, reduced={*typed.spec.reduced, *typed.spec.unreduced})
+    return jax.sharding.reshard(part, NamedSharding(typed.mesh, spec))
 
 
 def reshard_if_explicit(x: Any, sharding: Any) -> Any:
     """Reshard an array on a mesh with explicit axes; a no-op elsewhere."""
-    where = explicit(x)
-    if sharding is None or where is None or spec_of(sharding) == where.spec:
+    typed = explicit(x)
+    if sharding is None or typed is None or spec_of(sharding) == typed.spec:
         return x
     return jax.sharding.reshard(x, sharding)
 
 
-def restore_reduced(x: jax.Array, where: NamedSharding | None) -> jax.Array:
-    """Reshard an array computed from `without_reduced(x)` to be reduced like `x`, whose sharding is `where`."""
-    return reshard_if_explicit(x, where) if where is not None and where.spec.reduced else x
+def restore_reduced(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+    """Reshard an array computed from `without_reduced(y)` to be reduced like `y`, which has this sharding."""
+    return reshard_if_explicit(x, sharding) if sharding is not None and sharding.spec.reduced else x
 
 
 def replicate_axes(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
     """Replicate an array along some of its axes, by default all."""
-    where = explicit(x)
-    if where is None:
+    typed = explicit(x)
+    if typed is None:
         return x
     gone = range(x.ndim) if axes is None else axes
-    parts = (None if axis in gone else part for axis, part in enumerate(partitions(where, x.ndim)))
-    return reshard_if_explicit(x, with_spec(where, PartitionSpec(*parts, reduced=where.spec.reduced)))
+    parts = (None if axis in gone else part for axis, part in enumerate(partitions(typed, x.ndim)))
+    return reshard_if_explicit(x, with_spec(typed, PartitionSpec(*parts, reduced=typed.spec.reduced)))
 
 
 def repeat(x: jax.Array, times: int, axis: int) -> jax.Array:
@@ -138,37 +170,37 @@ def repeat(x: jax.Array, times: int, axis: int) -> jax.Array:
     return wide.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
-def split(x: jax.Array, cuts: Sequence[Sequence[int]]) -> jax.Array:
+def split(x: jax.Array, splits: Sequence[Sequence[int]]) -> jax.Array:
     """Split each axis into several; the first of them keeps the axis's mesh axes, if they divide it.
 
     >>> split(jnp.ones((4, 6)), [(4,), (2, 3)]).shape
     (4, 2, 3)
     """
-    shape, where = [n for cut in cuts for n in cut], explicit(x)
-    if where is None or len(shape) == x.ndim:
+    shape, typed = [n for new in splits for n in new], explicit(x)
+    if typed is None or len(shape) == x.ndim:
         return x.reshape(shape)
-    sizes, parts = where.mesh.shape, list(partitions(where, x.ndim))
-    for axis, cut in enumerate(cuts):
-        if len(cut) > 1 and cut[0] % math.prod(sizes[name] for name in names(parts[axis])):
+    sizes, parts = typed.mesh.shape, list(partitions(typed, x.ndim))
+    for axis, new in enumerate(splits):
+        if len(new) > 1 and new[0] % math.prod(sizes[name] for name in names(parts[axis])):
             parts[axis] = None
-    x = reshard_if_explicit(x, with_spec(where, PartitionSpec(*parts, reduced=where.spec.reduced)))
-    spread = [p for cut, part in zip(cuts, parts, strict=True) for p in (part, *(None,) * (len(cut) - 1))]
-    spec = PartitionSpec(*spread, reduced=where.spec.reduced)
-    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(where.mesh, spec))
+    x = reshard_if_explicit(x, with_spec(typed, PartitionSpec(*parts, reduced=typed.spec.reduced)))
+    spread = [p for new, part in zip(splits, parts, strict=True) for p in (part, *(None,) * (len(new) - 1))]
+    spec = PartitionSpec(*spread, reduced=typed.spec.reduced)
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(typed.mesh, spec))
 
 
 def merge(x: jax.Array, widths: Sequence[int]) -> jax.Array:
     """The inverse of `split`: merge each run of `widths[i]` axes into one."""
     starts = [sum(widths[:i]) for i in range(len(widths))]
     shape = [math.prod(x.shape[start : start + width]) for start, width in zip(starts, widths, strict=True)]
-    where = explicit(x)
-    if where is None or len(shape) == x.ndim:
+    typed = explicit(x)
+    if typed is None or len(shape) == x.ndim:
         return x.reshape(shape)
-    parts = partitions(where, x.ndim)
+    parts = partitions(typed, x.ndim)
     spec = PartitionSpec(
-        *(parts[start] for start in starts), unreduced=where.spec.unreduced, reduced=where.spec.reduced
+        *(parts[start] for start in starts), unreduced=typed.spec.unreduced, reduced=typed.spec.reduced
     )
-    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(where.mesh, spec))
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(typed.mesh, spec))
 
 
 def drop_axes_used_by(sharding: Spec, parts: Sequence[Any], first: Sequence[int]) -> Spec:

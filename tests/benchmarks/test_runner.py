@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-HELPERS = {"__main__", "peers", "timing", "torch_peer", "torch_step"}
+# `accelerators` needs the compilers of TPUs and GPUs, `ptq` a model and texts: they are run by hand.
+HELPERS = {"__main__", "accelerators", "peers", "ptq", "timing", "torch_peer", "torch_step"}
 
 
 @pytest.fixture

@@ -286,5 +286,5 @@ def test_a_read_only_directory_can_be_read(nobody):
         with pytest.raises(CheckpointError, match=text):
             manager.save(2, {"w": 2})
         assert manager.all_steps() == [1]
-    with pytest.raises(CheckpointError, match=rf"{nobody}/new cannot be made: \[Errno 13\]"):
+    with pytest.raises(CheckpointError, match=rf"{nobody}/new cannot be created: \[Errno 13\]"):
         CheckpointManager(nobody / "new")

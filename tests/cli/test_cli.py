@@ -7,7 +7,7 @@ import pytest
 import octavo
 from octavo.cli import main, make_parser
 
-COMMANDS = ("doctor", "plan", "verify", "quantize", "eval", "serve", "generate", "report", "completion")
+COMMANDS = ("doctor", "plan", "verify", "compile", "quantize", "eval", "serve", "generate", "report", "completion")
 
 
 def test_help_names_the_commands_and_what_to_type_next(capsys):
@@ -47,9 +47,21 @@ def test_the_parser_of_all_commands_imports_neither_jax_nor_numpy():
     assert make_parser().prog == "octavo"
 
 
+def test_the_help_of_train_does_not_import_jax():
+    script = "import sys, octavo.cli; octavo.cli.main(['train', '--help']); assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
 def test_public_names_are_imported_when_they_are_used():
     assert all(getattr(octavo, name) is not None for name in octavo.__all__)
     assert set(octavo.__all__) <= set(dir(octavo))
     assert octavo.kernels.status()
     with pytest.raises(AttributeError, match="module 'octavo' has no attribute 'quantise'"):
         _ = octavo.quantise
+
+
+def test_a_misspelt_command_is_suggested(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["trian"])
+    assert stop.value.code == 2
+    assert "there is no command 'trian'; did you mean 'train'" in capsys.readouterr().err

@@ -68,11 +68,11 @@ def test_json(capsys):
     ]
 
 
-SENT = ("plan", "toy:predict", "--rules", "int8", "--inputs", "toy:on_devices", "--sent")
+COLLECTIVES = ("plan", "toy:predict", "--rules", "int8", "--inputs", "toy:on_devices", "--collectives")
 
 
 def test_what_devices_send(capsys):
-    assert main(SENT) == 0
+    assert main(COLLECTIVES) == 0
     head, _, up, down, _, sums, following = capsys.readouterr().out.splitlines()
     assert head.split()[-3:] == ["collective", "bytes", "note"]
     assert up.split()[-2:] == down.split()[-2:] == ["7.17", "kB"]
@@ -83,7 +83,7 @@ def test_what_devices_send(capsys):
 def test_what_devices_send_with_rules_that_keep_state(capsys, tmp_path):
     rules = tmp_path / "rules.json"
     rules.write_text(json.dumps([{"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": True}]))
-    assert main([*SENT, "--rules", str(rules), "--json"]) == 0
+    assert main([*COLLECTIVES, "--rules", str(rules), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (
         plan["communication"]["weights"]
@@ -93,17 +93,17 @@ def test_what_devices_send_with_rules_that_keep_state(capsys, tmp_path):
 
 
 def test_inputs_without_shardings_send_nothing(capsys):
-    assert usage_error(capsys, "plan", "toy:predict", "--rules", "int8", "--sent") == (
-        "--sent: no input of toy:predict is sharded over several devices: give --inputs as module:callable that "
+    assert usage_error(capsys, "plan", "toy:predict", "--rules", "int8", "--collectives") == (
+        "--collectives: no input of toy:predict is sharded over several devices: give --inputs as module:callable that "
         "returns arrays, or jax.ShapeDtypeStructs with sharding=, that are"
     )
 
 
 @pytest.mark.standard_promotion
 def test_a_models_weights_have_no_shardings(capsys):
-    text = usage_error(capsys, "plan", "toy_models:linen", "--rules", "int8", "--inputs", "f32[8,16]", "--sent")
+    text = usage_error(capsys, "plan", "toy_models:linen", "--rules", "int8", "--inputs", "f32[8,16]", "--collectives")
     assert text == (
-        "--sent is for functions: the shapes of the model toy_models:linen have no shardings of its weights"
+        "--collectives is for functions: the shapes of the model toy_models:linen have no shardings of its weights"
     )
 
 

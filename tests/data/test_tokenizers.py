@@ -117,7 +117,7 @@ def test_default_names_of_special_tokens(config, tmp_path):
 def test_a_tokenizer_without_eos_raises(config, tmp_path):
     pytest.importorskip("tokenizers")
     save(tmp_path, ["<s>"], eos_token="<none>")
-    with pytest.raises(ValueError, match=r"no token ends a document; tokenizer_config.json beside it should name"):
+    with pytest.raises(ValueError, match=r"no token ends a document; tokenizer_config.json next to it should name"):
         make_tokenizer(config(tokenizer_type="huggingface", tokenizer_path=str(tmp_path)), tuple)
 
 

@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused():
     ("changes", "text"),
     [
         ({"outputs": ("width",)}, r"the mesh has the axes \('fsdp', 'tensor', 'expert'\), and not 'width'"),
-        ({"inputs": ("fsdp",)}, r"one of \('fsdp', 'expert', 'fsdp'\) is there twice"),
+        ({"inputs": ("fsdp",)}, r"one of \('fsdp', 'expert', 'fsdp'\) is given twice"),
         ({"scattered": (1, ("tensor",))}, r"mesh axes of rows, \('fsdp',\), and 'tensor' is none"),
     ],
 )

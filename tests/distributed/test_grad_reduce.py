@@ -160,7 +160,7 @@ def test_meshes_with_explicit_axes_are_refused():
     options = {"config": INT8, "placement": Placement(reduction=GradReduce(where, (("fsdp",),), "int8"))}
     x, w = jax.device_put((jnp.ones((8, 64)), jnp.ones((64, 32))), where)
     numbers = (((1,), (0,)), ((), ()))
-    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="explicit axes adds up gradients in float: leav"):
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="explicit axes reduces gradients in float: leav"):
         jax.eval_shape(jax.grad(lambda w: dot_general(x, w, numbers, **options, out_sharding=where).sum()), w)
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "octavo"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Pages that train by Optax, which relies on JAX's own promotion.
-STANDARD_PROMOTION = ("docs/train.md",)
+STANDARD_PROMOTION = ("docs/optimizers.md", "docs/train.md")
 pytestmark = pytest.mark.usefixtures("registries")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -1,13 +1,16 @@
 """Configurations and tensors that do not fit together are FileErrors that say what does not."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo import QArray
 from octavo.files import FileError
-from octavo.files.layouts import Scheme, get_layout, layout_of
+from octavo.files.layouts import get_layout, layout_of
 from octavo.files.safetensors.dtypes import DTYPES
+from octavo.numerics import get_format
 from tests.files.common import Tensors, golden
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
@@ -137,49 +140,33 @@ def test_any_tensors_give_a_weight_or_a_file_error(data):
         assert x.shape == info.shape
 
 
+def zeros(shape, fmt, tile):
+    """A weight without zero points, padded to whole tiles."""
+    grid = [-(-n // size) for n, size in zip(shape[-2:], tile, strict=True)]
+    whole = [n * size for n, size in zip(grid, tile, strict=True)]
+    padding = tuple((i - 2, whole[i] - shape[i - 2]) for i in range(2) if whole[i] != shape[i - 2])
+    codes = jnp.zeros((*shape[:-2], *whole), get_format(fmt).storage)
+    return QArray(codes, jnp.ones((*shape[:-2], *grid)), qtype=fmt, padding=padding)
+
+
 @pytest.mark.parametrize(
-    ("method", "shape", "scheme", "message"),
+    ("method", "shape", "fmt", "tile", "message"),
     [
-        (
-            "gptq",
-            (12, 64),
-            Scheme("int4", (1, 32), False, "float16"),
-            "gptq packs 4 bits into 32; leave this weight in",
-        ),
-        ("gptq", (32, 64), Scheme("int4", (16, 16), False, "float16"), "not tiles of"),
-        ("gptq", (2, 32, 64), Scheme("int4", (1, 16), False, "float16"), "this layout holds matrices"),
-        ("awq", (32, 64), Scheme("int8", (1, 16), False, "float16"), "is int8; this layout holds integers of 4 bits"),
-        ("awq", (32, 64), Scheme("uint4", (1, 16), False, "float16"), "is uint4 without a zero point"),
-        ("awq", (12, 64), Scheme("int4", (1, 32), False, "float16"), "awq packs outputs in eights; leave this weight"),
-        (
-            "compressed-tensors",
-            (8, 40),
-            Scheme("int4", (1, 32), False, "float16"),
-            "scales are per output and full group",
-        ),
-        (
-            "compressed-tensors",
-            (8, 40),
-            Scheme("nf4", (1, 8), False, "float16"),
-            "is nf4; compressed-tensors is written",
-        ),
-        (
-            "compressed-tensors",
-            (8, 40),
-            Scheme("nvfp4", (1, 16), False, "float8_e4m3fn"),
-            "in whole tiles of 16 inputs",
-        ),
-        (
-            "compressed-tensors",
-            (2, 8, 40),
-            Scheme("int4", (1, 8), False, "float16"),
-            "compressed-tensors holds matrices",
-        ),
+        ("gptq", (12, 64), "int4", (1, 32), "gptq packs 4 bits into 32; leave this weight in"),
+        ("gptq", (32, 64), "int4", (16, 16), "not tiles of"),
+        ("gptq", (2, 32, 64), "int4", (1, 16), "this layout holds matrices"),
+        ("awq", (32, 64), "int8", (1, 16), "is int8; this layout holds integers of 4 bits"),
+        ("awq", (32, 64), "uint4", (1, 16), "is uint4 without a zero point"),
+        ("awq", (12, 64), "int4", (1, 32), "awq packs outputs in eights; leave this weight"),
+        ("compressed-tensors", (8, 40), "int4", (1, 32), "scales are per output and full group"),
+        ("compressed-tensors", (8, 40), "nf4", (1, 8), "is nf4; compressed-tensors is written"),
+        ("compressed-tensors", (8, 40), "nvfp4", (1, 16), "in whole tiles of 16 inputs"),
+        ("compressed-tensors", (2, 8, 40), "int4", (1, 8), "compressed-tensors holds matrices"),
     ],
 )
-def test_schemes_that_a_layout_does_not_have(method, shape, scheme, message):
+def test_weights_that_a_layout_does_not_have(method, shape, fmt, tile, message):
     with pytest.raises(FileError, match=message):
-        get_layout(method).write_info("x.weight", shape, scheme)
+        get_layout(method).write("x.weight", zeros(shape, fmt, tile))
 
 
 def test_nothing_to_configure():

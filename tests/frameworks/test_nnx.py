@@ -347,7 +347,7 @@ def test_a_range_that_was_never_calibrated_is_an_error(model):
 def test_state_without_inputs_is_an_error_that_names_the_fix(model):
     with pytest.raises(ValueError, match=r"quantize_model\(model, provider, \*example_inputs\)"):
         quantize_nnx(model, QtProvider(STATIC))
-    with pytest.raises(ValueError, match=r"laid out for the matmuls.*example_inputs"):
+    with pytest.raises(ValueError, match=r"granularity of the matmuls.*example_inputs"):
         quantize_nnx(model, PtqProvider(PTQ))
     assert isinstance(quantize_nnx(model, PtqProvider(PTQ), skip_nnx_init=True), Model)
 

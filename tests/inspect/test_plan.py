@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import octavo
 from octavo.hlo import Collective, Communication, read_communication
-from octavo.transform.arguments import weights_of_arguments
+from octavo.inspect.plan import weights_of_arguments
 
 INT8 = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
 
@@ -99,6 +99,11 @@ class TestUnmatched:
         rules = [INT8, octavo.QuantizationRule(module_path="up", weight_qtype="int4")]
         with pytest.raises(ValueError, match="rule 1 is shadowed: rule 0 comes first and takes all 1 matmuls"):
             octavo.plan(model, rules, PARAMS, X)
+
+    def test_a_rule_that_matches_only_matmuls_with_configs(self):
+        fn = lambda params, x: octavo.dot(x, params["up"]["w"], config=octavo.DotConfig.qt("int8"))  # noqa: E731
+        with pytest.raises(ValueError, match="rule 0 matches only matmuls with configs of their own, 1 of them"):
+            octavo.plan(fn, INT8, PARAMS, X)
 
     def test_it_can_be_a_warning(self):
         rules = [INT8.replace(module_path="upp"), INT8]

@@ -6,7 +6,7 @@ from tests.models.common import DENSE, MOE
 
 WRONG = [
     (DENSE, {"emb_dim": 0}, "emb_dim is at least 1, got 0"),
-    (DENSE, {"unscanned_first": -1}, "unscanned_first is 0 or more, got -1"),
+    (DENSE, {"unscanned_first": -1}, "unscanned_first is at least 0, got -1"),
     (DENSE, {"norm_eps": 0.0}, "norm_eps is positive, got 0.0"),
     (DENSE, {"num_kv_heads": 3}, "num_query_heads=4 is no multiple of num_kv_heads=3"),
     (DENSE, {"head_dim": 7}, "head_dim is even, because rotary embeddings rotate pairs of values; got 7"),

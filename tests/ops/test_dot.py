@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import octavo
 from octavo import DotConfig, Matmul, Operand, QArray, dot_general
 from octavo.calibration import AmaxHistory, RunningMean
-from octavo.ops import RESIDUAL, Dot, init_scaling, rotate
+from octavo.ops import RESIDUAL, Dims, Dot, init_scaling, rotate
 from tests.cases import slow_except
 from tests.ops.walk import dot_types
 
@@ -126,7 +126,7 @@ def exact(lhs, rhs, dims):
 
 def reference(config, lhs, rhs, g, numbers):
     """Value and gradients by explicit fake quantization, one operand at a time, multiplied in float64."""
-    product = Dot.of(numbers, lhs.ndim, rhs.ndim)
+    product = Dot(Dims.of(numbers, lhs.ndim, rhs.ndim))
     dims = product.dims
     if config.sparsity:
         rhs = jnp.where(octavo.ops.nm_mask(rhs, *config.sparsity, axis=dims.rhs_contract[-1]), rhs, 0)

@@ -40,3 +40,13 @@ def test_gradient():
 def test_huge_values_are_not_taken_for_nan():
     x = jnp.full((64, 128), 3e38).at[:, ::2].multiply(-1)
     assert np.isfinite(np.asarray(octavo.quantize(x, "int8", channelwise_axes=(0,)).dequantize())).all()
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_fixed_ranges_look_for_values_that_are_not_finite_if_asked(check):
+    x, w = jnp.ones((64, 128)).at[3, 5].set(jnp.nan), jnp.ones((128, 32))
+    config = octavo.DotConfig.qat("int8", calibration="fixed,1", check_finite=check)
+    assert np.isfinite(np.asarray(octavo.dot(x, w, config=config))).all() != check
+    rule = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", check_finite=check)
+    made = octavo.rules.dot_config(rule, lhs_weight=False, rhs_weight=True)
+    assert all(o.check_finite == check for o in (made.fwd.lhs, made.fwd.rhs, made.dlhs.lhs, made.drhs.lhs))

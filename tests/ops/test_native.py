@@ -14,6 +14,7 @@ from octavo import kernels
 from octavo.hlo import read_communication
 from octavo.ops import Dims
 from octavo.ops.lowerings import describe, multiply
+from octavo.ops.operands import MatmulOptions
 from tests.cases import slow_except
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.status())
@@ -43,7 +44,7 @@ def dims_of(x, q, transposed=False):
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def run(x, q, dims, lowering):
-    return multiply(x, q, dims, dtype=jnp.float32, lowering=lowering)
+    return multiply(x, q, dims, MatmulOptions(jnp.float32, lowering=lowering))
 
 
 def text(x, q, dims, *, platform="cpu", lowering="auto"):
@@ -221,20 +222,18 @@ REFUSED = {
 def test_a_forced_kernel_says_what_it_lacks(what):
     x, q, message = REFUSED[what]
     with pytest.raises(ValueError, match=f"lowering='kernel': .*{message}"):
-        multiply(x, q, dims_of(x, q), dtype=jnp.float32, lowering="kernel")
+        multiply(x, q, dims_of(x, q), MatmulOptions(jnp.float32, lowering="kernel"))
 
 
 def test_a_forced_kernel_says_that_axes_batches_and_accumulators_are_not_for_it():
     x, q = jnp.ones((2, 2, 8)), octavo.quantize(jnp.ones((2, 8, 4)), "int8", channelwise_axes=(0, 2))
     with pytest.raises(ValueError, match="the kernel has no batch axes"):
-        multiply(x, q, Dims.of((((2,), (1,)), ((0,), (0,))), 3, 3), dtype=jnp.float32, lowering="kernel")
+        multiply(x, q, Dims.of((((2,), (1,)), ((0,), (0,))), 3, 3), MatmulOptions(jnp.float32, lowering="kernel"))
     with pytest.raises(ValueError, match="contracts the first axes of a matrix or its last ones"):
-        multiply(x[0], q, Dims.of((((1,), (1,)), ((), ())), 2, 3), dtype=jnp.float32, lowering="kernel")
+        multiply(x[0], q, Dims.of((((1,), (1,)), ((), ())), 2, 3), MatmulOptions(jnp.float32, lowering="kernel"))
+    options = MatmulOptions(jnp.float32, lowering="kernel", accumulator="bfloat16")
     with pytest.raises(ValueError, match="accumulates in float32, not in bfloat16"):
-        multiply(
-            jnp.ones((1, 8)), small(), Dims(2, 2, (1,), (0,)), dtype=jnp.float32, lowering="kernel",
-            accumulator="bfloat16",
-        )  # fmt: skip
+        multiply(jnp.ones((1, 8)), small(), Dims(2, 2, (1,), (0,)), options)
 
 
 def test_ragged_products_have_no_kernel():
@@ -279,7 +278,7 @@ def test_on_a_mesh_no_matrix_is_gathered(kind, axis):
 def test_inside_of_shard_map_each_device_runs_the_kernel():
     x, q = rows(4), quantized("int8")
     dims = dims_of(x, q)
-    body = lambda x, q: multiply(x, q, dims, dtype=jnp.float32)  # noqa: E731
+    body = lambda x, q: multiply(x, q, dims, MatmulOptions(jnp.float32))  # noqa: E731
     specs = jax.tree.map(lambda leaf: P(None, "fsdp"), q)
     fn = jax.jit(jax.shard_map(body, mesh=MESH, in_specs=(P(), specs), out_specs=P(None, "fsdp"), check_vma=False))
     wide = octavo.quantize(weight((DEPTH, 8 * COLUMNS)), "int8", channelwise_axes=(1,))

@@ -14,6 +14,7 @@ from octavo import DotConfig, Matmul, Operand, QArray
 from octavo.calibration import AmaxHistory
 from octavo.ops import RESIDUAL, Ragged, init_scaling
 from octavo.ops.lowerings.grouped import Rows, group_absmax, rows_by_groups, rows_by_rows
+from octavo.ops.operands import MatmulOptions
 from octavo.ops.ragged import gmm, ragged_dot, ragged_dot_general, tgmm
 from tests.cases import slow_except
 from tests.ops.walk import dot_types
@@ -264,11 +265,11 @@ def test_integers_are_bit_equal_to_one_dot_per_expert(sizes):
 
 @functools.partial(jax.jit, static_argnames="lowering")
 def products(lhs, rhs, other, sizes, lowering):
-    rows, how = Rows(lhs.shape[0], sizes), {"precision": None, "lowering": lowering}
+    rows, options = Rows(lhs.shape[0], sizes), MatmulOptions(None, lowering=lowering)
     return (
-        rows.keep(rows_by_groups(lhs, rhs, rows, contract=1, **how)),
-        rows.keep(rows_by_groups(other, rhs, rows, contract=2, **how)),
-        rows_by_rows(lhs, other, rows, **how),
+        rows.keep(rows_by_groups(lhs, rhs, rows, options, contract=1)),
+        rows.keep(rows_by_groups(other, rhs, rows, options, contract=2)),
+        rows_by_rows(lhs, other, rows, options),
     )
 
 

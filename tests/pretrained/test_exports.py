@@ -139,5 +139,5 @@ def test_a_config_that_no_decoder_has_is_refused(small, tmp_path):
         with_(model_type="mistral", sliding_window=16)
     with pytest.raises(ValueError, match="RoPE scaling 'yarn'"):
         with_(rope_scaling={"rope_type": "yarn"})
-    with pytest.raises(ValueError, match="by its config"):
+    with pytest.raises(ValueError, match="but the config makes it"):
         with_(intermediate_size=64)

@@ -26,8 +26,10 @@ PINNED = {match[1] for match in PIN.finditer(LOCK)}
 
 def declared():
     yield from PROJECT["project"]["dependencies"]
-    for requirements in PROJECT["project"]["optional-dependencies"].values():
-        yield from requirements
+    for extra, requirements in PROJECT["project"]["optional-dependencies"].items():
+        # The compilers of accelerators are a gigabyte, which only `octavo compile` needs.
+        if extra not in ("tpu", "cuda"):
+            yield from requirements
     for requirements in PROJECT["dependency-groups"].values():
         yield from (requirement for requirement in requirements if isinstance(requirement, str))
 

@@ -110,7 +110,8 @@ def elsewhere(environment, tmp_path):
     """Runs a program of the environment in an empty directory."""
 
     def call(name, *words):
-        return run(environment.with_name(name), *words, cwd=tmp_path, JAX_PLATFORMS="cpu", XLA_FLAGS="")
+        flags = "--xla_backend_optimization_level=1"
+        return run(environment.with_name(name), *words, cwd=tmp_path, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
 
     return call
 

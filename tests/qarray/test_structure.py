@@ -113,7 +113,7 @@ def test_reshaping(how, shape, scale_shape):
 
 
 def test_a_reshape_that_tears_tiles_is_refused():
-    with pytest.raises(ValueError, match="tiles would be torn"):
+    with pytest.raises(ValueError, match="which would split its tiles"):
         HOW["column"].quantize(jnp.asarray(X)).reshape(4, -1)
     with pytest.raises(ValueError, match="is padded along axes"):
         HOW["padded"].quantize(jnp.asarray(X)).reshape(24, 32)

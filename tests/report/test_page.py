@@ -59,7 +59,7 @@ def test_what_a_device_sends(tmp_path):
     (run / "plan.json").write_text(plan.with_communication(Communication(tuple(sent), ("a/while",))).to_json())
     page = read(write_report(run))
     assert "A device sends 4.54 kB in a step: weights 896 B, gradients 3.58 kB, the rest 56 B" in page.text
-    assert "weights sent" in page.text
+    assert "collective bytes" in page.text
     assert "reduce-scatter f32 3.58 kB 79.0 % all-gather s8 896 B 19.8 % all-reduce f32 56 B 1.2 %" in page.text
     assert "Counted once, unknown trip count: a/while" in page.text
     (run / "plan.json").write_text(plan.with_communication(Communication(())).to_json())

@@ -1,7 +1,8 @@
 """Rules as JSON and YAML that people write."""
 
-import builtins
+import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,13 +122,41 @@ def test_what_stands_for_rules(tmp_path):
 
 
 def test_yaml_is_optional(monkeypatch):
-    real = builtins.__import__
-
-    def missing(name, *args):
-        if name == "yaml":
-            raise ModuleNotFoundError(name)
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ModuleNotFoundError, match="pip install pyyaml"):
         rules_to_yaml(READ)
+    with pytest.raises(ModuleNotFoundError, match="pip install pyyaml"):
+        rules_from_yaml("[]")
+
+
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n" for before, name in itertools.pairwise("abcdefgh")
+)
+DAMAGED = {
+    "twice in JSON": ('[{"weight_qtype": "int8", "weight_qtype": "int4"}]', "the key 'weight_qtype' is there twice"),
+    "deep JSON": ("[" * 100_000, "nested too deeply"),
+    "rules and qwix": ('{"rules": [], "qwix": []}', "given by 'qwix' alone; remove 'rules'"),
+    "beside rules": ('{"rules": [], "rulez": []}', "given by 'rules' alone; remove 'rulez'"),
+    "twice in YAML": ("- weight_qtype: int8\n  weight_qtype: int4", "'weight_qtype' is there twice, in line"),
+    "a list as a key": ("- [a, b]: 1", "a key in line 1 is a sequence, not text"),
+    "deep YAML": ("[" * 5000, "nested too deeply"),
+    "a cycle": ("&a [*a]", "an alias in line 1 contains itself"),
+    "a bomb": (BOMB, "its aliases expand to more than 100,000 values"),
+    "no YAML": ("a: b: c", "mapping values are not allowed here"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_rules_say_what_is_wrong(name, tmp_path):
+    text, match = DAMAGED[name]
+    file = tmp_path / ("rules.json" if text[:2] in ("[{", "[[", '{"') and "YAML" not in name else "rules.yml")
+    file.write_text(text)
+    with pytest.raises(ValueError, match=match) as raised:
+        as_rules(file)
+    assert str(raised.value).startswith(f"{file}: ") or "alone" in match
+
+
+def test_a_rules_file_that_is_not_utf8(tmp_path):
+    (tmp_path / "rules.yml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"rules.yml: it is not UTF-8 text"):
+        as_rules(tmp_path / "rules.yml")

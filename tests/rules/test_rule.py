@@ -92,7 +92,7 @@ def test_what_is_wrong_is_said_when_the_rule_is_made(name):
 )
 def test_values_of_the_wrong_type(check, value, message):
     with pytest.raises(ValueError, match=message):
-        check("field", value)
+        checks.check("field", value, check)
 
 
 RIGHT = [

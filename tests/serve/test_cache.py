@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import octavo
-from octavo.models import Cache, apply, layer_groups
+from octavo.models import QKV, Cache, apply, layer_groups
 from octavo.serve import KVCache, KVConfig
 from octavo.serve.cache_store import BLOCK
 from tests.cases import slow_except
@@ -177,7 +177,7 @@ def stored_layer(kv, x):
     @jax.jit
     def store(x):
         cache = KVCache.empty(ONE, kv, slots=1, max_length=64)
-        return cache.attend("layers_0", jnp.zeros((1, 64, 4, 8)), x, x, jnp.arange(64)[None])[1]
+        return cache.attend("layers_0", QKV(jnp.zeros((1, 64, 4, 8)), x, x), jnp.arange(64)[None])[1]
 
     return store(x).layers["layers_0"]
 
@@ -213,7 +213,7 @@ def test_zeros_stay_zeros(kv):
     @jax.jit
     def attend(query, zeros):
         cache = KVCache.empty(ONE, kv, slots=1, max_length=16)
-        return cache.attend("layers_0", query, zeros, zeros, jnp.arange(16)[None])[0]
+        return cache.attend("layers_0", QKV(query, zeros, zeros), jnp.arange(16)[None])[0]
 
     np.testing.assert_array_equal(attend(jnp.ones((1, 16, 4, 8)), jnp.zeros((1, 16, 2, 8))), 0)
 
@@ -250,8 +250,8 @@ def test_kivi_against_loops(group, window):
     cache = KVCache.empty(ONE, kv, slots=1, max_length=40)
     attend, got = jax.jit(lambda cache, *inputs: cache.attend("layers_0", *inputs)), []
     for start, size in ((0, 17), (17, 6), *((i, 1) for i in range(23, 40))):
-        part = [x[:, start : start + size] for x in (q, k, v)]
-        context, cache = attend(cache, *part, start + jnp.arange(size)[None])
+        part = QKV(*(x[:, start : start + size] for x in (q, k, v)))
+        context, cache = attend(cache, part, start + jnp.arange(size)[None])
         got.append(context)
     got = jnp.concatenate(got, axis=1)[0]
     for position in range(40):
@@ -303,7 +303,7 @@ def test_errors():
 
     def attend(count, length, start=0, layer="layers_0"):
         positions = start + jnp.zeros((count, length), jnp.int32) + jnp.arange(length, dtype=jnp.int32)[None]
-        cache.attend(layer, *(jnp.zeros((count, length, heads, 8)) for heads in (4, 2, 2)), positions)
+        cache.attend(layer, QKV(*(jnp.zeros((count, length, heads, 8)) for heads in (4, 2, 2))), positions)
 
     with pytest.raises(ValueError, match="9 tokens do not fit into a cache of max_length=8"):
         attend(1, 9)
@@ -315,11 +315,11 @@ def test_errors():
         cache.positions(jnp.zeros((2, 1), jnp.int32))
     with pytest.raises(ValueError, match="the cache has no layer 'layers_7'"):
         attend(1, 1, layer="layers_7")
-    with pytest.raises(ValueError, match="unknown keys 'int9' of a cache: did you mean 'int8'"):
+    with pytest.raises(ValueError, match="unknown keys 'int9': did you mean 'int8'"):
         KVConfig.of("int9")
-    with pytest.raises(ValueError, match="unknown axis 'dk' of a cache"):
+    with pytest.raises(ValueError, match="unknown axis 'dk'"):
         KVConfig(axis="dk")
-    with pytest.raises(ValueError, match="group is at least 1 and window at least 0"):
+    with pytest.raises(ValueError, match="group is at least 1, got 0"):
         KVConfig(group=0)
     with pytest.raises(ValueError, match="keeps old positions in low precision"):
         KVConfig(axis="kivi")

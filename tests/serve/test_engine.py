@@ -86,13 +86,13 @@ def test_a_request_is_the_same_in_any_company():
 def test_requests_come_and_go():
     engine = engine_of()
     want = {i: greedy(ONE, params_of(ONE), prompt, 5) for i, prompt in enumerate(PROMPTS)}
-    assert (engine.busy, engine.free_slots) == (False, 2)
+    assert (engine.busy, engine.active) == (False, 0)
     engine.add(Request("a", tuple(PROMPTS[1]), GREEDY))
     events = engine.step()
     assert events == []  # a prompt of three chunks
     engine.add(Request("b", tuple(PROMPTS[0]), GREEDY))
     engine.add(Request("c", tuple(PROMPTS[2]), GREEDY))
-    assert (engine.busy, engine.active, engine.free_slots, engine.waiting) == (True, 2, 0, 1)
+    assert (engine.busy, engine.active, engine.waiting) == (True, 2, 1)
     with pytest.raises(ValueError, match="there is a request 'b' already"):
         engine.add(Request("b", (1,), GREEDY))
     with pytest.raises(RuntimeError, match="generate needs the engine to itself"):
@@ -121,6 +121,21 @@ def test_several_tokens_at_once_are_those_of_single_steps():
         assert max(sizes) == 2 * min(most, 4)
         for i in range(2):
             assert [e for e in many if e.request_id == i] == [e for e in one if e.request_id == i]
+
+
+def test_a_waiting_request_is_admitted_after_one_step():
+    engine = engine_of()
+    for i in range(3):
+        engine.add(Request(i, (1, 2), GREEDY.replace(max_tokens=20)))
+    # The prompts are prefilled one after the other. While a request waits, every step decodes one token.
+    assert [len(engine.step(4)) for _ in range(4)] == [1, 2, 2, 2]
+    engine.cancel(0)
+    assert [e.finish for e in engine.step(4)] == ["cancelled", None, None]
+    assert engine.waiting == 0
+    assert len(engine.step(4)) == 2 * 4
+    for i in (1, 2):
+        engine.cancel(i)
+    engine.step()
 
 
 def test_what_follows_the_end_of_a_text_is_thrown_away(monkeypatch):

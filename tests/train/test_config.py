@@ -11,9 +11,10 @@ import yaml
 import octavo._config
 from octavo.models.layers import ACTIVATIONS
 from octavo.models.remat import POLICIES
+from octavo.rules import recipes
 from octavo.train.config import GROUPS, Config, ConfigError, Sources, files, keys, load
 from octavo.train.config.conflicts import CONFLICTS as ALL_CONFLICTS
-from octavo.train.config.text import WIDTH, base_yaml, format_config, help_text, to_yaml, with_tables
+from octavo.train.config.text import RECIPES, WIDTH, base_yaml, format_config, help_text, to_yaml, with_tables
 from octavo.train.config.values import parse
 
 ROOT = Path(__file__).parents[2]
@@ -176,6 +177,18 @@ def test_an_unknown_recipe_or_method_names_the_nearest():
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2}
 CONFLICTS = [
+    (
+        {"opt_state_dtype": "dynamic8", "mu_dtype": "bfloat16"},
+        "opt_state_dtype=dynamic8 is the format of both moments, but mu_dtype=bfloat16: leave one of them empty",
+    ),
+    (
+        {"opt_state_dtype": "dynamic8", "opt_type": "sgd"},
+        "opt_state_dtype=dynamic8 needs a momentum, but opt_type=sgd has none with sgd_momentum=0",
+    ),
+    (
+        {"weight_rounding": "stochastic"},
+        "weight_rounding=stochastic is for weights in bfloat16, but weight_dtype=float",
+    ),
     (
         {"ici_tensor_parallelism": -1},
         "of the sizes within a slice one may be -1: ici_data_parallelism=1, ici_stage_parallelism=1, "
@@ -382,6 +395,7 @@ def test_help_names_every_key_in_a_hundred_columns():
         assert f"\n\n{title}\n" in text
     assert "  steps                  200   training steps  [>= 1]\n" in text
     assert "usage: octavo train" in text
+    assert recipes(aliases=True) == RECIPES
     assert "deepseek-small" in text
     assert {key.group for key in keys().values()} == set(GROUPS)
 

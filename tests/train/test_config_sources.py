@@ -307,8 +307,36 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", files.models())
+@pytest.mark.parametrize("name", files.model_names())
 def test_models_have_as_many_parameters_as_they_say(name):
     config = load([f"model_name={name}"], environ={}).config
     params = jax.tree.leaves(abstract_params(model_config(config, 256)))
     assert sum(math.prod(x.shape) for x in params) == MODELS[name]
+
+
+BAD_FILES = {
+    "a list as a key": (b"[a, b]: 1", "a key is a sequence, not text"),
+    "not UTF-8": (b"steps: \xff", "no YAML.*utf-8"),
+    "deep": (b"steps: " + b"[" * 5000, "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_files_that_are_no_configuration(name, tmp_path):
+    data, match = BAD_FILES[name]
+    (tmp_path / "bad.yml").write_bytes(data)
+    with pytest.raises(ConfigError, match=match):
+        load([str(tmp_path / "bad.yml")], environ={})
+
+
+@pytest.mark.parametrize(
+    ("args", "match"),
+    [
+        (["steps=3", "steps=4"], "steps=3 and steps=4: give it once"),
+        (["learning_rate=" + "9" * 400], "learning_rate=9+: a number"),
+        (["model_name=" + "m" * 400], "There is no models/m+.yml"),
+    ],
+)
+def test_arguments_that_are_no_configuration(args, match):
+    with pytest.raises(ConfigError, match=match):
+        load(args, environ={})

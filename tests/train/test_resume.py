@@ -1,6 +1,9 @@
 """A run that was interrupted is the run that was not, bit for bit."""
 
+import contextlib
 import json
+import multiprocessing
+import os
 import random
 import signal
 import subprocess
@@ -12,12 +15,13 @@ import numpy as np
 import pytest
 
 from octavo.checkpoint import load
+from octavo.train.__main__ import main
 from octavo.train.metrics import read_metrics
 from octavo.train.run import train
 from octavo.train.trainer import Trainer
 from tests.train.common import small, words
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.usefixtures("shared_programs")]
 
 
 def saved(directory, name):
@@ -68,6 +72,7 @@ RUNS = {
     },
     "staged": {"quantization": "fp8_gpu", "quantization_start_step": 2, "quantization_stop_step": 9},
     "muon": {"quantization": "int8", "opt_type": "muon", "mu_dtype": "bfloat16"},
+    "moments": {"opt_state_dtype": "dynamic8", "weight_dtype": "bfloat16", "weight_rounding": "stochastic"},
 }
 
 
@@ -83,6 +88,7 @@ def test_interrupted_twice(name, tmp_path, monkeypatch):
 
     def run(run_name):
         changes = {"base_output_directory": str(tmp_path), "steps": 12, "checkpoint_period": 3, "eval_interval": 4}
+        changes |= {"base_num_decoder_layers": 1}
         # The key of seed 0 is all zeros, as one that was lost might be.
         return train(small(run_name=run_name, init_weights_seed=7, **changes, **RUNS[name]), log=lambda _: None)
 
@@ -104,11 +110,15 @@ def test_interrupted_twice(name, tmp_path, monkeypatch):
 STEPS = 400
 
 
-def start(directory, **changes):
-    """The command in a process of its own, which reads the programs that were compiled before."""
+def arguments(directory, **changes):
     tiny = {"base_num_decoder_layers": 1, "base_mlp_dim": 32, "per_device_batch_size": 2}
     settings = {"base_output_directory": directory, "steps": STEPS, "quantization": "fp8_gpu", "init_weights_seed": 7}
-    command = [sys.executable, "-m", "octavo.train", *words(**tiny, **settings, **changes)]
+    return words(**tiny, **settings, **changes)
+
+
+def start(directory, **changes):
+    """The command in a process of its own, which reads the programs that were compiled before."""
+    command = [sys.executable, "-m", "octavo.train", *arguments(directory, **changes)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -116,6 +126,38 @@ def finish(process):
     text, _ = process.communicate(timeout=300)
     assert process.returncode == 0, text
     return text
+
+
+# A process that has imported all that a run needs, and nothing else: a run that is forked from it starts at once.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__, "orbax.checkpoint"])
+
+
+def run_command(words, output):
+    """What a forked process does: the command, with its output in a pipe."""
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    sys.exit(main(words))
+
+
+@contextlib.contextmanager
+def forked(directory, **changes):
+    """The process of a run, and the lines that it prints."""
+    reader, writer = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=run_command, args=(arguments(directory, **changes), writer))
+    process.start()
+    writer.close()
+    with reader, open(os.dup(reader.fileno())) as lines:
+        yield process, lines
+        process.join(300)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The directory of a run that nothing interrupted, for others beside it."""
+    directory = tmp_path_factory.mktemp("runs")
+    finish(start(directory, run_name="whole"))
+    return directory
 
 
 def left(directory, name):
@@ -129,50 +171,47 @@ def left(directory, name):
 def kill_at_random(directory, rounds, seed):
     """Kill a run `rounds` times, now and then before its first step, and let it finish; what each kill left."""
     rng, found = random.Random(seed), []
-    finish(start(directory, run_name="whole"))
     for _ in range(rounds):
-        with start(directory, run_name="parts", checkpoint_period=rng.randint(1, 3)) as process:
+        with forked(directory, run_name="killed", checkpoint_period=rng.randint(1, 3)) as (process, printed):
             # A save takes as long as some steps: earlier, most kills would come before the first one.
             wanted = rng.choice((0, *range(2, 26)))
             if wanted == 0:
-                time.sleep(rng.uniform(0, 4))
-            for line in process.stdout if wanted else ():
+                time.sleep(rng.uniform(0, 3))
+            for line in printed if wanted else ():
                 wanted -= line.startswith("completed step: ")
                 if wanted == 0:
                     break
             time.sleep(rng.uniform(0, 0.5))
             process.kill()
-            process.stdout.read()
-        assert process.returncode == -signal.SIGKILL
-        found.append(left(directory, "parts"))
+        assert process.exitcode == -signal.SIGKILL
+        found.append(left(directory, "killed"))
     # A run that is complete could be killed as often as one likes.
     assert found[-1][0] < STEPS
-    finish(start(directory, run_name="parts"))
-    assert [row["step"] for row in lines(directory, "parts")] == list(range(STEPS))
-    assert_same(directory, "whole", "parts")
+    finish(start(directory, run_name="killed"))
+    assert [row["step"] for row in lines(directory, "killed")] == list(range(STEPS))
+    assert_same(directory, "whole", "killed")
     return found
 
 
 @pytest.mark.slow
-def test_killed_twenty_times(tmp_path):
-    found = kill_at_random(tmp_path, 20, seed=0)
+def test_killed_twenty_times(whole):
+    found = kill_at_random(whole, 20, seed=0)
     # Many of them moved the run on, and some took steps away that were not saved yet.
     assert len({step for step, _ in found}) > 8
     assert any(metrics > step for step, metrics in found)
 
 
 @pytest.mark.slow
-def test_terminated_from_outside(tmp_path):
+def test_terminated_from_outside(whole):
     """SIGTERM and Ctrl-C as an operating system sends them: saved, said, gone on from."""
-    finish(start(tmp_path, run_name="whole"))
     for number, status, text in ((signal.SIGTERM, 0, "stopped by SIGTERM"), (signal.SIGINT, 130, "stopped by Ctrl-C")):
-        with start(tmp_path, run_name="parts", checkpoint_period=50) as process:
+        with start(whole, run_name="terminated", checkpoint_period=50) as process:
             before = [next(line for line in process.stdout if line.startswith("completed step: "))]
             process.send_signal(number)
             before += process.stdout.readlines()
         assert process.returncode == status
         assert text in before[-1]
         assert "saved; the same command resumes" in before[-1]
-    text = finish(start(tmp_path, run_name="parts", checkpoint_period=50))
+    text = finish(start(whole, run_name="terminated", checkpoint_period=50))
     assert "resuming at step " in text
-    assert_same(tmp_path, "whole", "parts")
+    assert_same(whole, "whole", "terminated")

@@ -19,7 +19,7 @@ from octavo.train.run import Outcome, train
 from octavo.train.trainer import Trainer
 from tests.train.common import small, words
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.usefixtures("shared_programs")]
 
 
 def lines_of(**changes):
@@ -364,7 +364,7 @@ def test_quantized_parameters_are_written_at_the_end_and_only_then(tmp_path, mon
     assert not (tmp_path / "served").exists()
     with monkeypatch.context() as patch:
         # As if killed between the last checkpoint and these parameters.
-        patch.setattr(run_module, "_save_quantized", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(run_module, "save_quantized", lambda *_: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             lines_of(**changes)
     assert not (tmp_path / "served").exists()

@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 
 from octavo.train.run import train
-from octavo.train.telemetry import Bound, Telemetry, format_bounds, propose_bounds, range_warnings, worst_weights
+from octavo.train.telemetry import (
+    Telemetry,
+    fixed_method,
+    format_bounds,
+    largest_magnitudes,
+    range_warnings,
+    worst_weights,
+)
 from octavo.train.trainer import Trainer
 from tests.train.common import EXPERTS, same, small
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.usefixtures("shared_programs")]
 
 FP8 = {"quantization": "fp8_full", "use_qwix_quantization": True}
 NARROW = {
@@ -38,21 +45,21 @@ def test_clipping_and_underflow_warn_with_the_key_that_changes_them():
 
 
 def test_a_tensor_of_zeros_has_a_bound_too():
-    assert Bound(0.0).method == "fixed,-1,1"
+    assert fixed_method(0.0) == "fixed,-1,1"
 
 
 @pytest.mark.slow
 def test_bounds_hold_the_weights_whatever_the_run_has():
     trainer = Trainer(small(**FP8, **NARROW, **EXPERTS))
-    bounds = propose_bounds(trainer)
-    assert set(bounds) == {"weight", "activation", "gradient"}
+    found = largest_magnitudes(trainer)
+    assert set(found) == {"weight", "activation", "gradient"}
     kernels = [x for path, x in jax.tree_util.tree_leaves_with_path(trainer.state.params["decoder"]) if x.ndim > 2]
     largest = max(float(jnp.abs(x).max()) for x in kernels)
     # The router, which is not quantized, may hold larger ones.
-    assert 0.3 * largest < bounds["weight"].largest <= largest * 1.001
-    limit = float(bounds["weight"].method.split(",")[2])
-    assert 1.25 * bounds["weight"].largest <= limit < 2.5 * bounds["weight"].largest
-    assert bounds["weight"].method in format_bounds(bounds)
+    assert 0.3 * largest < found["weight"] <= largest * 1.001
+    method = fixed_method(found["weight"])
+    assert 1.25 * found["weight"] <= float(method.split(",")[2]) < 2.5 * found["weight"]
+    assert method in format_bounds(found)
 
 
 @pytest.mark.slow
@@ -61,6 +68,7 @@ def test_a_run_proposes_and_warns(tmp_path):
     config = small(
         **FP8,
         **NARROW,
+        base_num_decoder_layers=1,
         calibration="auto",
         quantization_metrics_interval=2,
         steps=2,
@@ -76,7 +84,8 @@ def test_a_run_proposes_and_warns(tmp_path):
 
 @pytest.mark.slow
 def test_telemetry_measures_what_is_quantized_and_when():
-    config = small(quantization="fp8_full", quantization_metrics_interval=2, quantization_start_step=2)
+    stages = {"quantization": "fp8_full", "quantization_metrics_interval": 2, "quantization_start_step": 2}
+    config = small(**stages, base_num_decoder_layers=1)
     trainer = Trainer(config)
     telemetry = Telemetry(trainer)
     assert [step for step in range(8) if telemetry.is_due(step)] == [3, 5, 7]

@@ -15,7 +15,7 @@ from octavo.train.optimizer import learning_rate_schedule, make_optimizer
 from octavo.train.trainer import Trainer
 from tests.train.common import EXPERTS, same, small
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.usefixtures("shared_programs")]
 
 
 def losses(trainer: Trainer, steps: int) -> list[float]:
@@ -87,8 +87,8 @@ def test_stochastic_rounding_is_repeatable_and_differs_by_step():
 
 @pytest.mark.slow
 def test_schedule_changes_precision_at_its_steps():
-    config = small(quantization="int8", quantization_start_step=2, quantization_stop_step=4, steps=6)
-    trainer, plain = Trainer(config), Trainer(small(steps=6))
+    config = small(quantization="int8", quantization_start_step=2, quantization_stop_step=4)
+    trainer, plain = Trainer(config), Trainer(small())
     first = [same(trainer.state.params, plain.state.params)]
     for _ in range(6):
         trainer.step()
@@ -100,7 +100,7 @@ def test_schedule_changes_precision_at_its_steps():
 
 @pytest.mark.slow
 def test_a_step_that_is_not_finite_changes_nothing_and_names_the_tensor(tmp_path):
-    trainer = Trainer(small())
+    trainer = Trainer(small(base_output_directory=str(tmp_path), run_name="run"))
     trainer.step()
     kernel = trainer.state.params["decoder"]["layers"]["mlp"]["wo"]["kernel"]
     trainer.state.params["decoder"]["layers"]["mlp"]["wo"]["kernel"] = kernel.at[0, 0, 0].set(jnp.nan)
@@ -111,10 +111,10 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_the_tensor(tmp_path
     assert int(after.step) == 1
     np.testing.assert_equal(after.params, before.params)
     np.testing.assert_equal(after.opt_state, before.opt_state)
-    text = explain_halt(trainer, 1, 7, tmp_path)
+    text = explain_halt(trainer, 1, 7)
     assert "step 1 has loss nan" in text
     assert "the gradient of decoder/" in text
-    assert str(tmp_path / "checkpoints" / "7") in text
+    assert str(tmp_path / "run" / "checkpoints" / "7") in text
 
 
 @pytest.mark.slow
@@ -136,10 +136,10 @@ def test_the_loss_of_padding_is_zero():
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(found))
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "lion"])
 @pytest.mark.slow
 def test_optimizers_learn(name):
-    rate = {"adamw": 3e-3, "sgd": 1.0, "muon": 3e-3}[name]
+    rate = {"adamw": 3e-3, "sgd": 1.0, "muon": 3e-3, "lion": 1e-3}[name]
     found = losses(Trainer(small(opt_type=name, learning_rate=rate, steps=12)), 12)
     assert found[-1] < found[0] - 0.1
 

@@ -181,7 +181,7 @@ def test_a_result_that_is_left_unreduced():
 
 
 def test_what_is_unreduced_cannot_be_rounded():
-    said = "an array that is unreduced over 'fsdp' is a sum that was not taken, and its parts cannot be rounded: sum it"
+    said = "an array that is unreduced over 'fsdp' holds partial sums, which cannot be quantized: reduce it"
     for use in (
         lambda w: octavo.quantize(w, "int8").qvalue,
         lambda w: octavo.dot(X, w, config=CONFIGS["int8"]),

@@ -35,6 +35,14 @@ def loss(params, x, dot=jnp.dot):
     return jnp.sum(mlp(params, x, dot) ** 2)
 
 
+def chain(params, bias, x):
+    """Matmuls in a scan, a nested jit, a branch and rematerialized; all of them close over the bias."""
+    x = jax.lax.scan(lambda c, w: (jnp.tanh(c @ w + bias), None), x, jnp.stack([params["w"]] * 2))[0]
+    x = jax.jit(lambda x: x @ params["w"] + bias)(x)
+    x = jax.lax.cond(x.sum() > 0, lambda x: x @ params["w"] + bias, lambda x: x * bias, x)
+    return jax.checkpoint(lambda x: x @ params["w"] + bias)(x)
+
+
 def same(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for got, wanted in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -206,6 +214,17 @@ class TestOver:
         self.check(fn(jnp.dot), fn(by_hand), PARAMS, x)
         grad = lambda f: jax.jit(jax.grad(lambda p, x: jnp.sum(f(p, x) ** 2)))  # noqa: E731
         same(grad(octavo.quantized(fn(jnp.dot), INT8))(PARAMS, x), grad(fn(by_hand))(PARAMS, x))
+
+    @pytest.mark.parametrize("static", [False, True])
+    def test_no_tracers_are_kept(self, static):
+        low = octavo.quantized(chain, octavo.QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=static))
+
+        def run(params, bias, x):
+            state = low.init(params, bias, x)
+            return low.stateful(state)(params, bias, x)
+
+        with jax.checking_leaks():
+            jax.make_jaxpr(run)(SQUARE, jnp.ones((1, 16)), X)
 
     def test_grad_inside_quantizes_all_three_products(self):
         low = octavo.quantized(jax.grad(loss, argnums=(0, 1)), INT8)

@@ -160,8 +160,9 @@ def test_nested_calls_pass_state_through(wrap):
 
 
 @pytest.mark.slow
-def test_devices_of_a_shard_map_average_their_statistics():
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+@pytest.mark.parametrize("axes", [("d",), ("d", "replicated")])
+def test_devices_of_a_shard_map_average_their_statistics(axes):
+    mesh = jax.make_mesh((8,) if len(axes) == 1 else (4, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
     fn = jax.shard_map(mlp, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
     x = normal(2, 16, 16)
     low, plain = octavo.quantized(fn, STATIC), octavo.quantized(mlp, STATIC)

@@ -7,6 +7,7 @@ is symmetric about zero, `{"min": lo, "max": hi}` for one that is not. It knows 
 import abc
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +37,8 @@ class Calibration(Config, abc.ABC):
 
     asymmetric: bool = False
     finite: bool = False
+    _positive: ClassVar[tuple[str, ...]] = ()
+    """Fields that must be positive numbers."""
 
     @abc.abstractmethod
     def measure(
@@ -63,15 +66,19 @@ class Calibration(Config, abc.ABC):
         """Whether values may lie outside the measured range."""
         return self.finite
 
+    def __post_init__(self):
+        for name in self._positive:
+            value = getattr(self, name)
+            if not (np.isfinite(value) and value > 0):
+                raise ValueError(f"{type(self).__name__}'s {name} is a positive number, got {value}")
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AbsMax(Calibration):
     """The largest magnitude, times `factor`: `absmax` or `absmax,k`."""
 
+    _positive = ("factor",)
     factor: float = 1.0
-
-    def __post_init__(self):
-        _positive(self, "factor")
 
     @property
     def may_clip(self) -> bool:
@@ -86,11 +93,9 @@ class AbsMax(Calibration):
 class MinMax(Calibration):
     """The smallest and the largest value, zero always among them, times `factor`: `minmax` or `minmax,k`."""
 
+    _positive = ("factor",)
     factor: float = 1.0
     asymmetric = True
-
-    def __post_init__(self):
-        _positive(self, "factor")
 
     @property
     def may_clip(self) -> bool:
@@ -106,14 +111,9 @@ class MinMax(Calibration):
 class Rms(Calibration):
     """`factor` times the root of the mean square: `rms,k`."""
 
+    _positive = ("factor",)
     factor: float
-
-    def __post_init__(self):
-        _positive(self, "factor")
-
-    @property
-    def may_clip(self) -> bool:
-        return True
+    may_clip = True  # pyrefly: ignore
 
     def measure(self, x, *, axes, mask=None, round_trip=None):
         unit = _unit(x, axes)
@@ -128,16 +128,10 @@ class AbsMean(Calibration):
     With `ternary` and p=1 it is BitNet b1.58's weight quantization, with `binary` BitNet's.
     """
 
+    _positive = ("factor", "p")
     factor: float = 1.0
     p: float = 1.0
-
-    def __post_init__(self):
-        _positive(self, "factor")
-        _positive(self, "p")
-
-    @property
-    def may_clip(self) -> bool:
-        return True
+    may_clip = True  # pyrefly: ignore
 
     def measure(self, x, *, axes, mask=None, round_trip=None):
         unit = _unit(x, axes)
@@ -181,12 +175,13 @@ class Fixed(Calibration):
 class Constant(Calibration):
     """AQT's ConstantCalibration: a bound `b` for every group, the tensor shifted by `bias`: `constant,b[,bias]`."""
 
+    _positive = ("bound",)
     bound: float = 1.0
     bias: float = 0.0
     finite = True
 
     def __post_init__(self):
-        _positive(self, "bound")
+        super().__post_init__()
         if not abs(self.bias) <= self.bound:
             raise ValueError(
                 f"the range [-bound, bound] - bias must hold zero; got bound {self.bound}, bias {self.bias}"
@@ -223,12 +218,6 @@ class Percentile(Calibration):
             return {"absmax": jnp.percentile(magnitude, self.percent, axis=axes, keepdims=True).astype(x.dtype)}
         magnitude = jnp.where(mask, magnitude, jnp.nan)
         return {"absmax": jnp.nanpercentile(magnitude, self.percent, axis=axes, keepdims=True).astype(x.dtype)}
-
-
-def _positive(config: Calibration, field: str) -> None:
-    value = getattr(config, field)
-    if not (np.isfinite(value) and value > 0):
-        raise ValueError(f"{type(config).__name__}'s {field} is a positive number, got {value}")
 
 
 def _unit(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:

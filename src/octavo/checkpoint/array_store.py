@@ -156,7 +156,7 @@ def _escape(name: str) -> str:
 
 @contextlib.contextmanager
 def _without_logging() -> Iterator[None]:
-    """Filter out Orbax's log: errors are raised, and the rest does not concern whoever trains."""
+    """Filter out Orbax's log messages; its errors are raised."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return "orbax" not in record.pathname

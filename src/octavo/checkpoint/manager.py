@@ -80,7 +80,7 @@ class CheckpointManager:
             self._steps.recover()
         except OSError as error:
             if not self.directory.is_dir():
-                raise CheckpointError(f"{self.directory} cannot be made: {error}") from error
+                raise CheckpointError(f"{self.directory} cannot be created: {error}") from error
             self._unwritable = error
 
     def save(self, step: int, state: Any, extra: dict[str, Any] | None = None, *, force: bool = False) -> None:

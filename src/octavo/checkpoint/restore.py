@@ -195,11 +195,11 @@ class _Stored:
         prefix = tuple(name for name in subtree.split("/") if name)
         leaves = {leaf.path: leaf for leaf in map(Leaf.from_json, tree["leaves"])}
         qarrays = {tuple(q["path"]): q["static"] for q in tree["quantized"]}
-        inside = _below(leaves, prefix)
+        inside = _subtree(leaves, prefix)
         if prefix and not inside:
             tops = sorted({path[0] for path in leaves if path})
             raise CheckpointError(f"{folder} has nothing at {subtree!r}; at the top it has {', '.join(tops)}")
-        return cls(found, inside, _below(qarrays, prefix), list(leaves), extra)
+        return cls(found, inside, _subtree(qarrays, prefix), list(leaves), extra)
 
     def build(self, values: dict[Names, Any]) -> Any:
         """Nested dictionaries of values by path, with QArrays."""
@@ -209,7 +209,7 @@ class _Stored:
         return values[()] if () in values else unflatten_paths(values)
 
 
-def _below[T](values: dict[Names, T], prefix: Names) -> dict[Names, T]:
+def _subtree[T](values: dict[Names, T], prefix: Names) -> dict[Names, T]:
     return {path[len(prefix) :]: value for path, value in values.items() if path[: len(prefix)] == prefix}
 
 

@@ -5,6 +5,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from octavo._names import unknown_name
+
 __all__ = ["main", "make_parser"]
 
 _KEY_VALUE = {
@@ -12,7 +14,10 @@ _KEY_VALUE = {
     "compare": "train in float and in recipes side by side, over seeds",
 }
 """Commands that take key=value arguments and print their own help."""
-_COMMANDS = ("doctor", "plan", "verify", "quantize", "evaluate", "serve", "generate", "report", "completion")
+_COMMANDS = ("doctor", "plan", "verify", "compile", "quantize", "eval", "serve", "generate", "report", "completion")
+
+_MODULES = {"eval": "evaluate"}
+"""Commands whose module has another name."""
 
 _EXAMPLES = """\
 to begin:
@@ -40,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in _KEY_VALUE:
         return importlib.import_module(f"octavo.cli.{arguments[0]}").run(arguments[1:])
     parser = make_parser()
+    known = (*_KEY_VALUE, *_COMMANDS)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
+        parser.error(f"there is no command {arguments[0]!r}; {unknown_name(arguments[0], known)}")
     args = parser.parse_args(arguments)
     if args.command is None:
         parser.print_help()
@@ -60,6 +68,6 @@ def make_parser() -> argparse.ArgumentParser:
     for name, summary in _KEY_VALUE.items():
         commands.add_parser(name, add_help=False, help=summary)
     for name in _COMMANDS:
-        module = importlib.import_module(f"octavo.cli.{name}")
+        module = importlib.import_module(f"octavo.cli.{_MODULES.get(name, name)}")
         module.add_parser(commands).set_defaults(run=module.run)
     return parser

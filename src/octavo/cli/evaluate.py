@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.options import MODEL, add_kv_cache
+from octavo.cli.options import MODEL, add_kv_cache, kv_config
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -35,7 +35,6 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Evaluate, and return the exit status."""
     from octavo.pretrained import open_model
-    from octavo.serve import KVConfig
     from octavo.serve.evaluate import evaluate
 
     try:
@@ -47,10 +46,8 @@ def run(args: argparse.Namespace) -> int:
         ids = source.tokenizer.encode(text)
         if args.max_tokens:
             ids = ids[: args.max_tokens]
-        kv = KVConfig(keys=args.kv, values=args.kv_values or args.kv, axis=args.kv_axis) if args.kv else None
-        found = evaluate(
-            source, ids, against=against, kv=kv, length=args.length, say=_progress if sys.stderr.isatty() else None
-        )
+        kv, say = kv_config(args) if args.kv or args.kv_values else None, _progress if sys.stderr.isatty() else None
+        found = evaluate(source, ids, against=against, kv=kv, length=args.length, say=say)
         page = _report(args, source, against, found)
     except (ValueError, OSError) as error:
         print(f"octavo eval: {error}", file=sys.stderr)

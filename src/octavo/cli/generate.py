@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.options import MODEL, add_kv_cache
+from octavo.cli.options import MODEL, add_kv_cache, kv_config
 
 _MOST_SLOTS = 8
 
@@ -116,12 +116,9 @@ def _params(args: argparse.Namespace) -> Any:
 
 def _engine(args: argparse.Namespace, prompts: Sequence[str]) -> tuple[Any, Any, list[list[int]]]:
     from octavo.pretrained import open_model
-    from octavo.serve import Engine, KVConfig
+    from octavo.serve import Engine
 
-    if args.kv_values and not args.kv:
-        raise ValueError("--kv-values needs --kv, the format of the keys")
-    kv = KVConfig(keys=args.kv, values=args.kv_values or args.kv, axis=args.kv_axis) if args.kv else KVConfig()
-    source = open_model(args.model)
+    kv, source = kv_config(args), open_model(args.model)
     tokenizer = source.tokenizer
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer: it cannot read a prompt")

@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import argparse
+from typing import Any
 
 MODEL = """MODEL is an output of `octavo quantize`, a run of `octavo train` or one of its checkpoints, a Hugging Face
 directory (config.json and safetensors), or a GGUF file."""
@@ -36,3 +37,12 @@ def add_kv_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv", metavar="FORMAT", help="keys and values in int8, int4 or fp8")
     parser.add_argument("--kv-values", metavar="FORMAT", help="the format of values, where it is another")
     parser.add_argument("--kv-axis", metavar="AXIS", default="dkv", help="dkv (the default), heads_and_dkv or kivi")
+
+
+def kv_config(args: argparse.Namespace) -> Any:
+    """The `KVConfig` of those options."""
+    from octavo.serve import KVConfig
+
+    if args.kv_values and not args.kv:
+        raise ValueError("--kv-values needs --kv, the format of the keys")
+    return KVConfig(keys=args.kv, values=args.kv_values or args.kv, axis=args.kv_axis) if args.kv else KVConfig()

@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     add_target(parser)
     parser.add_argument("--allow-unmatched", action="store_true", help="warn of a rule that matches nothing")
     parser.add_argument(
-        "--sent",
+        "--collectives",
         action="store_true",
         help="compile the quantized function for the devices that its inputs are sharded over, and print the "
         "collective bytes of a device; octavo train prints the same for its step",
@@ -62,7 +62,7 @@ def _plan(call: "TargetCall", args: argparse.Namespace) -> int:
     on_unmatched = "warn" if args.allow_unmatched else "error"
     with usage_errors():
         plan = octavo.plan(call.target.value, call.rules, *call.inputs, on_unmatched=on_unmatched, weights=call.weights)
-        if args.sent:
+        if args.collectives:
             plan = plan.with_communication(_communication(call))
     if args.json:
         print(plan.to_json())
@@ -84,20 +84,22 @@ def _communication(call: "TargetCall") -> "Communication":
     from octavo.cli.target import UsageError
     from octavo.hlo import partitioned_hlo, read_communication
     from octavo.qarray import is_qarray
-    from octavo.transform.arguments import argument_names, leaf_paths, weight_names
+    from octavo.transform.api import weight_names
 
     fn, inputs, name = call.target.value, call.inputs, call.target.name
     if call.target.framework is not None:
-        raise UsageError(f"--sent is for functions: the shapes of the model {name} have no shardings of its weights")
+        raise UsageError(
+            f"--collectives is for functions: the shapes of the model {name} have no shardings of its weights"
+        )
     flat = jax.tree_util.tree_leaves_with_path(inputs, is_leaf=is_qarray)
     leaves = [leaf for _, leaf in flat]
-    names = weight_names(leaf_paths(fn, inputs, {}), leaves, call.weights, argument_names(fn, len(inputs)))
+    names = weight_names(fn, inputs, {}, call.weights)
     keys = ["inputs" + jax.tree_util.keystr(path) for path, _ in flat]
     weights = {key: name for key, name in zip(keys, names, strict=True) if name is not None}
     shardings = {key: getattr(leaf, "sharding", None) for key, leaf in zip(keys, leaves, strict=True)}
     if not any(sharding is not None and sharding.num_devices > 1 for sharding in shardings.values()):
         raise UsageError(
-            f"--sent: no input of {name} is sharded over several devices: give --inputs as module:callable that "
+            f"--collectives: no input of {name} is sharded over several devices: give --inputs as module:callable that "
             "returns arrays, or jax.ShapeDtypeStructs with sharding=, that are"
         )
     named = {weights[k]: s for k, s in shardings.items() if k in weights and isinstance(s, jax.NamedSharding)}

@@ -44,7 +44,7 @@ def probe(command: Sequence[str] = _COMMAND, timeout: float = 15.0) -> dict:
         "platform": info.get("platform"),
         "devices": info.get("devices", []),
         "kernels": info.get("kernels"),
-        "dots": {name: _judged(dots[name], dots) for name in DTYPES if name in dots},
+        "dots": {name: _with_verdict(dots[name], dots) for name in DTYPES if name in dots},
     }
 
 
@@ -77,7 +77,7 @@ def _unsupported(reason: str) -> dict:
     return {"runs": False, "reason": short_reason(reason)}
 
 
-def _judged(dot: dict, dots: dict) -> dict:
+def _with_verdict(dot: dict, dots: dict) -> dict:
     """The dot with its speed relative to float32 and the verdict."""
     seconds = dot.get("seconds")
     reference = dots.get("float32", {}).get("seconds")

@@ -16,8 +16,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "quantize",
         help="convert a model to low precision, parameter by parameter",
         description="Read a model one parameter at a time, quantize each by the recipe, and write the result with a "
-        "model card. The model is not run, and peak memory is little more than the size of the result. " + MODEL,
+        "model card. Unless the recipe calibrates on data, the model is not run, and peak memory is little more than "
+        "the size of the result. " + MODEL,
         epilog="Examples: octavo quantize model.gguf int4 small; octavo quantize runs/mine trained served; "
+        "octavo quantize model.gguf int4:gptq small --data book.txt; "
         "octavo quantize hf-folder int8 out.gguf --format gguf. Exit status 2: the model, the recipe or the output "
         "path is invalid.",
     )
@@ -26,8 +28,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "recipe",
         metavar="RECIPE",
         help="a number format for the weights (int8, int4, int4:g64, int4:g32:mse, int3, int2, nf4, fp8, mxfp4, nvfp4, "
-        "...); or recipe:NAME, activations included; or a .json or .yml file of rules; or trained: the rules that the "
-        "model was trained with",
+        "...), calibrated on the text of --data by int4:gptq, int4:search or int4:awq; or recipe:NAME, activations "
+        "included; or a .json or .yml file of rules; or trained: the rules that the model was trained with",
     )
     parser.add_argument("out", metavar="OUT", help="the output: a directory, or a file for gguf")
     parser.add_argument(
@@ -50,6 +52,17 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         default="",
         help="the dtype of scales (default: bfloat16, for other programs float16, and with trained rules float32)",
     )
+    parser.add_argument("--data", metavar="FILE", help="the calibration text of a recipe such as int4:gptq")
+    parser.add_argument(
+        "--data-tokens", type=int, metavar="N", default=1 << 15, help="tokens of the calibration text (default 32768)"
+    )
+    parser.add_argument(
+        "--bits",
+        type=float,
+        metavar="N",
+        help="bits per weight of the layers, for a recipe of several formats, such as int3,int4,int8:gptq: each weight "
+        "gets the format that costs least of the KL divergence",
+    )
     parser.add_argument("--force", action="store_true", help="replace what is at OUT")
     parser.add_argument("--quiet", action="store_true", help="do not print a line for each parameter")
     return parser
@@ -57,10 +70,15 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Convert as the arguments say, and return the exit status."""
-    from octavo.pretrained import Request, export_model, open_model
+    from octavo.pretrained import CalibrationData, Request, export_model, open_model
 
     out = Path(args.out)
     command = shlex.join(["octavo", "quantize", Path(args.model).name, args.recipe, out.name, *_options(args)])
+    try:
+        text = Path(args.data).read_text(encoding="utf-8", errors="replace") if args.data else None
+    except OSError as error:
+        print(f"octavo quantize: --data: {error}", file=sys.stderr)
+        return 2
     request = Request(
         args.recipe,
         head=args.head,
@@ -68,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
         command=command,
         replace=args.force,
         log=None if args.quiet else functools.partial(print, flush=True),
+        data=None if text is None else CalibrationData(text, tokens=args.data_tokens),
+        bits=args.bits,
     )
     try:
         source = open_model(args.model)
@@ -94,4 +114,6 @@ def _report(source: Any, done: Any, out: Path, request: Any) -> Path:
 
 def _options(args: argparse.Namespace) -> list[str]:
     given = [("--head", args.head, ""), ("--format", args.format, "octavo"), ("--scales", args.scales, "")]
+    given += [("--data", Path(args.data).name, "")] if args.data else []
+    given += [("--bits", f"{args.bits:g}", "")] if args.bits else []
     return [word for name, value, default in given if value != default for word in (name, value)]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.options import MODEL, add_kv_cache
+from octavo.cli.options import MODEL, add_kv_cache, kv_config
 
 _DEFAULT_LENGTH = 2048
 
@@ -95,12 +95,11 @@ def _serve(args: argparse.Namespace, sock: socket.socket, limits: Any, key: str 
 
 def _engine(args: argparse.Namespace) -> tuple[Any, str]:
     from octavo.pretrained import open_model
-    from octavo.serve import Engine, KVConfig, SamplingParams
+    from octavo.serve import Engine, SamplingParams
 
-    source = open_model(args.model)
+    kv, source = kv_config(args), open_model(args.model)
     if source.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer: it cannot read a prompt")
-    kv = KVConfig(keys=args.kv, values=args.kv_values or args.kv, axis=args.kv_axis) if args.kv else KVConfig()
     # Memory is reserved for every slot, and the context of some models is very long.
     longest = min(_DEFAULT_LENGTH, int(source.origin.get("max_length") or _DEFAULT_LENGTH))
     length = longest if args.max_length is None else args.max_length

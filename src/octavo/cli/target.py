@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 
 import octavo
+from octavo._names import unknown_name
 from octavo.frameworks.model import framework_of
-from octavo.numerics import nearest_names
 from octavo.rules import QuantizationRule, as_rules, get_recipe, recipes
-from octavo.transform.arguments import argument_names
+from octavo.transform.api import argument_names
 
 EXAMPLES = "example_inputs"
 """The attribute of a target's module with default inputs."""
@@ -73,7 +73,7 @@ def run_on_target(
       The exit status, 2 after a `UsageError`.
     """
     try:
-        with _importable(os.getcwd()), _warnings_as_lines():
+        with _on_sys_path(os.getcwd()), _warnings_as_lines():
             if args.rules == "list":
                 return print_recipes()
             return command(_target_call(args, needs_rules), args)
@@ -107,7 +107,7 @@ def find_target(name: str | None, weights: str | None = None) -> Target:
     if name is None:
         raise UsageError("TARGET is missing: module:function, or module:attribute for a model")
     value, module = _find(name, "TARGET")
-    if framework_of(value) is None and _takes_nothing(value):
+    if framework_of(value) is None and _needs_no_arguments(value):
         with usage_errors(f"{name} was called for the model that it makes, and failed: "):
             made = value()
         value = value if framework_of(made) is None and not isinstance(value, type) else made
@@ -132,7 +132,7 @@ def _find(name: str, what: str) -> tuple[Any, types.ModuleType]:
     for attribute in attributes.split("."):
         if not hasattr(value, attribute):
             known = [n for n in dir(value) if not n.startswith("_") and callable(getattr(value, n, None))]
-            raise UsageError(f"{where} has no attribute {attribute!r}: {nearest_names(attribute, known)}")
+            raise UsageError(f"{where} has no attribute {attribute!r}: {unknown_name(attribute, known)}")
         value, where = getattr(value, attribute), f"{where}.{attribute}"
     return value, module
 
@@ -146,10 +146,12 @@ def _import(path: str, attributes: str) -> types.ModuleType:
             hint = f"; did you mean {f'{dotted}:{attributes}'!r}?" if dotted != path else ""
             place = f"in {os.getcwd()} or among the installed packages"
             raise UsageError(f"there is no module {path!r} {place}{hint}") from None
-        raise UsageError(f"{path} cannot be imported: {type(error).__name__}: {_line(error)}{_place(error)}") from error
+        raise UsageError(
+            f"{path} cannot be imported: {type(error).__name__}: {_line(error)}{_user_line(error)}"
+        ) from error
 
 
-def _takes_nothing(value: Any) -> bool:
+def _needs_no_arguments(value: Any) -> bool:
     """Whether a class or function can be called without arguments."""
     if not isinstance(value, type | types.FunctionType):
         return False
@@ -241,9 +243,9 @@ def usage_errors(what: str = "") -> Iterator[None]:
         innermost = _frames(error)[-1].filename
         if isinstance(error, ValueError | TypeError) and innermost.startswith(_octavo()):
             raise UsageError(f"{what}{error}") from error
-        if not _place(error):
+        if not _user_line(error):
             raise
-        raise UsageError(f"{what}{type(error).__name__}: {_line(error)}{_place(error)}") from error
+        raise UsageError(f"{what}{type(error).__name__}: {_line(error)}{_user_line(error)}") from error
 
 
 def _frames(error: Exception) -> list[traceback.FrameSummary]:
@@ -258,7 +260,7 @@ def _line(error: Exception) -> str:
     return (str(error).strip() or "no reason given").splitlines()[0]
 
 
-def _place(error: Exception) -> str:
+def _user_line(error: Exception) -> str:
     """The innermost line of the user's code in a traceback, if there is one."""
     libraries = (*_octavo(), *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
     own = [frame for frame in _frames(error) if not frame.filename.startswith(libraries)]
@@ -266,7 +268,7 @@ def _place(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _importable(directory: str) -> Iterator[None]:
+def _on_sys_path(directory: str) -> Iterator[None]:
     sys.path.insert(0, directory)
     try:
         yield

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import octavo
 from octavo.cli.target import TargetCall, UsageError
 from octavo.transform import QtProvider
-from octavo.transform.arguments import PARAMETERS, argument_names
+from octavo.transform.api import PARAMETERS, argument_names
 from octavo.transform.jaxpr import as_array_function
 
 # The PRNG streams of Linen models, the same as in octavo.plan.

@@ -5,8 +5,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.data.packing import Batch, Ids
+from octavo.data.packing import Batch, Ids, format_ids
 from octavo.data.tokenizer import Tokenizer
+
+_OPTIONS = {"batch_size": "per_device_batch_size", "length": "max_target_length", "reuse": "reuse_example_batch"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,20 +37,15 @@ class BatchConfig:
         for name, least in {"batch_size": 1, "length": 1, "reuse": 0, "vocab_size": 0}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
-                option = {"length": "max_target_length", "reuse": "reuse_example_batch"}.get(name, name)
-                raise ValueError(f"{option} is a whole number of at least {least}, got {value!r}")
+                raise ValueError(f"{_OPTIONS.get(name, name)} is a whole number of at least {least}, got {value!r}")
 
     @classmethod
     def from_config(cls, config: Any, split: str, batch_size: int | None = None) -> "BatchConfig":
         """From a training configuration; only training data are shuffled and reused."""
         train = split == "train"
         size = config.per_device_batch_size if batch_size is None else batch_size
-        if isinstance(size, float) and size.is_integer():
-            size = int(size)
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"per_device_batch_size is a whole number of at least 1, got {size!r}")
         return cls(
-            batch_size=size,
+            batch_size=int(size) if isinstance(size, float) and size.is_integer() else size,
             length=config.max_target_length,
             packing=getattr(config, "packing", True),
             shuffle=train,
@@ -99,9 +96,9 @@ class Dataset(abc.ABC):
     def describe(self) -> dict[str, Any]:
         """A description of the data for logs and reports, as JSON."""
 
-    @abc.abstractmethod
     def decode(self, ids: Ids) -> str:
-        """The text of token ids."""
+        """The text of token ids; the ids as numbers without a tokenizer."""
+        return format_ids(ids) if self.tokenizer is None else self.tokenizer.decode(ids)
 
     def _describe(self, details: Mapping[str, Any]) -> dict[str, Any]:
         return {

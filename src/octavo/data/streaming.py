@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from octavo.data.dataset import BatchConfig, Dataset
-from octavo.data.packing import Batch, Ids, make_batch
+from octavo.data.packing import Batch, make_batch
 from octavo.data.tokenizer import Tokenizer
 
 
@@ -82,6 +82,3 @@ class DocumentStream(Dataset):
 
     def describe(self) -> dict[str, Any]:
         return self._describe({**self._details, "tokenizer": self._tokenizer.name})
-
-    def decode(self, ids: Ids) -> str:
-        return self._tokenizer.decode(ids)

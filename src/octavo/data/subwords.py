@@ -135,7 +135,7 @@ def make_huggingface(config: Any, texts: Texts) -> Tokenizer:
     eos = _special(named.get("eos_token"), _ENDS, known)
     if eos is None:
         raise ValueError(
-            f"{file}: no token ends a document; tokenizer_config.json beside it should name its eos_token "
+            f"{file}: no token ends a document; tokenizer_config.json next to it should name its eos_token "
             f"(looked for {', '.join(_ENDS)})"
         )
     bos = _special(named.get("bos_token"), _BEGINNINGS, known)

@@ -7,7 +7,7 @@ import numpy as np
 
 from octavo._names import unknown_name
 from octavo.data.dataset import BatchConfig, Dataset
-from octavo.data.packing import Batch, Ids, format_ids, make_batch
+from octavo.data.packing import Batch, make_batch
 from octavo.data.shuffle import fold_key, random_bits, to_uniform
 
 _VOCAB_SIZE = 256
@@ -22,9 +22,6 @@ class _Synthetic(Dataset):
         self.config = config
         self.vocab_size = config.vocab_size or _VOCAB_SIZE
         self._key = fold_key(seed, split == "eval")
-
-    def decode(self, ids: Ids) -> str:
-        return format_ids(ids)
 
 
 class Fixed(_Synthetic):

@@ -17,7 +17,7 @@ from octavo._typing import Array
 from octavo.distributed.collectives import transfer
 from octavo.distributed.expert_sharding import ExpertSharding
 from octavo.numerics import FormatLike
-from octavo.ops.marker import mark
+from octavo.ops.product import mark
 from octavo.ops.vjp import tangent_probe
 from octavo.qarray import Quantizer
 

@@ -15,9 +15,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from octavo._typing import Array
-from octavo.distributed.grad_reduce import GradReduce
-from octavo.ops.codes import shard_map_operand
-from octavo.ops.vjp import ERROR_FEEDBACK
+from octavo.distributed.grad_reduce import GradReduce, shard_map_operand
 
 SHARE = "octavo.share."
 """The named scope with n, where 1/n of the rows is expected to have an expert on their device."""
@@ -29,7 +27,7 @@ class ExpertSharding:
 
     Attributes:
       mesh: the (abstract) mesh.
-      rows: the mesh axes along which rows are sharded, besides those of the experts.
+      rows: the mesh axes along which rows are sharded, in addition to those of the experts.
       experts: the mesh axes along which experts are sharded; rows are sharded along them as well.
       inputs: the mesh axes along which axis k of the matrices is sharded.
       outputs: the mesh axes along which axis n of the matrices is sharded.
@@ -48,7 +46,7 @@ class ExpertSharding:
         if unknown := [axis for axis in named if axis not in self.mesh.axis_names]:
             raise ValueError(f"the mesh has the axes {self.mesh.axis_names}, and not {unknown[0]!r}")
         if len(set(named)) < len(named):
-            raise ValueError(f"a mesh axis shards one axis of a product, but one of {named} is there twice")
+            raise ValueError(f"a mesh axis shards one axis of a matmul, but one of {named} is given twice")
         if spare := [axis for axis in self.scattered[1] if axis not in self.rows]:
             raise ValueError(f"gradients are scattered over mesh axes of rows, {self.rows}, and {spare[0]!r} is none")
 
@@ -99,62 +97,47 @@ class ExpertSharding:
         specs = (left, right, PartitionSpec(self.row_axes))
         return self.shard_map(local, specs, PartitionSpec(self.row_axes, _part(kept)))(lhs, rhs, sizes)
 
-    def by_rows(self, fn: Callable[..., Array], lhs: Any, rhs: Any, sizes: Array, scales: tuple[Array, ...]) -> Array:
-        """[m, k] x [m, n] -> [experts, k, n]: `fn(lhs, rhs, sizes, scales)` per device, summed over rows."""
-        axis, names = self.scattered
-
-        def reduce(out: Array, _: None) -> tuple[Array, None]:
-            if rest := tuple(a for a in self.rows if a not in names):
-                out = jax.lax.psum(out, rest)
-            return jax.lax.psum_scatter(out, names, scatter_dimension=axis, tiled=True) if names else out, None
-
-        return self._reduced(fn, reduce, (lhs, rhs, sizes, scales, None), self.scattered, PartitionSpec())[0]
-
-    def by_rows_reduced(
+    def by_rows(
         self,
-        reduction: GradReduce,
         fn: Callable[..., Array],
         lhs: Any,
         rhs: Any,
         sizes: Array,
-        scales: Any,
-        scaling: Any,
+        scales: tuple[Array, ...] = (),
+        reduction: GradReduce | None = None,
+        scaling: Any = None,
     ) -> tuple[Array, dict[str, Any]]:
-        """`by_rows`, reduced in low precision; also returns updates of `scaling`."""
+        """[m, k] x [m, n] -> [experts, k, n]: `fn(lhs, rhs, sizes, scales)` per device, summed over rows.
 
-        def reduce(out: Array, error: Any) -> tuple[Array, Any]:
-            if rest := tuple(a for a in self.rows if a not in reduction.axes):
-                out = jax.lax.psum(out, rest)
-            out, error = reduction.reduce(out, error[0] if reduction.feedback else None)
-            return out, error[None] if reduction.feedback else None
+        With a `reduction`, in low precision; the second result are updates of `scaling`.
+        """
+        axis, names = self.scattered if reduction is None else reduction.scatter
+        rest = tuple(a for a in self.rows if a not in (names if reduction is None else reduction.axes))
 
-        error = scaling[ERROR_FEEDBACK]["error"] if reduction.feedback else None
-        spec = PartitionSpec(reduction.axes, *map(_part, (self.experts, self.inputs, self.outputs)))
-        out, error = self._reduced(fn, reduce, (lhs, rhs, sizes, scales, error), reduction.scatter, spec)
-        return out, {ERROR_FEEDBACK: {"error": error}} if reduction.feedback else {}
+        def local(lhs: Any, rhs: Any, sizes: Array, scales: tuple[Array, ...], state: Any) -> tuple[Array, Any]:
+            out = fn(lhs, rhs, sizes[0], scales)
+            out = jax.lax.psum(out, rest) if rest else out
+            if reduction is not None:
+                return reduction.reduce(out, state)
+            return jax.lax.psum_scatter(out, names, scatter_dimension=axis, tiled=True) if names else out, state
 
-    def _reduced(
-        self,
-        fn: Callable[..., Array],
-        reduce: Callable[[Array, Any], tuple[Array, Any]],
-        args: tuple[Any, Any, Array, tuple[Array, ...], Any],
-        scattered: tuple[int, tuple[str, ...]],
-        error_spec: PartitionSpec,
-    ) -> tuple[Array, Any]:
-        """`reduce(fn(lhs, rhs, sizes, scales), error)` per device; its first result is scattered."""
-        lhs, rhs, sizes, scales, error = args
         spec: list[Any] = [self.experts, self.inputs, self.outputs]
-        whole, (axis, names) = PartitionSpec(*map(_part, spec)), scattered
+        whole = PartitionSpec(*map(_part, spec))
+        state_spec = PartitionSpec() if reduction is None else PartitionSpec(reduction.axes, *whole)
         spec[axis] = (*spec[axis], *names)
         lhs, left = shard_map_operand(self.mesh, lhs, PartitionSpec(self.row_axes, _part(self.inputs)))
         rhs, right = shard_map_operand(self.mesh, rhs, PartitionSpec(self.row_axes, _part(self.outputs)))
-        beside = tuple(_where_long(scale, whole) for scale in scales)
-        run = self.shard_map(
-            lambda lhs, rhs, sizes, scales, error: reduce(fn(lhs, rhs, sizes[0], scales), error),
-            (left, right, PartitionSpec(self.row_axes), beside, error_spec),
-            (PartitionSpec(*map(_part, spec)), error_spec),
+        # A scale is replicated along axes where it has one entry.
+        scale_specs = tuple(
+            PartitionSpec(*(part if size > 1 else None for part, size in zip(whole, scale.shape, strict=True)))
+            for scale in scales
         )
-        return run(lhs, rhs, sizes, scales, error)
+        run = self.shard_map(
+            local,
+            (left, right, PartitionSpec(self.row_axes), scale_specs, state_spec),
+            (PartitionSpec(*map(_part, spec)), state_spec),
+        )
+        return run(lhs, rhs, sizes, scales, {} if reduction is None else reduction.error_of(scaling))
 
     def pick(self, part: Array, sizes: Array, group: Callable[[Array], Array]) -> Array:
         """Gather the entry of each row's expert: [experts, n] -> [m, n]; `group(sizes)` are the rows' experts."""
@@ -174,11 +157,6 @@ class ExpertSharding:
 
         each = PartitionSpec(self.row_axes)
         return self.shard_map(local, (each, each), PartitionSpec(_part(self.experts)))(x, sizes)
-
-
-def _where_long(x: Array, spec: PartitionSpec) -> PartitionSpec:
-    """The partition spec of an array with some axes of size one, for broadcasting."""
-    return PartitionSpec(*(part if size > 1 else None for part, size in zip(spec, x.shape, strict=True)))
 
 
 def _part(axes: tuple[str, ...]) -> Any:

@@ -1,8 +1,9 @@
-"""Weight gradients, reduced over devices in low precision.
+"""Gradients, reduced over devices in low precision.
 
-XLA would place the reduction of the partial gradients itself, and reduce in float32. Here each device multiplies its
-own rows under `jax.shard_map`, and the result is reduce-scattered in low precision to the sharding of the weight.
-Ranges and scales of the operands are those of global arrays, as elsewhere.
+XLA would place the reduction of the partial gradients itself, and reduce in float32. Here each device computes the
+gradient of its own rows under `jax.shard_map`, and `GradReduce.reduce` reduces it to the sharding of the parameter. It
+does so for the weight of one matmul (`sum`), where ranges and scales of the operands are those of global arrays, and
+for all gradients of data-parallel replicas (`reduce_replicas`), which compute with ranges of their own.
 """
 
 import dataclasses
@@ -18,9 +19,12 @@ from octavo import _sharding
 from octavo._typing import Array
 from octavo.distributed.collectives import quantized_psum, quantized_psum_scatter
 from octavo.numerics import FormatLike
-from octavo.ops.codes import ArrayOrQArray, shard_map_operand
-from octavo.ops.dims import Dims
+from octavo.ops.operands import ArrayOrQArray, Dims
 from octavo.ops.vjp import ERROR_FEEDBACK
+from octavo.qarray import QArray, shardings
+
+type State = dict[str, dict[str, Array]]
+"""The error feedback of a gradient, one for each device; empty without error feedback."""
 
 
 def is_error_feedback(path: Sequence[Any]) -> bool:
@@ -30,16 +34,16 @@ def is_error_feedback(path: Sequence[Any]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class GradReduce:
-    """The reduction of a weight's gradient: in `qtype`, over the mesh axes along which rows are sharded.
+    """The reduction of a parameter's gradient: in `qtype`, over the mesh axes along which rows are sharded.
 
-    It is a reduce-scatter along mesh axes that also shard the weight, and an all-reduce along the others.
+    It is a reduce-scatter along mesh axes that also shard the parameter, and an all-reduce along the others.
 
     Attributes:
-      stored: the sharding of the weight.
+      stored: the sharding of the parameter.
       rows: the mesh axes of each sharded row axis, major to minor.
       qtype: the format of the transferred codes.
       feedback: whether a device's rounding error is added to its next gradient (error feedback).
-      left: whether the weight is the left operand.
+      left: whether the parameter is the left operand of its matmul.
     """
 
     stored: NamedSharding
@@ -60,41 +64,56 @@ class GradReduce:
 
     @property
     def scatter(self) -> tuple[int, tuple[str, ...]]:
-        """The axis of the weight that is reduce-scattered (the one over most devices), and its mesh axes."""
+        """The axis of the parameter that is reduce-scattered (the one over most devices), and its mesh axes."""
         found = [tuple(a for a in _sharding.names(part) if a in self.axes) for part in self.stored.spec] or [()]
         devices = [math.prod(self.stored.mesh.shape[a] for a in names) for names in found]
         axis = devices.index(max(devices))
         return axis, found[axis]
 
-    def init_error(self, shape: Sequence[int]) -> dict[str, dict[str, Array]]:
-        """The initial error feedback of a weight of this shape, as an entry of its scaling."""
+    def init_error(self, shape: Sequence[int]) -> State:
+        """The initial error feedback of a gradient of this shape, as an entry of a matmul's scaling."""
         zeros = jnp.zeros((self.num_devices, *shape), jnp.float32)
         return {ERROR_FEEDBACK: {"error": zeros}} if self.feedback else {}
 
+    def error_of(self, scaling: dict[str, Any]) -> State:
+        """The error feedback among the entries of a matmul's scaling."""
+        return {ERROR_FEEDBACK: scaling[ERROR_FEEDBACK]} if self.feedback else {}
+
     @property
     def error_spec(self) -> PartitionSpec:
-        """The partition spec of the error feedback: one per device, otherwise sharded like the weight."""
-        return PartitionSpec(self.axes, *(names or None for names in self._others(len(self.stored.spec))))
+        """The partition spec of the error feedback: one per device, otherwise sharded like the parameter."""
+        return PartitionSpec(self.axes, *_spec(self._others(len(self.stored.spec))))
 
     def _others(self, ndim: int) -> list[tuple[str, ...]]:
-        """The mesh axes of each axis of the weight, without those of rows."""
+        """The mesh axes of each axis of the parameter, without those of rows."""
         parts = _sharding.partitions(self.stored, ndim)
         return [tuple(a for a in _sharding.names(part) if a not in self.axes) for part in parts]
 
-    def reduce(self, x: Array, error: Array | None) -> tuple[Array, Array]:
-        """Inside a shard_map over `axes`: this device's shard of the sum of `x`, and its rounding error."""
+    def reduce(self, x: Array, state: State) -> tuple[Array, State]:
+        """Inside a shard_map over all axes: this device's shard of the sum of `x`, and its new error feedback."""
+        error = state[ERROR_FEEDBACK]["error"][0] if self.feedback else None
         axis, names = self.scatter
         rest = tuple(a for a in self.axes if a not in names)
         if not names:
-            return quantized_psum(x, rest, self.qtype, error=error)
-        shard, error = quantized_psum_scatter(x, names, self.qtype, scatter_dimension=axis, error=error)
-        if rest:
-            shard, more = quantized_psum(shard, rest, self.qtype)
+            total, error = quantized_psum(x, rest, self.qtype, error=error)
+        else:
+            total, error = quantized_psum_scatter(x, names, self.qtype, scatter_dimension=axis, error=error)
+        if names and rest:
+            total, more = quantized_psum(total, rest, self.qtype)
             # This is the rounding error of the shard that this device stores: add it at the shard's position.
-            start = jax.lax.axis_index(names) * shard.shape[axis]
-            own = jax.lax.dynamic_slice_in_dim(error, start, shard.shape[axis], axis) + more
+            start = jax.lax.axis_index(names) * total.shape[axis]
+            own = jax.lax.dynamic_slice_in_dim(error, start, total.shape[axis], axis) + more
             error = jax.lax.dynamic_update_slice_in_dim(error, own, start, axis)
-        return shard, error
+        return total, {ERROR_FEEDBACK: {"error": error[None]}} if self.feedback else {}
+
+    def reduce_replicas(self, x: Array, state: State) -> tuple[Array, State]:
+        """`reduce` inside a shard_map over `axes`, to whose mesh axes this adds those that shard the parameter."""
+        others = self._others(x.ndim)
+        if not any(others):
+            return self.reduce(x, state)
+        specs = _spec(others), PartitionSpec(None, *_spec(others))
+        names = {name for other in others for name in other}
+        return jax.shard_map(self.reduce, in_specs=specs, out_specs=specs, axis_names=names, check_vma=False)(x, state)
 
     def sum(
         self,
@@ -123,22 +142,16 @@ class GradReduce:
         left, right = self._operand_specs(dims, [others[transpose.order.index(a)] for a in range(len(others))])
         (lhs, left), (rhs, right) = shard_map_operand(mesh, lhs, left), shard_map_operand(mesh, rhs, right)
         axis, names = self.scatter
-        error, out = self.error_spec, [(*other, *(names if a == axis else ())) for a, other in enumerate(others)]
-
-        def local(lhs: ArrayOrQArray, rhs: ArrayOrQArray, error: Any) -> tuple[Array, Any]:
-            out, error = self.reduce(transpose.arrange_out(product(lhs, rhs)), error[0] if self.feedback else None)
-            return out, error[None] if self.feedback else None
-
+        out = [(*other, *(names if a == axis else ())) for a, other in enumerate(others)]
         run = jax.shard_map(
-            local,
+            lambda lhs, rhs, state: self.reduce(transpose.arrange_out(product(lhs, rhs)), state),
             mesh=mesh,
-            in_specs=(left, right, error),
-            out_specs=(_spec(out), error),
+            in_specs=(left, right, self.error_spec),
+            out_specs=(_spec(out), self.error_spec),
             axis_names={*self.axes, *(name for other in others for name in other)},
             check_vma=False,
         )
-        grad, error = run(lhs, rhs, scaling[ERROR_FEEDBACK]["error"] if self.feedback else None)
-        return grad, {ERROR_FEEDBACK: {"error": error}} if self.feedback else {}
+        return run(lhs, rhs, self.error_of(scaling))
 
     def _operand_specs(self, dims: Dims, kept: list[tuple[str, ...]]) -> tuple[PartitionSpec, PartitionSpec]:
         """Partition specs of both operands, for a dot whose result, before `arrange_out`, is sharded along `kept`."""
@@ -163,3 +176,20 @@ class GradReduce:
 
 def _spec(parts: Sequence[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(names or None for names in parts))
+
+
+def shard_map_operand(
+    mesh: Any, x: ArrayOrQArray, spec: PartitionSpec, reduced: int | None = None
+) -> tuple[ArrayOrQArray, Any]:
+    """An operand to pass to a `shard_map`, and the partition specs of its arrays.
+
+    Codes are dequantized first if sharding would split their tiles, or if scales differ between devices along the axis
+    `reduced`, over which results are summed before they are scaled.
+    """
+    if not isinstance(x, QArray):
+        return x, spec
+    specs = shardings(x, spec)
+    fits = jax.tree.leaves(specs) == [y.spec for y in jax.tree.leaves(shardings(x, NamedSharding(mesh, spec)))]
+    scales = [part for part in (x.scale, x.zero_point, x.outer_scale) if part is not None]
+    alike = reduced is None or all(part.shape[reduced] == 1 for part in scales)
+    return (x, specs) if fits and alike and not x.padding else (x.dequantize(), spec)

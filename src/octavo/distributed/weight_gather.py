@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo import _sharding
 from octavo.distributed.collectives import transfer
-from octavo.ops.codes import ArrayOrQArray
+from octavo.ops.operands import ArrayOrQArray
 from octavo.qarray import QArray
 
 

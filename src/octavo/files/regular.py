@@ -33,14 +33,18 @@ class RegularFile:
             )
         self.size = status.st_size
 
-    def read(self, offset: int, count: int, what: str) -> bytearray:
-        """Exactly `count` bytes from `offset`; `what` names them in the error if they are not there."""
-        if self._fd < 0:
-            raise FileError(f"{self.path}: is closed")
+    def check(self, offset: int, count: int, what: str) -> None:
+        """Raise unless the file has `count` bytes from `offset`; `what` names them in the error."""
         if offset < 0 or count < 0 or offset + count > self.size:
             raise FileError(
                 f"{self.path}: is truncated: {what} needs bytes {offset} to {offset + count} of {self.size}"
             )
+
+    def read(self, offset: int, count: int, what: str) -> bytearray:
+        """Exactly `count` bytes from `offset`."""
+        if self._fd < 0:
+            raise FileError(f"{self.path}: is closed")
+        self.check(offset, count, what)
         data = bytearray(count)
         view, done = memoryview(data), 0
         while done < count:

@@ -9,10 +9,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from octavo.frameworks.module_call import ModuleCall, public_methods, scoped
+from octavo._tree import path_str
+from octavo.frameworks.module_call import ModuleCall, method_classes, public_methods
 from octavo.frameworks.params import is_stored
 from octavo.qarray import QArray, Quantizer
-from octavo.transform.arguments import key_name
 from octavo.transform.provider import QuantizationProvider
 from octavo.transform.site import Site
 
@@ -26,18 +26,13 @@ class Family:
         self.classes: dict[tuple[type, str], tuple[type, type]] = {}
 
     def of(self, cls: type, path: str) -> tuple[type, type]:
-        """Two subclasses of a module's class at one path of the model: one whose methods are quantized when they are
-        called, and one for within such a call, whose methods only enter a named scope.
-        """
+        """The classes of a module at one path for outside and inside of a call, see `method_classes`."""
         if (cls, path) not in self.classes:
-            same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-            methods = dict(public_methods(cls, eqx.Module, self.methods))
-            shared = {**same, "_octavo": property(lambda _: (self, cls, path))}
-            outer = {name: _entry(name, method) for name, method in methods.items()}
-            inner = {name: scoped(method, lambda _: path) for name, method in methods.items()}
+            shared = {"_octavo": property(lambda _: (self, cls, path))}
             # A class without public methods, such as Equinox's own index, is kept.
-            made = [type(cls)(cls.__name__, (cls,), shared | own) if own else cls for own in (outer, inner)]
-            self.classes[cls, path] = made[0], made[1]
+            own = any(public_methods(cls, eqx.Module, self.methods))
+            made = method_classes(cls, eqx.Module, self.methods, shared, _entry, lambda _: path) if own else (cls, cls)
+            self.classes[cls, path] = made
         return self.classes[cls, path]
 
 
@@ -81,7 +76,7 @@ def quantize_equinox[M](
         return result
     if not inputs and not kwargs:
         raise ValueError(
-            "quantized parameters are laid out for the matmuls that use them, so the model has to be traced: "
+            "quantized parameters have the granularity of the matmuls that use them, so the model has to be traced: "
             "quantize_model(model, provider, *example_inputs), where only the shapes of the inputs matter"
         )
     quantizers: dict[str, Quantizer] = {}
@@ -107,7 +102,7 @@ def _quantize(model: Any, quantizers: dict[str, Quantizer]) -> Any:
     """A model whose named parameters are quantized."""
 
     def convert(path: tuple[Any, ...], leaf: Any) -> Any:
-        quantizer = quantizers.get("/".join(map(key_name, path)))
+        quantizer = quantizers.get(path_str(path))
         if quantizer is None or isinstance(leaf, QArray):
             return leaf
         abstract = isinstance(leaf, jax.ShapeDtypeStruct)
@@ -119,7 +114,7 @@ def _quantize(model: Any, quantizers: dict[str, Quantizer]) -> Any:
 def _rebuild(tree: Any, class_of: Callable[[Any, str], type], path: tuple[str, ...] = ()) -> Any:
     """A tree with other classes for its modules; everything else is shared."""
     if not isinstance(tree, eqx.Module):
-        convert = lambda keys, x: _rebuild(x, class_of, (*path, *map(key_name, keys))) if _is_module(x) else x  # noqa: E731
+        convert = lambda keys, x: _rebuild(x, class_of, (*path, path_str(keys))) if _is_module(x) else x  # noqa: E731
         return jax.tree_util.tree_map_with_path(convert, tree, is_leaf=lambda x: _is_module(x) or is_stored(x))
     made = object.__new__(class_of(tree, "/".join(path)))
     for field in dataclasses.fields(tree):  # pyrefly: ignore
@@ -175,7 +170,7 @@ def _names(tree: Any) -> list[str | None]:
             continue
         root = part._octavo[2] if hasattr(part, "_octavo") else None
         for path, leaf in jax.tree_util.tree_leaves_with_path(part, is_leaf=is_stored):
-            name = "/".join([*([root] if root else []), *map(key_name, path)])
+            name = "/".join(filter(None, (root, path_str(path))))
             names.append(name if root is not None and _is_weight(leaf) else None)
     return names
 

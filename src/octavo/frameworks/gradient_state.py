@@ -30,8 +30,8 @@ def accumulate_gradients(first: Mapping[str, Any], second: Mapping[str, Any]) ->
     """
     if any(is_error_feedback(path) for path, _ in jax.tree_util.tree_leaves_with_path(first.get(GRADIENT_STATE))):
         raise ValueError(
-            "what was lost of gradients, by reduce_feedback, passes from one microbatch to the next: overwrite it "
-            "after each of them and add up the other gradients, or leave reduce_feedback out"
+            "error feedback, by reduce_feedback, passes from one microbatch to the next: overwrite it after each of "
+            "them and sum the other gradients, or leave reduce_feedback out"
         )
     join = {GRADIENT_STATE: jnp.maximum}
     return {name: jax.tree.map(join.get(name, jnp.add), first[name], second[name]) for name in first}

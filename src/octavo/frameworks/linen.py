@@ -16,7 +16,8 @@ import jax
 from flax.core import lift
 from flax.linen import transforms
 
-from octavo.frameworks.linen_state import PARAMS, host, leaf_names, nest, plain, replace_leaf
+from octavo._tree import unflatten_paths
+from octavo.frameworks.linen_state import PARAMS, host, leaf_names, plain, replace_leaf
 from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
 from octavo.transform.provider import module_path
@@ -138,7 +139,6 @@ class _Call:
     def __init__(self, module: nn.Module, provider: QuantizationProvider):
         self.module, self.provider = module, provider
         self.prefix = "/".join(map(str, module.path))
-        self.low: Quantized | None = None
 
     def run(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.module
@@ -155,12 +155,12 @@ class _Call:
                         out = fn(scope, *args, **kwargs)
                         return out, repack_fn(scope)
 
-                self.low = self._quantized(pure)
                 if initializing:
                     return pure(variables, rngs, *args, **kwargs)
-                state = {c: nest(v, self.prefix) for c, v in module.variables.items() if c != PARAMS}
+                low = self._quantized(pure)
+                state = {c: self._nest(v) for c, v in module.variables.items() if c != PARAMS}
                 inputs = plain(variables), rngs, *args
-                out, after = self.low._run(inputs, kwargs, state, self._key(), self._updates())
+                out, after = low._run(low._trace(inputs, kwargs), state, self._key(), self._updates())
                 new.update(after)
                 return keep_as_gradient(out, self._unused(pure, inputs, kwargs, state))
 
@@ -186,9 +186,14 @@ class _Call:
         """The state of delayed scaling that only other stages use."""
         if not (others := self._others()) or GRADIENT_STATE not in state:
             return {}
-        own, *rest = (self._quantized(pure, p)._discover(args, kwargs)[1] for p in (self.provider, *others))
+        lows = [self._quantized(pure, p) for p in (self.provider, *others)]
+        own, *rest = (low._discover(low._trace(args, kwargs))[1] for low in lows)
         keys = {key: None for known in rest for key in known if key.collection == GRADIENT_STATE and key not in own}
         return list(flatten_state(state, keys).values())
+
+    def _nest(self, tree: Any) -> Any:
+        """A tree nested under the path of the module."""
+        return unflatten_paths({self.prefix: tree}) if self.prefix else tree
 
     def _key(self) -> Any:
         return self.module.make_rng(_STREAM) if self.module.has_rng(_STREAM) else None

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from octavo import ops
 from octavo._typing import Array
 from octavo.calibration import RunningMean
-from octavo.ops import DotConfig, Operand
+from octavo.ops import DotConfig
 from octavo.qarray import Quantizer
 from octavo.rules import QuantizationRule, dot_config, find
+from octavo.transform.site import operand_axes
 from octavo.transform.state import GRADIENT_STATE, QUANT_STATS
 
 
@@ -43,22 +44,21 @@ class _LinenOp(nn.Module):
         return self.make_rng("stochastic_rounding") if self.has_rng("stochastic_rounding") else None
 
     def _scaling(
-        self,
-        config: DotConfig,
-        operands: tuple[Array, Array],
-        quantizer: Callable[[Operand, int], Quantizer],
-        init: Callable[[], Any],
+        self, config: DotConfig, operands: tuple[Array, Array], params: dict[str, Any], product: Any
     ) -> dict[str, Any]:
+        """The ranges and the state of a matmul with the parameters of a JAX primitive."""
         sides = {False: (), True: ("lhs",), "lhs": ("lhs",), "rhs": ("rhs",), "both": ("lhs", "rhs")}
         if self.static not in sides:
             raise ValueError(f"static is True, False, 'lhs', 'rhs' or 'both', got {self.static!r}")
         scaling: dict[str, Any] = {}
-        if ops.trackers_of(config):
-            scaling |= self._own_state(init)
+        if config.tracked:
+            scaling |= self._own_state(lambda: ops.init_scaling(config, *operands, product))
+        axes = operand_axes(params, operands[0].shape, operands[1].shape)
         for side in sides[self.static]:
-            operand, place = getattr(config.fwd, side), ("lhs", "rhs").index(side)
+            operand, number = getattr(config.fwd, side), ("lhs", "rhs").index(side)
             if operand is not None:
-                scaling[side] = self._static_range(side, quantizer(operand, place), operands[place])
+                x = operands[number]
+                scaling[side] = self._static_range(side, operand.quantizer(x.ndim, **axes[number]), x)
         return scaling
 
     def _own_state(self, init: Callable[[], Any]) -> dict[str, Any]:
@@ -110,12 +110,7 @@ class DotGeneral(_LinenOp):
         config = self._config_of("dot_general")
         if config is None:
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, **kinds)
-        dims = ops.Dims.of(dimension_numbers, lhs.ndim, rhs.ndim)
-        contract, batch = (dims.lhs_contract, dims.rhs_contract), (dims.lhs_batch, dims.rhs_batch)
-        ndim = (lhs.ndim, rhs.ndim)
-        quantizer = lambda o, i: o.quantizer(ndim[i], contracting=contract[i], batch=batch[i])  # noqa: E731
-        init = lambda: ops.init_scaling(config, lhs, rhs, dimension_numbers)  # noqa: E731
-        scaling = self._scaling(config, (lhs, rhs), quantizer, init)
+        scaling = self._scaling(config, (lhs, rhs), {"dimension_numbers": dimension_numbers}, dimension_numbers)
         return ops.dot_general(lhs, rhs, dimension_numbers, **kinds, config=config, key=self._key(), scaling=scaling)
 
 
@@ -159,10 +154,7 @@ class ConvGeneralDilated(_LinenOp):
         names = ("lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count", "batch_group_count")
         shape = {k: v for k, v in kwargs.items() if k in names}
         dims = ops.ConvDims.of(lhs.shape, rhs.shape, window_strides, padding, **shape)
-        kept = dims.lhs[0], dims.rhs[0]
-        quantizer = lambda o, i: o.quantizer(lhs.ndim, contracting=[a for a in range(lhs.ndim) if a != kept[i]])  # noqa: E731
-        init = lambda: ops.init_scaling(config, lhs, rhs, ops.Conv(dims))  # noqa: E731
-        scaling = self._scaling(config, (lhs, rhs), quantizer, init)
+        scaling = self._scaling(config, (lhs, rhs), {"window_strides": window_strides, **shape}, ops.Conv(dims))
         return ops.conv_general_dilated(
             lhs, rhs, window_strides, padding, **kwargs, config=config, key=self._key(), scaling=scaling
         )

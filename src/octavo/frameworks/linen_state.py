@@ -10,7 +10,6 @@ from flax.core import meta
 from octavo.frameworks.params import WithAux, unwrap
 from octavo.qarray import QArray, is_qarray, shardings
 from octavo.transform import Site
-from octavo.transform.arguments import key_name
 from octavo.transform.frame import Frame, Key
 from octavo.transform.state import GRADIENT_STATE
 
@@ -44,23 +43,13 @@ def plain(tree: Any) -> Any:
     return unwrap(meta.unbox(tree))
 
 
-def nest(tree: Any, prefix: str) -> Any:
-    """A tree nested under the path of its module."""
-    for part in reversed(prefix.split("/") if prefix else []):
-        tree = {part: tree}
-    return tree
-
-
 def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str = "") -> list[str | None]:
     """The paths of parameters, which are in the first argument; None for all other leaves."""
     names: list[str | None] = []
     for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_qarray):
-        keys = [key_name(k) for k in path]
-        if keys[:2] != ["0", "0"] or PARAMS not in keys:
-            names.append(None)
-            continue
-        own = keys[keys.index(PARAMS) + 1 :]
-        names.append("/".join([prefix, *own] if prefix else own))
+        keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
+        own = keys[keys.index(PARAMS) + 1 :] if keys[:2] == ["0", "0"] and PARAMS in keys else None
+        names.append(None if own is None else "/".join([prefix, *own] if prefix else own))
     return names
 
 

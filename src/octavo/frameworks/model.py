@@ -12,20 +12,12 @@ from octavo.rules.schedule import Schedule
 from octavo.transform import QtProvider, QuantizationProvider
 
 
-def _is_a(model: Any, module: str, name: str) -> bool:
-    """Whether a model is an instance of a framework's class; does not import the framework."""
-    framework = sys.modules.get(module)
-    return framework is not None and isinstance(model, getattr(framework, name))
-
-
 def framework_of(model: Any) -> str | None:
     """ "linen", "nnx" or "equinox"; None for anything else."""
-    if _is_a(model, "flax.linen", "Module"):
-        return "linen"
-    if _is_a(model, "flax.nnx", "Module"):
-        return "nnx"
-    if _is_a(model, "equinox", "Module"):
-        return "equinox"
+    for name, module in (("linen", "flax.linen"), ("nnx", "flax.nnx"), ("equinox", "equinox")):
+        # A model's framework is imported already.
+        if module in sys.modules and isinstance(model, sys.modules[module].Module):
+            return name
     return None
 
 
@@ -121,19 +113,13 @@ def plan(model: Any, rules: Any, *args: Any, on_unmatched: str = "error", weight
     int8 x int8
     """
     framework = framework_of(model)
+    if framework is None:
+        return plan_function(model, rules, *args, on_unmatched=on_unmatched, weights=weights, **kwargs)
     if framework == "linen":
-        from octavo.frameworks.linen import linen_sites
-
-        provider = _provider(rules)
-        return plan_of(linen_sites(model, provider, *args, **kwargs), provider.rules, on_unmatched, strict=True)
-    if framework == "nnx":
-        from octavo.frameworks.nnx import nnx_sites
-
-        provider = _provider(rules)
-        return plan_of(nnx_sites(model, provider, *args, **kwargs), provider.rules, on_unmatched, strict=True)
-    if framework == "equinox":
-        from octavo.frameworks.equinox import equinox_sites
-
-        provider = _provider(rules)
-        return plan_of(equinox_sites(model, provider, *args, **kwargs), provider.rules, on_unmatched, strict=True)
-    return plan_function(model, rules, *args, on_unmatched=on_unmatched, weights=weights, **kwargs)
+        from octavo.frameworks.linen import linen_sites as sites
+    elif framework == "nnx":
+        from octavo.frameworks.nnx import nnx_sites as sites
+    else:
+        from octavo.frameworks.equinox import equinox_sites as sites
+    provider = _provider(rules)
+    return plan_of(sites(model, provider, *args, **kwargs), provider.rules, on_unmatched)

@@ -66,7 +66,7 @@ class ModuleCall:
 
     def run(self, state: Mapping[str, Any], key: Any, update: bool | frozenset[str]) -> tuple[Any, dict[str, Any]]:
         """The result and the new state. State that the call does not use is its own gradient, so that it is kept."""
-        arrays, new = self.quantized._run((self.inputs,), {}, state, key, update)
+        arrays, new = self.quantized._run(self.quantized._trace((self.inputs,), {}), state, key, update)
         computed = iter(
             keep_as_gradient(arrays, unused_state(state.get(GRADIENT_STATE, {}), new.get(GRADIENT_STATE, {})))
         )
@@ -135,6 +135,26 @@ def scoped(method: Callable[..., Any], path_of: Callable[[Any], str]) -> Callabl
             return method(*args, **kwargs)
 
     return run
+
+
+def method_classes(
+    cls: type,
+    base: type,
+    named: Collection[str],
+    shared: Mapping[str, Any],
+    entry: Callable[[str, Any], Any],
+    path_of: Callable[[Any], str],
+) -> tuple[type, type]:
+    """Two subclasses of a module's class: one whose methods are quantized when they are called, by `entry`, and one
+    for within such a call, whose methods only enter a named scope. As different classes, they never share a compiled
+    function of a framework or of JAX.
+    """
+    kind: Any = type(cls)
+    methods = dict(public_methods(cls, base, named))
+    same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, **shared}
+    outer = {name: entry(name, method) for name, method in methods.items()}
+    inner = {name: scoped(method, path_of) for name, method in methods.items()}
+    return kind(cls.__name__, (cls,), same | outer), kind(cls.__name__, (cls,), same | inner)
 
 
 def public_methods(cls: type, base: type, named: Collection[str]) -> Iterator[tuple[str, Any]]:

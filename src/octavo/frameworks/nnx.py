@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from octavo.frameworks.module_call import ModuleCall, public_methods, scoped
-from octavo.frameworks.nnx_state import OverwriteWithGradient, QuantStat, is_member, level, put, state_places, updating
+from octavo.frameworks.module_call import ModuleCall, method_classes
+from octavo.frameworks.nnx_state import OverwriteWithGradient, QuantStat, is_member, put, state_places, updating
 from octavo.frameworks.params import WithAux, is_stored
 from octavo.transform.provider import QuantizationProvider
 from octavo.transform.site import Site
+from octavo.transform.state import find_state, nest_state
 
 __all__ = ["OverwriteWithGradient", "QuantStat", "nnx_sites", "quantize_nnx", "staged"]
 
@@ -30,20 +31,13 @@ class Family:
         self.classes: dict[type, tuple[type, type]] = {}
 
     def of(self, cls: type) -> tuple[type, type]:
-        """Two subclasses of a module's class: one whose methods are quantized when they are called, and one for within
-        such a call, whose methods only enter a named scope. As different classes, they never share a compiled function
-        of Flax or JAX.
-        """
+        """The classes of a module for outside and inside of a call, see `method_classes`."""
         if cls not in self.classes:
             # A served model keeps the ranges that it was calibrated with.
             frozen = self.provider.quantizes_params or not getattr(self.provider, "updates", True)
-            same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-            shared = {**same, "_octavo": (self, cls), "disable_quant_stats_update": frozen, "qwix_rngs": None}
-            methods = dict(public_methods(cls, nnx.Module, self.methods))
-            outer = {name: _entry(self, name, method) for name, method in methods.items()}
-            inner = {name: scoped(method, _path) for name, method in methods.items()}
-            kind: Any = type(cls)
-            self.classes[cls] = kind(cls.__name__, (cls,), shared | outer), kind(cls.__name__, (cls,), shared | inner)
+            shared = {"_octavo": (self, cls), "disable_quant_stats_update": frozen, "qwix_rngs": None}
+            entry = functools.partial(_entry, self)
+            self.classes[cls] = method_classes(cls, nnx.Module, self.methods, shared, entry, _path)
         return self.classes[cls]
 
 
@@ -133,14 +127,14 @@ def _arrays(inputs: Any) -> Any:
 def _check_without_inputs(model: Any, provider: QuantizationProvider) -> None:
     """Raise if quantized parameters or state are missing, which only example inputs can determine."""
     variables = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)]
-    what = None
+    reason = None
     if provider.quantizes_params and not any(is_stored(v.get_raw_value()) for v in variables):
-        what = "quantized parameters are laid out for the matmuls that use them"
+        reason = "quantized parameters have the granularity of the matmuls that use them"
     elif provider.stateful and not provider.overrides and not any(isinstance(v, QuantStat) for v in variables):
-        what = "static ranges and delayed scaling keep state for each matmul"
-    if what is not None:
+        reason = "static ranges and delayed scaling keep state for each matmul"
+    if reason is not None:
         raise ValueError(
-            f"{what}, so the model has to be traced: quantize_model(model, provider, *example_inputs), where "
+            f"{reason}, so the model has to be traced: quantize_model(model, provider, *example_inputs), where "
             "only the shapes of the inputs matter"
         )
 
@@ -168,12 +162,10 @@ def _call(family: Family, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     rngs = args[0].qwix_rngs
     key = rngs.stochastic_rounding() if isinstance(rngs, nnx.Rngs) else None
     places = state_places((args, kwargs))
-    state: dict[str, Any] = {}
-    for place, variable in places.items():
-        level(state, place)[place.name] = variable.get_value()
+    state = {key: variable.get_value() for key, variable in places.items()}
     with nnx.update_context(_TAG):
         call, graphdefs = _module_call(family, name, args, kwargs)
-        result, new = call.run(state, key, updating(args, kwargs))
+        result, new = call.run(nest_state(state), key, updating(args, kwargs))
         if graphdefs[-1] is None:
             after, out = result
             _write((args, kwargs), after)
@@ -181,8 +173,8 @@ def _call(family: Family, name: str, args: tuple[Any, ...], kwargs: dict[str, An
             with nnx.merge_context(_TAG, inner=False) as context:
                 _, _, out = context.merge(graphdefs[-1], result)
     for place, variable in places.items():
-        now = level(new, place).get(place.name)
-        if now is not None and now is not level(state, place)[place.name]:
+        now = find_state(new, place)
+        if now is not None and now is not state[place]:
             variable.set_value(now)
     return out
 

@@ -62,14 +62,6 @@ def state_places(tree: Any) -> dict[Key, Any]:
     return places
 
 
-def level(tree: dict[str, Any], key: Key) -> dict[str, Any]:
-    """The dictionary that holds the state of a key."""
-    place = tree.setdefault(key.collection, {})
-    for part in key.path.split("/") if key.path else ():
-        place = place.setdefault(part, {})
-    return place
-
-
 def updating(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | frozenset[str]:
     """Whether statistics are updated, or the paths of the modules in which they are not."""
     modules: list[Any] = [node for _, node in nnx.iter_graph((args, kwargs)) if is_member(node)]

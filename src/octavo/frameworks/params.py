@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from octavo._tree import unflatten_paths
 from octavo.qarray import QArray, Quantizer
 
 
@@ -59,9 +59,6 @@ class WithAux:
     def dequantize(self) -> jax.Array:
         """The parameter in float."""
         return self._plain.dequantize()
-
-    def __repr__(self) -> str:
-        return f"WithAux(array={self.array!r}, how={self.how!r})"
 
 
 def is_stored(x: Any) -> bool:
@@ -124,7 +121,7 @@ def quantize_params(
     for path, leaf in _by_path(quant_stats or {}).items():
         if _text(path) in places:
             result[path] = leaf
-    return _nested(result)
+    return unflatten_paths(result)
 
 
 def _converted(name: str, leaf: Any, place: Any, donate: bool) -> Any:
@@ -188,14 +185,3 @@ def _text(path: tuple[Any, ...]) -> str:
 def _listed(names: list[str]) -> str:
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(map(repr, names[:5])) + rest
-
-
-def _nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
-    tree: dict[Any, Any] = {}
-    for path, leaf in flat.items():
-        *parents, last = path
-        place = tree
-        for key in parents:
-            place = place.setdefault(key, {})
-        place[last] = leaf
-    return tree

@@ -13,7 +13,7 @@ import jax
 from octavo.frameworks.model import framework_of, quantize_model
 from octavo.qarray import QArray, Quantizer, is_qarray, shardings
 from octavo.transform import PtqProvider, Quantized
-from octavo.transform.arguments import leaf_paths, weight_names
+from octavo.transform.api import weight_names
 
 
 def served(model: Any, rules: Any = ()) -> Any:
@@ -69,21 +69,29 @@ def convert(
     >>> convert(lambda params, x: x @ params["w"], {"w": jnp.eye(4)}, jnp.ones((2, 4)), rules=rule)["w"].qtype.name
     'int4'
     """
-    quantizers = _quantizers(model, PtqProvider(rules), params, inputs, kwargs)
-    names = _names(params)
-    leaves, tree = jax.tree.flatten(params, is_leaf=_is_parameter)
-    new = []
-    for name, leaf in zip(names, leaves, strict=True):
-        if name not in quantizers or isinstance(leaf, QArray):
-            new.append(leaf)
-        elif hasattr(leaf, "replace_boxed"):
-            from octavo.frameworks.linen_state import boxed
+    quantizers = stored_quantizers(model, rules, params, *inputs, **kwargs)
 
-            codes = _converted(leaf.value, quantizers[name], replicate_scale, donate)
-            new.append(boxed(codes, leaf, replicate_scale=replicate_scale))
-        else:
-            new.append(_converted(leaf, quantizers[name], replicate_scale, donate))
-    return jax.tree.unflatten(tree, new)
+    def quantize(name: str, leaf: Any) -> Any:
+        return _converted(leaf, quantizers[name], replicate_scale, donate) if name in quantizers else leaf
+
+    return map_params(quantize, params, replicate_scale=replicate_scale)
+
+
+def map_params(fn: Callable[[str, Any], Any], params: Any, *, replicate_scale: bool = False) -> Any:
+    """Parameters replaced by `fn(name, array)`; the boxes of Flax are kept, QArrays are left alone."""
+
+    def new(name: str | None, leaf: Any) -> Any:
+        if name is None or isinstance(leaf, QArray):
+            return leaf
+        if not hasattr(leaf, "replace_boxed"):
+            return fn(name, leaf)
+        from octavo.frameworks.linen_state import boxed
+
+        found = fn(name, leaf.value)
+        return boxed(found, leaf, replicate_scale=replicate_scale) if isinstance(found, QArray) else leaf
+
+    leaves, tree = jax.tree.flatten(params, is_leaf=_is_parameter)
+    return jax.tree.unflatten(tree, [new(*pair) for pair in zip(param_names(params), leaves, strict=True)])
 
 
 def _is_parameter(x: Any) -> bool:
@@ -91,15 +99,20 @@ def _is_parameter(x: Any) -> bool:
     return is_qarray(x) or hasattr(x, "replace_boxed")
 
 
-def _names(params: Any) -> list[str | None]:
+def unboxed(params: Any) -> Any:
+    """Parameters without the boxes of Flax."""
+    return jax.tree.map(lambda x: x.value if hasattr(x, "replace_boxed") else x, params, is_leaf=_is_parameter)
+
+
+def param_names(params: Any) -> list[str | None]:
+    """The names of parameters that rules match, leaf by leaf; None for leaves that are none."""
     fn: Callable[..., Any] = lambda params: None  # noqa: E731
-    bare = jax.tree.map(lambda x: x.value if hasattr(x, "replace_boxed") else x, params, is_leaf=_is_parameter)
-    paths = leaf_paths(fn, (bare,), {})
-    return weight_names(paths, jax.tree.leaves(bare, is_leaf=is_qarray), "params", ["params"])
+    return weight_names(fn, (unboxed(params),), {}, "params")
 
 
-def _quantizers(model: Any, provider: PtqProvider, params: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]):
-    framework = framework_of(model)
+def stored_quantizers(model: Any, rules: Any, params: Any, *inputs: Any, **kwargs: Any) -> dict[str, Quantizer]:
+    """The quantizer of each parameter of a function or a Linen model that is quantized, by name."""
+    framework, provider = framework_of(model), PtqProvider(rules)
     if framework is None:
         return Quantized(model, provider, 0, "ignore").stored_quantizers(params, *inputs, **kwargs)
     if framework == "linen":
@@ -113,16 +126,14 @@ def _quantizers(model: Any, provider: PtqProvider, params: Any, inputs: tuple[An
 
 
 def _converted(leaf: Any, quantizer: Quantizer, replicate_scale: bool, donate: bool) -> QArray:
-    sharding = getattr(leaf, "sharding", None)
-    quantize = quantizer.quantize
+    sharding, out = getattr(leaf, "sharding", None), None
     if isinstance(sharding, jax.sharding.NamedSharding):
         out = shardings(jax.eval_shape(quantizer.quantize, leaf), sharding)
         if replicate_scale:
             replicated = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
             codes = out.qvalue
             out = jax.tree.map(lambda s: s if s is codes else replicated, out)
-        quantize = jax.jit(quantizer.quantize, out_shardings=out)
-    codes = jax.jit(quantize)(leaf)
+    codes = jax.jit(quantizer.quantize, out_shardings=out)(leaf)
     if donate and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
         jax.block_until_ready(codes)
         leaf.delete()

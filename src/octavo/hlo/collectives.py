@@ -81,7 +81,7 @@ class Communication:
         unknown_loops: Loops of unknown trip count, whose bodies count once.
 
     >>> print(Communication((Collective("all-gather", "s8", (128, 512), 8, count=4, weights=("params['w']",)),)))
-    kind        type  times  among  sent    of which weights
+    kind        type  times  among  bytes   of which weights
     all-gather  s8    4      8      229 kB  229 kB
     a device sends 229 kB, 229 kB of it weights
     """
@@ -153,7 +153,7 @@ class Communication:
         groups: dict[tuple[str, str, int], list[Collective]] = {}
         for c in self.collectives:
             groups.setdefault((c.kind, c.dtype, c.group_size), []).append(c)
-        rows: list[tuple[str, ...]] = [("kind", "type", "times", "among", "sent", "of which weights")]
+        rows: list[tuple[str, ...]] = [("kind", "type", "times", "among", "bytes", "of which weights")]
         for (kind, dtype, size), group in sorted(groups.items(), key=lambda g: -sum(c.total for c in g[1])):
             weights = sum(c.total for c in group if c.is_weight)
             sizes = format_bytes_si(sum(c.total for c in group)), format_bytes_si(weights) if weights else ""

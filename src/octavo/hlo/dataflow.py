@@ -140,7 +140,7 @@ class GradientFlow:
         weights = {int(i.operands[0]) for i in lines if i.opcode == "parameter" and is_weight(i.op_name)}
         results = {result for result, argument in module.aliases.items() if argument in weights}
         root = module.root(module.entry)
-        count = len(module.elements(root)) if root.is_tuple else 1
+        count = len(root.elements) if root.is_tuple else 1
         uses = tuple(WEIGHT if n in results else NONE for n in range(count))
         if results:
             self._arguments(module.entry, uses if root.is_tuple else uses[0])

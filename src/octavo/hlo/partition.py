@@ -18,7 +18,12 @@ def partitioned_hlo(lowered: Any) -> str:
     `lowering_platforms=("tpu",)`: every backend partitions it in the same way, even if it then fails to compile it.
     """
     with tempfile.TemporaryDirectory() as directory:
-        dump = {"xla_dump_to": directory, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
+        dump: dict[str, Any] = {
+            "xla_dump_to": directory,
+            "xla_dump_hlo_pass_re": "spmd-partitioning",
+            "xla_dump_hlo_as_text": True,
+            "xla_backend_optimization_level": 0,  # what comes after partitioning is thrown away
+        }
         try:
             with _without_compilation_cache():
                 compiled = lowered.compile(compiler_options=dump)

@@ -77,6 +77,11 @@ class Instruction:
         return self.type.startswith("(")
 
     @property
+    def elements(self) -> tuple[str, ...]:
+        """The types of the elements of a tuple, as texts."""
+        return tuple(_parts(self.type[1:-1]))
+
+    @property
     def index(self) -> int:
         """The index of a get-tuple-element."""
         match = re.search(r"index=(\d+)", self.attributes)
@@ -147,13 +152,8 @@ class Module:
         found = self._by_name[computation].get(name)
         if found is None:
             return None
-        parts = list(_parts(found.type[1:-1])) if index else [found.type]
-        shapes = shapes_of(parts[int(index or 0)])
+        shapes = shapes_of(found.elements[int(index)]) if index else found.shapes
         return shapes[0] if len(shapes) == 1 else None
-
-    def elements(self, instruction: Instruction) -> tuple[str, ...]:
-        """The types of the elements of a tuple, as texts."""
-        return tuple(_parts(instruction.type[1:-1]))
 
     def root(self, computation: str) -> Instruction:
         """The instruction whose result a computation returns."""
@@ -247,7 +247,7 @@ def _instruction(line: str) -> Instruction | None:
     if opcode is None:
         return None
     close = _closing(rest, opcode.end() - 1)
-    operands = tuple(_split(rest[opcode.end() : close]))
+    operands = tuple(word.rsplit(" ", 1)[-1].lstrip("%") for word in _parts(rest[opcode.end() : close]))
     return Instruction(head[2], rest[:end], opcode[1], operands, rest[close + 1 :], bool(head[1]))
 
 
@@ -259,11 +259,6 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return start + match.start()
     return len(text)
-
-
-def _split(text: str) -> Iterator[str]:
-    """The names of operands, without their types."""
-    return (word.rsplit(" ", 1)[-1].lstrip("%") for word in _parts(text))
 
 
 def _parts(text: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ class Visitor[T]:
         module: The program.
         select: What to count, by the name of the computation and the instruction.
         cost: The cost of an item, by which branches are compared.
+        fusions: Whether the instructions inside fusions count too.
     """
 
     def __init__(
@@ -22,8 +23,10 @@ class Visitor[T]:
         module: Module,
         select: Callable[[str, Instruction], Iterable[T]],
         cost: Callable[[T], int | float] = lambda _: 1,
+        *,
+        fusions: bool = True,
     ):
-        self.module, self.select, self.cost = module, select, cost
+        self.module, self.select, self.cost, self.fusions = module, select, cost, fusions
         self.unknown_loops: list[str] = []
         self._counted: dict[str, list[tuple[T, int]]] = {}
 
@@ -43,6 +46,8 @@ class Visitor[T]:
             return own + self._loop(computation, line)
         if line.opcode == "conditional":
             return own + self._conditional(computation, line)
+        if line.opcode == "fusion" and not self.fusions:
+            return own
         names = (*line.called("calls"), *(line.called("to_apply") if line.opcode == "call" else ()))
         return own + [item for name in names for item in self._computation(name)]
 

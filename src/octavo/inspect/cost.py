@@ -19,7 +19,7 @@ from octavo._text import format_table
 from octavo.inspect.flops import count_flops
 from octavo.numerics import FormatLike, get_format
 from octavo.qarray import QArray, is_qarray
-from octavo.transform.arguments import Weights, argument_names, leaf_paths, weight_names
+from octavo.transform.api import Weights, weight_names
 from octavo.transform.jaxpr import as_array_function, current_platform, make_live_jaxpr
 
 
@@ -161,7 +161,7 @@ def cost(fn: Any, *args: Any, formats: Mapping[str, FormatLike] | None = None, w
         sides = _named(lhs or p.lhs_dtype, known), _named(rhs or p.rhs_dtype, known)
         macs[sides] = macs.get(sides, 0) + p.flops // 2
     rows = [Compute(lhs, rhs, i, j, n) for ((lhs, i), (rhs, j)), n in macs.items()]
-    chosen = weight_names(leaf_paths(fn, args, {}), whole, weights, argument_names(fn, len(args)))
+    chosen = weight_names(fn, args, {}, weights)
     kept = [x for x, name in zip(whole, chosen, strict=True) if name is not None]
     dear = sorted(rows, key=lambda row: -row.ace)
     return Cost(tuple(dear), _memory(kept, known), found.opaque, found.loops)

@@ -26,8 +26,8 @@ from octavo.transform.jaxpr import (
     MATMULS,
     Equation,
     Jaxpr,
+    Literal,
     bodies,
-    is_literal,
     scan_parts,
     scope,
     scope_names,
@@ -48,7 +48,7 @@ _SCALES = {"mul", "div", "add", "sub"}
 _MOVES = {
     "reshape", "transpose", "broadcast_in_dim", "slice", "dynamic_slice", "squeeze", "expand_dims", "copy", "copy_p",
     "rev", "split", "name", "optimization_barrier", "layout_constraint", "sharding_constraint", "reshard", "mesh_cast",
-    "device_put", "pvary", "pcast", "ppermute", "all_to_all", "all_gather", "all_gather_invariant",
+    "device_put", "pvary", "pcast", "ppermute", "all_to_all", "all_gather", "all_gather_invariant", "octavo_row_major",
 }
 # fmt: on
 _JOINS = {"concatenate": None, "stack": None, "pad": 2, "dynamic_update_slice": 2}
@@ -91,16 +91,12 @@ class FlopCount(NamedTuple):
         return sum(p.flops for p in self.matmuls)
 
     def plus(self, other: "FlopCount") -> "FlopCount":
-        matmuls, opaque, loops = self.matmuls + other.matmuls, self.opaque + other.opaque, self.loops + other.loops
-        return FlopCount(matmuls, opaque, loops, self.codes + other.codes)
+        return FlopCount._make(mine + theirs for mine, theirs in zip(self, other, strict=True))
 
-    def times(self, count: int) -> "FlopCount":
-        scaled = (dataclasses.replace(p, flops=p.flops * count, count=p.count * count) for p in self.matmuls)
+    def times(self, count: int, share: int = 1) -> "FlopCount":
+        """The same executed `count` times, with its FLOPs divided among `share` devices."""
+        scaled = (dataclasses.replace(p, flops=p.flops * count // share, count=p.count * count) for p in self.matmuls)
         return self._replace(matmuls=tuple(scaled))
-
-    def divided_by(self, count: int) -> "FlopCount":
-        """FLOPs divided among `count` devices."""
-        return self._replace(matmuls=tuple(dataclasses.replace(p, flops=p.flops // count) for p in self.matmuls))
 
     def within_scope(self, names: str) -> "FlopCount":
         """The same within a scope of these names."""
@@ -158,7 +154,7 @@ def _within(value: _Value, aval: Any) -> _Value:
 def _run(jaxpr: Jaxpr, inputs: Sequence[_Value], platform: str) -> tuple[FlopCount, list[_Value]]:
     env: dict[Any, _Value] = {v: _fresh(v.aval) for v in jaxpr.constvars}
     env |= zip(jaxpr.invars, (_within(x, v.aval) for x, v in zip(inputs, jaxpr.invars, strict=True)), strict=True)
-    read = lambda atom: _Value(0) if is_literal(atom) else env[atom]  # noqa: E731
+    read = lambda atom: _Value(0) if isinstance(atom, Literal) else env[atom]  # noqa: E731
     done = FlopCount()
     for eqn in jaxpr.eqns:
         found, outs = _equation(eqn, [read(v) for v in eqn.invars], platform)
@@ -170,12 +166,8 @@ def _run(jaxpr: Jaxpr, inputs: Sequence[_Value], platform: str) -> tuple[FlopCou
 def _equation(eqn: Equation, values: list[_Value], platform: str) -> tuple[FlopCount, list[_Value]]:
     name = eqn.primitive.name
     outs = [_fresh(v.aval) for v in eqn.outvars]
-    if name in MATMULS:
-        lhs, rhs = (None if v.origin is None else v.origin.name for v in values[:2])
-        return FlopCount((_product(eqn, values),), codes=((lhs, rhs),)), outs
-    if name == "ffi_call" and eqn.params["target_name"] in kernels.TARGETS:
-        lhs, rhs = (None if v.origin is None else v.origin.name for v in values[:2])
-        return FlopCount((_kernel_product(eqn),), codes=((lhs, rhs),)), outs
+    if name in MATMULS or (name == "ffi_call" and eqn.params["target_name"] in kernels.TARGETS):
+        return _matmul(eqn, values), outs
     if name in _OPAQUE:
         return FlopCount(opaque=(name,)), outs
     if name in _CONTROL:
@@ -189,28 +181,19 @@ def _equation(eqn: Equation, values: list[_Value], platform: str) -> tuple[FlopC
     return done, outs if found else _flow(eqn, values)
 
 
-def _product(eqn: Any, values: list[_Value]) -> CountedMatmul:
+def _matmul(eqn: Any, values: list[_Value]) -> FlopCount:
     lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
-    if is_low(lhs.dtype) and is_low(rhs.dtype):
-        kind = "native"
-    else:
-        kind = ("float", "weight_only", "emulated")[sum(v.origin is not None for v in values[:2])]
-    op, dtypes = eqn.primitive.name, [str(x.dtype) for x in (lhs, rhs, out)]
-    flops = matmul_flops(op, eqn.params, lhs.shape, rhs.shape, out.shape)
-    return CountedMatmul(
-        "", MATMULS[op], lhs.shape, rhs.shape, *dtypes, flops=flops, count=1, backward=False, kind=kind
-    )
-
-
-def _kernel_product(eqn: Any) -> CountedMatmul:
-    """A matmul by a CPU kernel, of rows with stored codes; packed codes have half the contracted size."""
-    lhs, rhs, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
-    kind = "native" if is_low(lhs.dtype) else "weight_only"
-    flops = 2 * math.prod(lhs.shape) * out.shape[1]
+    codes = [None if v.origin is None else v.origin.name for v in values[:2]]
+    if eqn.primitive.name in MATMULS:
+        op, flops = MATMULS[eqn.primitive.name], matmul_flops(eqn.params, lhs.shape, rhs.shape, out.shape)
+        kind = ("float", "weight_only", "emulated")[sum(code is not None for code in codes)]
+        kind = "native" if is_low(lhs.dtype) and is_low(rhs.dtype) else kind
+    else:  # a CPU kernel, of rows with stored codes; packed codes have half the contracted size
+        op, flops = "dot_general", 2 * math.prod(lhs.shape) * out.shape[1]
+        kind = "native" if is_low(lhs.dtype) else "weight_only"
     dtypes = [str(x.dtype) for x in (lhs, rhs, out)]
-    return CountedMatmul(
-        "", "dot_general", lhs.shape, rhs.shape, *dtypes, flops=flops, count=1, backward=False, kind=kind
-    )
+    matmul = CountedMatmul("", op, lhs.shape, rhs.shape, *dtypes, flops=flops, count=1, backward=False, kind=kind)
+    return FlopCount((matmul,), codes=((codes[0], codes[1]),))
 
 
 def _joined(a: _Value, b: _Value, aval: Any) -> _Value:
@@ -245,8 +228,8 @@ def _while(eqn: Equation, values: list[_Value], platform: str):
     done, carry = _fixed_point(loop.body, values[loop.cond_consts : consts], values[consts:], [], platform)
     test, _ = _run(loop.cond, [*values[: loop.cond_consts], *carry], platform)
     done = done.plus(test)
-    if told := re.search(rf"{re.escape(ITERATIONS)}(\d+)", scope(eqn)):
-        return done.times(int(told[1])), carry
+    if trips := re.search(rf"{re.escape(ITERATIONS)}(\d+)", scope(eqn)):
+        return done.times(int(trips[1])), carry
     return (done._replace(loops=(*done.loops, "while")) if done.matmuls or done.opaque else done), carry
 
 
@@ -271,10 +254,10 @@ def _shard_map(eqn: Equation, values: list[_Value], platform: str):
         x._replace(span=x.span * _size(v.aval) // max(1, _size(inner.aval)))
         for x, v, inner in zip(outs, eqn.outvars, body.outvars, strict=True)
     ]
-    done = done.times(math.prod(mesh.shape[axis] for axis in eqn.params["newly_manual_axes"]))
+    devices = math.prod(mesh.shape[axis] for axis in eqn.params["newly_manual_axes"])
     # Each device has a buffer for all rows; only this share is expected to be routed to its experts.
-    told = next((told for inner in body.eqns if (told := re.search(rf"{re.escape(SHARE)}(\d+)", scope(inner)))), None)
-    return done if told is None else done.divided_by(int(told[1])), grown
+    share = next((m for inner in body.eqns if (m := re.search(rf"{re.escape(SHARE)}(\d+)", scope(inner)))), None)
+    return done.times(devices, 1 if share is None else int(share[1])), grown
 
 
 _CONTROL: dict[str, Callable[..., Any]] = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}

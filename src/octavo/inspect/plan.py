@@ -3,17 +3,16 @@
 import dataclasses
 import html
 import json
+import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from octavo._text import format_bytes, format_bytes_si, format_table
 from octavo.hlo import Communication, read_communication
 from octavo.inspect.plan_row import PlanRow, make_row
-from octavo.inspect.unmatched import unmatched_rules
-from octavo.rules import QuantizationRule
+from octavo.rules import QuantizationRule, nearest
 from octavo.transform.api import Quantized, quantized
-from octavo.transform.arguments import weights_of_arguments
 from octavo.transform.site import Site
 
 
@@ -161,14 +160,12 @@ def plan(
     'int8 x int8'
     """
     low = fn if isinstance(fn, Quantized) else quantized(fn, rules, weights=weights, on_unmatched="ignore")
-    return plan_of(low.sites(*args, **kwargs), low.provider.rules, on_unmatched, strict=low.strict_paths)
+    return plan_of(low.sites(*args, **kwargs), low.provider.rules, on_unmatched)
 
 
-def plan_of(
-    sites: Sequence[Site], rules: Sequence[QuantizationRule], on_unmatched: str = "error", *, strict: bool = False
-) -> Plan:
+def plan_of(sites: Sequence[Site], rules: Sequence[QuantizationRule], on_unmatched: str = "error") -> Plan:
     """The plan of sites that are known already."""
-    notes = unmatched_rules(sites, rules, strict)
+    notes = unmatched_rules(sites, rules)
     if notes and on_unmatched == "error":
         raise ValueError("\n".join(notes))
     if on_unmatched == "warn":
@@ -176,3 +173,51 @@ def plan_of(
             warnings.warn(note, stacklevel=3)
     numbers = {id(rule): number for number, rule in enumerate(rules)}
     return Plan([make_row(site, numbers.get(id(site.rule))) for site in sites], rules, notes)
+
+
+def unmatched_rules(sites: Sequence[Site], rules: Sequence[QuantizationRule]) -> list[str]:
+    """A line for every rule that matches nothing, or only matmuls that earlier rules match."""
+    used = {id(site.rule) for site in sites}
+    notes = []
+    for number, rule in enumerate(rules):
+        if id(rule) in used or rule.optional:
+            continue
+        met = [s for s in sites if any(rule.matches(p, s.op, weights=any(s.weights)) for p in s.rule_paths)]
+        names = sorted({path for s in sites for path in s.rule_paths})
+        first = next((s.rule for s in met if s.rule is not None), None)
+        if first is not None:
+            taken = next(n for n, r in enumerate(rules) if r is first)
+            why = f"is shadowed: rule {taken} comes first and takes all {len(met)} matmuls that it matches"
+        elif met:
+            why = f"matches only matmuls with configs of their own, {len(met)} of them, to which rules do not apply"
+        else:
+            near = nearest(rule.module_path, names)
+            hint = f"; the nearest paths are {', '.join(map(repr, near))}" if near else ""
+            elsewhere = sorted({s.op for s in sites})
+            wanted = f" with op_names={rule.op_names} (there are {', '.join(elsewhere)})" if rule.op_names else ""
+            why = f"matches nothing: module_path={rule.module_path!r}{wanted}{hint}"
+        notes.append(f"rule {number} {why}")
+    return notes
+
+
+_STEP = re.compile(r"\['((?:[^'\\]|\\.)*)'\]|\[(\d+)\]|\.?(\w+)")
+
+
+def weights_of_arguments(arguments: Iterable[str], weights: Iterable[str]) -> dict[str, str]:
+    """Which arguments of a compiled program are which weights, by name.
+
+    All weights are below one argument, such as `state.params`: that with the most matches, so that the end of another
+    name is not taken for a weight. The arrays of a QArray belong to one weight.
+
+    >>> weights_of_arguments(["state.params['up']['w']", "state.params['down'].qvalue", "rows"], ["up/w", "down"])
+    {"state.params['up']['w']": 'up/w', "state.params['down'].qvalue": 'down'}
+    """
+    wanted = {tuple(weight.split("/")): weight for weight in weights}
+    roots: dict[tuple[str, ...], dict[str, str]] = {}
+    for argument in arguments:
+        steps = tuple("/".join(map("".join, _STEP.findall(argument))).split("/"))
+        for path in (steps, steps[:-1]):
+            for begin in range(len(path)):
+                if path[begin:] in wanted:
+                    roots.setdefault(path[:begin], {})[argument] = wanted[path[begin:]]
+    return max(roots.values(), key=len, default={})

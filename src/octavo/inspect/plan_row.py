@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from octavo.ops import DotConfig, Matmul, Operand, lowering_of
+from octavo.ops import Matmul, Operand, lowering_of
 from octavo.qarray import QArray
 from octavo.transform.site import Site, operand_axes
 
@@ -56,22 +56,26 @@ class PlanRow:
 
 def make_row(site: Site, rule: int | None) -> PlanRow:
     """The row of a site; `rule` is the index of its rule."""
-    config = site.config
-    lhs, rhs = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in (site.lhs, site.rhs))
-    before, after = (size * site.trips for size in _bytes(site))
+    config, operands, (lhs, rhs) = site.config, _operands(site), site.weights
+    # The bytes of the weight, or of both operands.
+    chosen = [1] if rhs else [0] if lhs else [0, 1]
+    before = sum(
+        math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in ((site.lhs, site.rhs)[i] for i in chosen)
+    )
+    after = sum(_nbytes(operands[i]) for i in chosen)
     return PlanRow(
         path=site.path,
         op=site.op if site.gradient is None else f"{site.op} ({site.gradient})",
         weight=site.leaf,
-        shapes=f"{_shape(lhs.shape)} x {_shape(rhs.shape)}",
+        shapes=f"{_shape(site.lhs[0])} x {_shape(site.rhs[0])}",
         rule=rule,
         fwd=_types(config.fwd) if config else f"{site.lhs[1]} x {site.rhs[1]}",
-        dlhs=_gradient(config, config.dlhs, config.fwd.rhs) if config else "",
-        drhs=_gradient(config, config.drhs, config.fwd.lhs) if config else "",
-        scales=_scales(site) if config else "",
-        lowering=_lowering(site, lhs, rhs) if config else "float",
-        bytes_before=before,
-        bytes_after=after,
+        dlhs=_gradient(config.dlhs, config.fwd.rhs) if config else "",
+        drhs=_gradient(config.drhs, config.fwd.lhs) if config else "",
+        scales=" ".join(_shape(x.scale.shape) if isinstance(x, QArray) else "-" for x in operands) if config else "",
+        lowering=_lowering(site, operands) if config else "float",
+        bytes_before=before * site.trips,
+        bytes_after=after * site.trips,
         flops=site.flops,
         times=site.trips,
         reason=site.reason,
@@ -86,7 +90,7 @@ def _types(matmul: Matmul) -> str:
     return f"{_name(matmul.lhs)} x {_name(matmul.rhs)}"
 
 
-def _gradient(config: DotConfig, matmul: Matmul, saved: Operand | None) -> str:
+def _gradient(matmul: Matmul, saved: Operand | None) -> str:
     """The types of a gradient: of the cotangent, and of the residual as the matmul takes it."""
     if matmul.lhs is None and matmul.rhs is None and matmul.residual == "original":
         return "float"
@@ -94,50 +98,30 @@ def _gradient(config: DotConfig, matmul: Matmul, saved: Operand | None) -> str:
     return f"{_name(matmul.lhs)} x {_name(residual)}"
 
 
-def _quantized(operand: Operand | None, shape: tuple[int, ...], dtype: str, axes: dict[str, Any]) -> Any:
-    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    if operand is None:
-        return x
-    quantizer = operand.quantizer(len(shape), **axes)
-    return jax.eval_shape(lambda a: quantizer.quantize(a, key=jax.random.key(0)), x)
+def _operands(site: Site) -> list[Any]:
+    """Both operands as the matmul takes them, as shapes: QArrays where they are quantized."""
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in (site.lhs, site.rhs)]
+    if site.config is None:
+        return arrays
+    axes, fwd = operand_axes(site.params, site.lhs[0], site.rhs[0]), site.config.fwd
+    for side, operand in enumerate((fwd.lhs, fwd.rhs)):
+        if operand is not None:
+            quantizer = operand.quantizer(arrays[side].ndim, **axes[side])
+            quantize = lambda x, quantizer=quantizer: quantizer.quantize(x, key=jax.random.key(0))  # noqa: E731
+            arrays[side] = jax.eval_shape(quantize, arrays[side])
+    return arrays
 
 
-def _sides(site: Site) -> tuple[Any, Any]:
-    assert site.config is not None
-    fwd = site.config.fwd
-    left = _quantized(fwd.lhs, *site.lhs, operand_axes(site, right=False))
-    return left, _quantized(fwd.rhs, *site.rhs, operand_axes(site, right=True))
-
-
-def _scales(site: Site) -> str:
-    shapes = [_shape(x.scale.shape) if isinstance(x, QArray) else "-" for x in _sides(site)]
-    return " ".join(shapes)
-
-
-def _lowering(site: Site, lhs: Any, rhs: Any) -> str:
+def _lowering(site: Site, operands: list[Any]) -> str:
     assert site.config is not None
     if site.op not in ("dot_general", "einsum"):
-        return "int8" if all(isinstance(x, QArray) and x.qvalue.dtype == jnp.int8 for x in _sides(site)) else ""
-    return lowering_of(site.config, *_sides(site), site.numbers)
-
-
-def _bytes(site: Site) -> tuple[int, int]:
-    """The bytes of the weight, or of both operands, before and after."""
-    lhs, rhs = site.weights
-    chosen = [1] if rhs else [0] if lhs else [0, 1]
-    types = (site.lhs, site.rhs)
-    before = sum(math.prod(types[i][0]) * jnp.dtype(types[i][1]).itemsize for i in chosen)
-    if site.config is None:
-        return before, before
-    sides = _sides(site)
-    return before, sum(_nbytes(sides[i]) for i in chosen)
+        return "int8" if all(isinstance(x, QArray) and x.qvalue.dtype == jnp.int8 for x in operands) else ""
+    return lowering_of(site.config, operands[0], operands[1], site.params["dimension_numbers"])
 
 
 def _nbytes(x: Any) -> int:
-    if isinstance(x, QArray):
-        packed = jax.eval_shape(lambda q: q.pack(), x) if x.qtype.bits < 8 else x
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(packed))
-    return math.prod(x.shape) * x.dtype.itemsize
+    packed = jax.eval_shape(lambda q: q.pack(), x) if isinstance(x, QArray) and x.qtype.bits < 8 else x
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(packed))
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -17,8 +17,7 @@ import numpy as np
 
 from octavo._typing import PRNGKeyArray
 from octavo.ops.telemetry import SUMS, measured_operands
-from octavo.transform.api import Quantized, quantized
-from octavo.transform.arguments import Weights
+from octavo.transform.api import Quantized, Weights, quantized
 from octavo.transform.frame import Key
 from octavo.transform.site import Site
 from octavo.transform.state import TELEMETRY, nest_state
@@ -102,7 +101,7 @@ class Telemetry:
 
     def __init__(self, low: Quantized):
         provider = copy.copy(low.provider)
-        provider.telemetry, provider._used = True, set()
+        provider.telemetry, provider.stateful, provider._used = True, True, set()
         self._low = Quantized(
             low.fn,
             provider,
@@ -124,20 +123,21 @@ class Telemetry:
         """
 
         def call(*args: Any, **kwargs: Any) -> SiteStats:
-            context, known = self._low._discover(args, kwargs)
-            zeros = {k: jax.tree.map(_zeros, x) for k, x in known.items() if k.collection == TELEMETRY}
+            traced = self._low._trace(args, kwargs)
+            found, known = self._low._discover(traced)
+            zeros = {k: jax.tree.map(jnp.zeros_like, x) for k, x in known.items() if k.collection == TELEMETRY}
             if not zeros:
                 raise ValueError(
                     f"{_name(self._low.fn)} has no telemetry: its rules quantize no matmul of float arrays"
                 )
 
             def loss(zeros: dict[Key, Any]) -> Any:
-                out, _ = self._low._run(args, kwargs, {**(state or {}), **nest_state(zeros)}, key, update)
+                out, _ = self._low._run(traced, {**(state or {}), **nest_state(zeros)}, key, update, known)
                 return _scalar(out, self._low.fn)
 
-            sites = {(site.path, site.op_id): site for site in context.sites.values()}
+            sites = {(site.path, site.op_id): site for site in found.values()}
             grads = jax.grad(loss)(zeros)
-            return {_site_name(k): _stats(sites[k.path, k.name], sums) for k, sums in grads.items()}
+            return {"/".join(k.parts[1:]): _stats(sites[k.path, k.name], sums) for k, sums in grads.items()}
 
         return call
 
@@ -168,7 +168,7 @@ def by_class(stats: SiteStats) -> dict[str, dict[str, Any]]:
 
 
 def _class(rows: list[tuple[str, Stats]]) -> dict[str, Any]:
-    total = {name: sum(_sum(getattr(s, name)) for _, s in rows) for name in SUMS}
+    total = {name: sum(float(np.asarray(getattr(s, name), np.float64).sum()) for _, s in rows) for name in SUMS}
     each = [row for name, s in rows for row in _iterations(name, _ratios(s))]
     decibels = [row["sqnr_db"] for row in each if math.isfinite(row["sqnr_db"])]
     scales = [row["scale"] for row in each if row["scale"] > 0]
@@ -221,10 +221,6 @@ def _or(value: float, other: float) -> float:
     return other if math.isnan(value) else value
 
 
-def _sum(value: Any) -> float:
-    return float(np.sum(np.asarray(value, np.float64)))
-
-
 def _stats(site: Site, sums: Mapping[str, Any]) -> dict[str, Stats]:
     assert site.config is not None
     kinds = {side: "weight" if w else "activation" for side, w in zip(("lhs", "rhs"), site.weights, strict=True)}
@@ -233,14 +229,6 @@ def _stats(site: Site, sums: Mapping[str, Any]) -> dict[str, Stats]:
         name: Stats(**sums[name], kind=kinds.get(name, "gradient"), qtype=operand.qtype.name)
         for name, operand in operands.items()
     }
-
-
-def _site_name(key: Key) -> str:
-    return "/".join(part for part in (key.path, key.name) if part)
-
-
-def _zeros(x: Any) -> Any:
-    return jnp.zeros(x.shape, x.dtype)
 
 
 def _name(fn: Any) -> str:

@@ -89,9 +89,9 @@ class Verification:
         if self.flops("weight_only"):
             notes.append(f"weight only: {_percent(self.share('weight_only'))} of matmul FLOPs")
         if self.lowered is not None:
-            where = f"StableHLO for {self.platform}"
-            notes += [f"{where}: {r.count} x {r.op} {r.lhs} x {r.rhs} -> {r.out}" for r in self.lowered]
-            notes.append(f"{where}: {_percent(self.lowered_share)} of FLOPs in 8 bits or fewer, loop bodies once")
+            text = f"StableHLO for {self.platform}"
+            notes += [f"{text}: {r.count} x {r.op} {r.lhs} x {r.rhs} -> {r.out}" for r in self.lowered]
+            notes.append(f"{text}: {_percent(self.lowered_share)} of FLOPs in 8 bits or fewer, loop bodies once")
         return notes
 
     def _table(self) -> list[tuple[str, ...]]:

@@ -1,16 +1,17 @@
 """A decoder language model in plain Flax NNX, independent of quantization."""
 
+from octavo.models.attention import QKV, Cache
 from octavo.models.config import ModelConfig
 from octavo.models.decoder import Aux, Decoder, layer_groups
 from octavo.models.functional import abstract_params, apply, init_params, unstack_layers
 from octavo.models.fused_weights import fuse
-from octavo.models.kv_cache import Cache
 from octavo.models.layers import ACTIVATIONS
 from octavo.models.remat import POLICIES
 
 __all__ = [
     "ACTIVATIONS",
     "POLICIES",
+    "QKV",
     "Aux",
     "Cache",
     "Decoder",

@@ -4,8 +4,9 @@ Su et al., RoFormer, arXiv:2104.09864: (x_i, x_{i + d/2}) is rotated by the angl
 Ainslie et al., GQA, arXiv:2305.13245.
 """
 
+import functools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,44 @@ from flax import nnx
 
 from octavo._typing import Array, Bool, Float, Shaped
 from octavo.models.config import ModelConfig
-from octavo.models.kv_cache import Cache
 from octavo.models.layers import Dense, RMSNorm
 from octavo.models.remat import name_result
 from octavo.models.sharding import TOKEN_AXES, shard_activation
+
+
+class QKV(NamedTuple):
+    """Queries, keys and values by head."""
+
+    query: Float[Array, "batch length heads dim"]
+    key: Float[Array, "batch length kv_heads dim"]
+    value: Float[Array, "batch length kv_heads dim"]
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """Stores the keys and values of each layer, and attends to them.
+
+    A cache is a pytree. The model calls `attend` for one layer after the other and returns the last cache.
+    """
+
+    def positions(self, tokens: Shaped[Array, "batch length"]) -> Shaped[Array, "batch length"]:
+        """Default positions of tokens: after those in the cache."""
+        ...
+
+    def attend(
+        self, layer: str, qkv: QKV, positions: Shaped[Array, "batch length"]
+    ) -> tuple[Float[Array, "batch length heads dim"], "Cache"]:
+        """Store keys and values, and attend causally to all that are stored.
+
+        Args:
+            layer: The name of the layer's parameters, such as `layers_0`.
+            qkv: Queries, keys and values of the new tokens.
+            positions: Positions of the new tokens, consecutive in each row.
+
+        Returns:
+            The context of each query, and the cache with the new tokens.
+        """
+        ...
 
 
 class RotaryAngles(NamedTuple):
@@ -57,8 +92,8 @@ def rotary_frequencies(config: ModelConfig) -> Float[Array, "half"]:
         return frequency
     factor, low, high, length = config.rope_scaling
     rotations = frequency * (length / (2 * math.pi))
-    kept = jnp.clip((rotations - low) / (high - low), 0, 1)
-    return frequency * (kept + (1 - kept) / factor)
+    unscaled = jnp.clip((rotations - low) / (high - low), 0, 1)
+    return frequency * (unscaled + (1 - unscaled) / factor)
 
 
 def rotate(x: Float[Array, "batch length heads dim"], angles: RotaryAngles) -> Float[Array, "batch length heads dim"]:
@@ -74,13 +109,12 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, gain: float):
         self.heads, self.kv_heads, self.dim = config.num_query_heads, config.num_kv_heads, config.head_dim
         size, dtype, bias = config.emb_dim, config.weight_dtype, config.qkv_bias
+        dense = functools.partial(Dense, size, dtype=dtype, rngs=rngs, use_bias=bias)
         if config.fused:
-            wide = (self.heads + 2 * self.kv_heads) * self.dim
-            self.query_key_value = Dense(size, wide, dtype, rngs=rngs, use_bias=bias)
+            self.query_key_value = dense((self.heads + 2 * self.kv_heads) * self.dim)
         else:
-            self.query = Dense(size, self.heads * self.dim, dtype, rngs=rngs, use_bias=bias)
-            self.key = Dense(size, self.kv_heads * self.dim, dtype, rngs=rngs, use_bias=bias)
-            self.value = Dense(size, self.kv_heads * self.dim, dtype, rngs=rngs, use_bias=bias)
+            self.query = dense(self.heads * self.dim)
+            self.key, self.value = dense(self.kv_heads * self.dim), dense(self.kv_heads * self.dim)
         self.out = Dense(self.heads * self.dim, size, dtype, rngs=rngs, gain=gain)
         if config.qk_norm:
             self.query_norm = RMSNorm(self.dim, config.norm_eps, dtype)
@@ -93,23 +127,20 @@ class Attention(nnx.Module):
         query, key, value = self.project(x)
         query = shard_activation(self.config.placement, query, *TOKEN_AXES, "activation_heads", None)
         # A query attends to all keys of its row: where the length is sharded, keys and values are all-gathered.
-        kept = (TOKEN_AXES[0], "activation_kv_length", "activation_kv_heads", None)
-        key, value = (
-            shard_activation(self.config.placement, key, *kept),
-            shard_activation(self.config.placement, value, *kept),
-        )
+        kv_axes = (TOKEN_AXES[0], "activation_kv_length", "activation_kv_heads", None)
+        key, value = (shard_activation(self.config.placement, x, *kv_axes) for x in (key, value))
         if self.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, angles), rotate(key, angles)
         if cache is not None:
-            context, cache = cache.attend(layer, query, key, value, angles.positions)
+            context, cache = cache.attend(layer, QKV(query, key, value), angles.positions)
         else:
             assert angles.mask is not None
             context = attend(query, key, value, angles.mask)
         context = name_result(context, "context")
         return name_result(self.out(context.reshape(*x.shape[:2], -1)), "out_proj"), cache
 
-    def project(self, x: Float[Array, "batch length size"]) -> list[Float[Array, "batch length _heads dim"]]:
+    def project(self, x: Float[Array, "batch length size"]) -> QKV:
         """Queries, keys and values by head."""
         if self.fused:
             ends = (self.heads * self.dim, (self.heads + self.kv_heads) * self.dim)
@@ -118,7 +149,7 @@ class Attention(nnx.Module):
             parts = [self.query(x), self.key(x), self.value(x)]
         names = ("query_proj", "key_proj", "value_proj")
         by_head = (*x.shape[:2], -1, self.dim)
-        return [name_result(part, name).reshape(by_head) for part, name in zip(parts, names, strict=True)]
+        return QKV(*(name_result(part, name).reshape(by_head) for part, name in zip(parts, names, strict=True)))
 
 
 def attend(

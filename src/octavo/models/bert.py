@@ -14,15 +14,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from octavo._config import Config
-from octavo._names import unknown_name
+from octavo._config import Config, check_choices, check_least
 from octavo._typing import Array, Bool, Float, PRNGKeyArray, Shaped
 from octavo.models.attention import attend
+from octavo.models.config import DTYPES
 from octavo.models.layers import Dense, Embed
-from octavo.models.module_params import Params, abstract_module, bind, init_module
+from octavo.models.module_params import Params, abstract_module, bind, check_token_arrays, init_module
 
 _SIZES = ("vocab_size", "emb_dim", "num_layers", "num_heads", "mlp_dim", "max_length", "num_types")
-_DTYPES = ("float32", "bfloat16", "float16")
 
 BERT_ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -58,18 +57,12 @@ class BertConfig(Config):
     """The dtype of parameters."""
 
     def __post_init__(self):
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
+        check_least(self, 1, *_SIZES)
+        check_choices(self, activation=BERT_ACTIVATIONS, dtype=DTYPES, weight_dtype=DTYPES)
         if not self.norm_eps > 0:
             raise ValueError(f"norm_eps is positive, got {self.norm_eps}")
         if self.emb_dim % self.num_heads:
             raise ValueError(f"num_heads={self.num_heads} does not divide emb_dim={self.emb_dim} into equal heads")
-        known = {"activation": tuple(BERT_ACTIVATIONS), "dtype": _DTYPES, "weight_dtype": _DTYPES}
-        for name, choices in known.items():
-            if getattr(self, name) not in choices:
-                given = getattr(self, name)
-                raise ValueError(f"unknown {name} {given!r}: {unknown_name(given, choices)}")
 
 
 class LayerNorm(nnx.Module):
@@ -219,7 +212,13 @@ def bert_apply(config: BertConfig, params: Params, tokens: Any, mask: Any, types
     """
     tokens, mask = jnp.asarray(tokens), jnp.asarray(mask)
     types = jnp.zeros(tokens.shape, jnp.int32) if types is None else jnp.asarray(types)
-    _check_inputs(config, tokens, mask, types)
+    check_token_arrays({"tokens": tokens, "types": types})
+    if mask.shape != tokens.shape:
+        raise ValueError(f"mask has the shape of tokens, {tokens.shape}, got {mask.shape}")
+    if tokens.shape[1] > config.max_length:
+        raise ValueError(
+            f"texts of {tokens.shape[1]} tokens are longer than max_length={config.max_length}: truncate them"
+        )
     return bind(Bert, config, params)(tokens, mask.astype(bool), types)
 
 
@@ -255,16 +254,3 @@ def normalize(x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
     [[0.6..., 0.8...], [0.0, 0.0]]
     """
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
-
-
-def _check_inputs(config: BertConfig, tokens: Array, mask: Array, types: Array) -> None:
-    for name, x in (("tokens", tokens), ("types", types)):
-        if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name} are integers of shape [batch, length], got {x.dtype} of shape {x.shape}")
-    for name, x in (("mask", mask), ("types", types)):
-        if x.shape != tokens.shape:
-            raise ValueError(f"{name} has the shape of tokens, {tokens.shape}, got {x.shape}")
-    if tokens.shape[1] > config.max_length:
-        raise ValueError(
-            f"texts of {tokens.shape[1]} tokens are longer than max_length={config.max_length}: truncate them"
-        )

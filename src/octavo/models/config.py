@@ -2,14 +2,14 @@
 
 import dataclasses
 
-from octavo._config import Config
-from octavo._names import unknown_name
+from octavo._config import Config, check_choices, check_least
 from octavo.models.layers import ACTIVATIONS
 from octavo.models.remat import POLICIES
 
-_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = ("vocab_size", "emb_dim", "num_layers", "num_query_heads", "num_kv_heads", "head_dim", "mlp_dim")
-_COUNTS = ("shared_experts", "first_dense_layers", "unscanned_first", "unscanned_last")
+_SIZES += ("num_experts", "experts_per_token", "batch_split")
+_COUNTS = ("shared_experts", "first_dense_layers", "unscanned_first", "unscanned_last", "moe_mlp_dim")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -72,9 +72,10 @@ class ModelConfig(Config):
     """Mesh axes for each logical axis of activations, as (name, axes); empty for no sharding constraints."""
 
     def __post_init__(self):
-        self._check_sizes()
-        self._check_rotation()
-        self._check_names()
+        check_least(self, 1, *_SIZES)
+        check_least(self, 0, *_COUNTS)
+        check_choices(self, activation=ACTIVATIONS, remat=POLICIES, dtype=DTYPES, weight_dtype=DTYPES)
+        self._check_attention()
         self._check_experts()
         self._check_layers()
 
@@ -82,13 +83,7 @@ class ModelConfig(Config):
         """Whether a layer has experts."""
         return self.num_experts > 1 and layer >= self.first_dense_layers
 
-    def _check_sizes(self) -> None:
-        for name in (*_SIZES, "num_experts", "experts_per_token", "batch_split"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
-        for name in (*_COUNTS, "moe_mlp_dim"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is 0 or more, got {getattr(self, name)}")
+    def _check_attention(self) -> None:
         for name in ("norm_eps", "rope_theta"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is positive, got {getattr(self, name)}")
@@ -99,8 +94,6 @@ class ModelConfig(Config):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is even, because rotary embeddings rotate pairs of values; got {self.head_dim}")
-
-    def _check_rotation(self) -> None:
         if self.rope_scaling is None:
             return
         if len(self.rope_scaling) != 4 or not all(x > 0 for x in self.rope_scaling):
@@ -111,16 +104,6 @@ class ModelConfig(Config):
         _, low, high, _ = self.rope_scaling
         if not low < high:
             raise ValueError(f"rope_scaling has its low frequency factor below the high one, got {low} and {high}")
-
-    def _check_names(self) -> None:
-        for name, known in (
-            ("activation", tuple(ACTIVATIONS)),
-            ("remat", tuple(POLICIES)),
-            ("dtype", _DTYPES),
-            ("weight_dtype", _DTYPES),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}: {unknown_name(getattr(self, name), known)}")
 
     def _check_experts(self) -> None:
         if self.num_experts == 1:
@@ -140,8 +123,7 @@ class ModelConfig(Config):
                 f"first_dense_layers={self.first_dense_layers} leaves no layer with experts: "
                 f"num_layers={self.num_layers}"
             )
-        apart = self.unscanned_first + self.unscanned_last
-        if apart > self.num_layers:
+        if self.unscanned_first + self.unscanned_last > self.num_layers:
             raise ValueError(
                 f"unscanned_first={self.unscanned_first} and unscanned_last={self.unscanned_last} are more layers than "
                 f"num_layers={self.num_layers}"

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from octavo._typing import Array, Float, PRNGKeyArray, Shaped
-from octavo.models.attention import Attention, RotaryAngles
+from octavo.models.attention import Attention, Cache, RotaryAngles
 from octavo.models.config import ModelConfig
-from octavo.models.kv_cache import Cache
 from octavo.models.layers import Dense, Embed, Mlp, RMSNorm
 from octavo.models.moe import MoeBlock
 from octavo.models.remat import remat

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from octavo._typing import Array, PRNGKeyArray
+from octavo._typing import PRNGKeyArray
+from octavo.models.attention import Cache
 from octavo.models.config import ModelConfig
 from octavo.models.decoder import Decoder, layer_groups
-from octavo.models.kv_cache import Cache
-from octavo.models.module_params import Params, abstract_module, bind, init_module
+from octavo.models.module_params import Params, abstract_module, bind, check_token_arrays, init_module
 
 _STACK = re.compile(r"(?:dense_)?layers")
 
@@ -71,7 +71,7 @@ def apply(
     """
     inputs = {"tokens": tokens, "positions": positions, "segments": segments}
     arrays = {name: jnp.asarray(x) for name, x in inputs.items() if x is not None}
-    _check_inputs(arrays)
+    check_token_arrays(arrays)
     _check_cache(config, cache, segments, last)
     hint = ". unstack_layers makes parameters of unscanned layers from those of scanned ones"
     model = bind(Decoder, config, params, hint)
@@ -109,11 +109,3 @@ def _check_cache(config: ModelConfig, cache: Cache | None, segments: Any, last: 
         )
     if segments is not None:
         raise ValueError("rows of a cache hold one text each: segments are for calls without a cache")
-
-
-def _check_inputs(arrays: dict[str, Array]) -> None:
-    for name, x in arrays.items():
-        if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name} are integers of shape [batch, length], got {x.dtype} of shape {x.shape}")
-        if x.shape != arrays["tokens"].shape:
-            raise ValueError(f"{name} have the shape of tokens, {arrays['tokens'].shape}, got {x.shape}")

@@ -61,8 +61,8 @@ def matmul_sharding(x: Array, matrix: Array, columns: int = -1) -> NamedSharding
         return None
     rows = _partitions(x)[:-1]
     taken = {name for axes in rows for name in _sharding.names(axes)}
-    kept = tuple(name for name in _sharding.names(_partitions(matrix)[columns]) if name not in taken)
-    return NamedSharding(mesh, PartitionSpec(*rows, kept or None))
+    remaining = tuple(name for name in _sharding.names(_partitions(matrix)[columns]) if name not in taken)
+    return NamedSharding(mesh, PartitionSpec(*rows, remaining or None))
 
 
 def gather_rows(table: Float[Array, "count size"], tokens: Shaped[Array, "*batch"]) -> Float[Array, "*batch size"]:

@@ -1,10 +1,10 @@
 """Number formats, rounding and bit packing."""
 
-from octavo._names import unknown_name as nearest_names
 from octavo.numerics.blocks import E8M0, BlockFormat, power_of_two_scale, round_scale
 from octavo.numerics.floats import FloatFormat, round_to_grid
 from octavo.numerics.format import Format, round_unit
 from octavo.numerics.integers import IntFormat
+from octavo.numerics.moments import DynamicFormat, PositiveFormat
 from octavo.numerics.packing import pack_bits, unpack_bits
 from octavo.numerics.registry import FormatLike, formats, get_format, register_format
 from octavo.numerics.rounding import Nearest, Rounding, Stochastic, get_rounding
@@ -13,18 +13,19 @@ from octavo.numerics.tables import TableFormat
 __all__ = [
     "E8M0",
     "BlockFormat",
+    "DynamicFormat",
     "FloatFormat",
     "Format",
     "FormatLike",
     "IntFormat",
     "Nearest",
+    "PositiveFormat",
     "Rounding",
     "Stochastic",
     "TableFormat",
     "formats",
     "get_format",
     "get_rounding",
-    "nearest_names",
     "pack_bits",
     "power_of_two_scale",
     "register_format",

@@ -1,7 +1,7 @@
 """Block formats: a small element, a tile that shares a scale, and a scale that is itself low-precision.
 
 The MX formats follow the OCP Microscaling Formats (MX) Specification v1.0: 32 elements share a power of two (e8m0).
-NVFP4 has 16 e2m1 elements share an e4m3 scale, and all blocks of a tensor share one float32 scale besides.
+NVFP4 has 16 e2m1 elements share an e4m3 scale, and all blocks of a tensor also share one float32 scale.
 """
 
 import dataclasses
@@ -30,6 +30,9 @@ class BlockFormat(Format):
     tensor brings the block scales into the range of `scale_dtype`.
     """
 
+    largest_scale: float = dataclasses.field(init=False, repr=False, compare=False)
+    """The largest finite value of the scale's dtype."""
+
     name: str
     element: Format
     tile: int = 32
@@ -46,35 +49,9 @@ class BlockFormat(Format):
             raise ValueError(f"scale_rounding is one of {_ROUNDINGS}, got {self.scale_rounding!r}")
         if self.scale_rounding == "floor" and jnp.dtype(self.scale_dtype) != E8M0:
             raise ValueError('scale_rounding="floor" is the OCP rule for float8_e8m0fnu scales only')
-        jnp.dtype(self.scale_dtype)
-
-    @property
-    def bits(self) -> int:
-        return self.element.bits
-
-    @property
-    def storage(self) -> np.dtype:
-        return self.element.storage
-
-    @property
-    def bound(self) -> float:
-        return self.element.bound
-
-    @property
-    def largest(self) -> float:
-        return self.element.largest
-
-    @property
-    def smallest(self) -> float:
-        return self.element.smallest
-
-    @property
-    def has_nan(self) -> bool:
-        return self.element.has_nan
-
-    @property
-    def has_zero(self) -> bool:
-        return self.element.has_zero
+        same = ("bits", "storage", "bound", "largest", "smallest", "has_nan", "has_zero")
+        largest_scale = float(jnp.finfo(self.scale_dtype).max)
+        self._derive(largest_scale=largest_scale, **{name: getattr(self.element, name) for name in same})
 
     @functools.cached_property
     def carrier(self) -> np.dtype:
@@ -94,11 +71,6 @@ class BlockFormat(Format):
 
     def grid(self) -> np.ndarray:
         return self.element.grid()
-
-    @property
-    def largest_scale(self) -> float:
-        """The largest finite value of the scale's dtype."""
-        return float(jnp.finfo(self.scale_dtype).max)
 
 
 def power_of_two_scale(absmax: Float[Array, "*s"], fmt: Format, *, floor: bool = False) -> Float[Array, "*s"]:

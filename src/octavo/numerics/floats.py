@@ -48,6 +48,11 @@ class FloatFormat(Format):
     24.0
     """
 
+    min_exponent: int = dataclasses.field(init=False, repr=False, compare=False)
+    """The exponent of the smallest normal number, and of all subnormals."""
+    max_exponent: int = dataclasses.field(init=False, repr=False, compare=False)
+    """The exponent of the largest number."""
+
     exponent_bits: int
     mantissa_bits: int
     bias: int | None = None
@@ -58,56 +63,32 @@ class FloatFormat(Format):
     def __post_init__(self):
         if self.specials not in _SPECIALS:
             raise ValueError(f"specials is one of {_SPECIALS}, got {self.specials!r}")
-        if not 1 <= self.exponent_bits <= 8 or not 0 <= self.mantissa_bits <= 10 or self.bits > 16:
+        bits = 1 + self.exponent_bits + self.mantissa_bits
+        if not 1 <= self.exponent_bits <= 8 or not 0 <= self.mantissa_bits <= 10 or bits > 16:
             raise ValueError(
                 "a small float has 1 to 8 exponent bits, 0 to 10 mantissa bits and 16 bits in all; got "
                 f"e{self.exponent_bits}m{self.mantissa_bits}"
             )
-        if self.bias is None:
-            wide = self.specials == "fnuz"
-            object.__setattr__(self, "bias", 2 ** (self.exponent_bits - 1) - (not wide))
-        if not self.name:
-            object.__setattr__(self, "name", self.dtype or f"e{self.exponent_bits}m{self.mantissa_bits}")
+        bias = self.bias
+        if bias is None:
+            bias = 2 ** (self.exponent_bits - 1) - (self.specials != "fnuz")
+        max_exponent = 2**self.exponent_bits - 1 - (self.specials == "ieee") - bias
+        lost = 2 if self.specials == "fn" else 1
+        largest = (2.0 - lost * 2.0**-self.mantissa_bits) * 2.0**max_exponent
+        self._derive(
+            bias=bias,
+            name=self.name or self.dtype or f"e{self.exponent_bits}m{self.mantissa_bits}",
+            bits=bits,
+            storage=jnp.dtype(self.dtype or (np.uint8 if bits <= 8 else np.uint16)),
+            min_exponent=1 - bias,
+            max_exponent=max_exponent,
+            bound=largest,
+            largest=largest,
+            smallest=-largest,
+            has_nan=self.dtype is not None and self.specials != "none",
+        )
         if self.min_exponent - self.mantissa_bits < -126 or self.max_exponent > 127:
             raise ValueError(f"{self.name} reaches beyond float32's normal numbers, in which its arithmetic is done")
-
-    @property
-    def bits(self) -> int:
-        return 1 + self.exponent_bits + self.mantissa_bits
-
-    @property
-    def storage(self) -> np.dtype:
-        if self.dtype is not None:
-            return jnp.dtype(self.dtype)
-        return np.dtype(np.uint8 if self.bits <= 8 else np.uint16)
-
-    @property
-    def min_exponent(self) -> int:
-        """The exponent of the smallest normal number, and of all subnormals."""
-        return 1 - self._bias
-
-    @property
-    def max_exponent(self) -> int:
-        """The exponent of the largest number."""
-        return 2**self.exponent_bits - 1 - (self.specials == "ieee") - self._bias
-
-    @property
-    def _bias(self) -> int:
-        assert self.bias is not None
-        return self.bias
-
-    @property
-    def largest(self) -> float:
-        lost = 2 if self.specials == "fn" else 1
-        return (2.0 - lost * 2.0**-self.mantissa_bits) * 2.0**self.max_exponent
-
-    @property
-    def bound(self) -> float:
-        return self.largest
-
-    @property
-    def has_nan(self) -> bool:
-        return self.dtype is not None and self.specials != "none"
 
     def encode(self, x: Float[Array, "*s"], noise: Float[Array, "*n"] | None = None) -> Shaped[Array, "*s"]:
         if noise is not None or self.dtype is None:
@@ -119,7 +100,7 @@ class FloatFormat(Format):
         """Bit patterns of float32 values that lie on the grid."""
         word = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
         shift = 23 - self.mantissa_bits
-        normal = (word >> shift) - jnp.uint32((127 - self._bias) << self.mantissa_bits)
+        normal = (word >> shift) - jnp.uint32((126 + self.min_exponent) << self.mantissa_bits)
         step = 2.0 ** (self.min_exponent - self.mantissa_bits)
         subnormal = (jnp.abs(x) * (1.0 / step)).astype(jnp.uint32)
         code = jnp.where(jnp.abs(x) < 2.0**self.min_exponent, subnormal, normal)
@@ -132,7 +113,8 @@ class FloatFormat(Format):
         word = codes.astype(jnp.uint32)
         code = word & jnp.uint32(2 ** (self.bits - 1) - 1)
         normal = jax.lax.bitcast_convert_type(
-            (code + jnp.uint32((127 - self._bias) << self.mantissa_bits)) << (23 - self.mantissa_bits), jnp.float32
+            (code + jnp.uint32((126 + self.min_exponent) << self.mantissa_bits)) << (23 - self.mantissa_bits),
+            jnp.float32,
         )
         subnormal = code.astype(jnp.float32) * 2.0 ** (self.min_exponent - self.mantissa_bits)
         magnitude = jnp.where(code < 2**self.mantissa_bits, subnormal, normal)

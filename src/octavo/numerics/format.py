@@ -2,7 +2,7 @@
 
 import abc
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ class Format(Config, abc.ABC):
     `[-bound, bound]`, rounds them (to nearest, ties to even, or stochastically by given noise), saturates at `smallest`
     and `largest`, and returns codes of dtype `storage`. `decode` returns the float32 values of codes, exactly.
 
-    Subclass it, or use `IntFormat`, `FloatFormat`, `TableFormat` or `BlockFormat` of `octavo.numerics`, and make it
-    known by `register_format`.
+    Subclass it and set every attribute that has no default, or use `IntFormat`, `FloatFormat`, `TableFormat` or
+    `BlockFormat` of `octavo.numerics`, and make it known by `register_format`.
 
     >>> from octavo.numerics import TableFormat
     >>> fmt = TableFormat(name="thirds", values=(-1.0, -1 / 3, 1 / 3, 1.0))
@@ -28,7 +28,7 @@ class Format(Config, abc.ABC):
     (True, [0.3333333432674408, -1.0])
     """
 
-    if TYPE_CHECKING:  # Fields in some formats, properties in others.
+    if TYPE_CHECKING:  # Fields in some formats.
 
         @property
         def name(self) -> str:
@@ -38,55 +38,38 @@ class Format(Config, abc.ABC):
         def bits(self) -> int:
             """Bits of one packed code, scales not counted."""
 
-    @property
-    @abc.abstractmethod
-    def storage(self) -> np.dtype:
-        """The dtype of an array of unpacked codes."""
+        @property
+        def signed(self) -> bool:
+            """Whether negative values are representable; unsigned formats need a zero point."""
 
-    @property
-    @abc.abstractmethod
-    def bound(self) -> float:
-        """The magnitude that the end of the calibrated range is scaled to."""
+        @property
+        def tile(self) -> int | None:
+            """The number of values that share a scale, for block formats; else None."""
 
-    @property
-    @abc.abstractmethod
-    def largest(self) -> float:
-        """The largest representable value."""
+    else:
+        signed, tile = True, None
 
-    @property
-    def smallest(self) -> float:
-        """The smallest (most negative) representable value."""
-        return -self.largest
+    storage: np.dtype
+    """The dtype of an array of unpacked codes."""
+    bound: float
+    """The magnitude that the end of the calibrated range is scaled to."""
+    largest: float
+    """The largest representable value."""
+    smallest: float
+    """The smallest (most negative) representable value."""
+    has_nan: bool = False
+    """Whether there is a code for NaN; without one, a non-finite input makes its scale NaN."""
+    has_zero: bool = True
+    """Whether zero is representable."""
+    asymmetric: bool = False
+    """Whether the format supports a zero point, as integers do."""
+    overflow: str = "saturate"
+    """What happens to values beyond `smallest` and `largest`: every format saturates."""
 
-    @property
-    def overflow(self) -> str:
-        """What happens to values beyond `smallest` and `largest`: every format saturates."""
-        return "saturate"
-
-    @property
-    def has_nan(self) -> bool:
-        """Whether there is a code for NaN; without one, a non-finite input makes its scale NaN."""
-        return False
-
-    @property
-    def has_zero(self) -> bool:
-        """Whether zero is representable."""
-        return True
-
-    @property
-    def asymmetric(self) -> bool:
-        """Whether the format supports a zero point, as integers do."""
-        return False
-
-    @property
-    def signed(self) -> bool:
-        """Whether negative values are representable; unsigned formats need a zero point."""
-        return True
-
-    @property
-    def tile(self) -> int | None:
-        """The number of values that share a scale, for block formats; else None."""
-        return None
+    def _derive(self, **values: Any) -> None:
+        """Set attributes that follow from the fields of a frozen format."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @functools.cached_property
     def carrier(self) -> np.dtype:
@@ -94,8 +77,8 @@ class Format(Config, abc.ABC):
         values = self.grid()
         for dtype in (jnp.int8, jnp.bfloat16, jnp.float16):
             with np.errstate(over="ignore", invalid="ignore"):
-                there = values.astype(dtype).astype(np.float64)
-            if np.array_equal(there, values):
+                cast = values.astype(dtype).astype(np.float64)
+            if np.array_equal(cast, values):
                 return jnp.dtype(dtype)
         return np.dtype(np.float32)
 

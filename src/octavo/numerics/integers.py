@@ -31,6 +31,11 @@ class IntFormat(Format):
     (127.5, 127.0)
     """
 
+    qmin: int = dataclasses.field(init=False, repr=False, compare=False)
+    """The lowest code."""
+    qmax: int = dataclasses.field(init=False, repr=False, compare=False)
+    """The highest code."""
+
     bits: int
     signed: bool = True
     preserve_zero: bool = True
@@ -50,57 +55,32 @@ class IntFormat(Format):
         if not self.signed and (self.narrow or not self.preserve_zero):
             raise ValueError("an unsigned format has no narrow range and always holds zero")
         if not self.name:
-            object.__setattr__(self, "name", f"{'' if self.signed else 'u'}int{self.bits}")
-
-    @property
-    def storage(self) -> np.dtype:
-        for width in (2, 4, 8, 16):
-            # One-bit codes are kept in int2: every backend has it, int1 not.
-            if self.bits <= width:
-                return jnp.dtype(getattr(jnp, f"{'' if self.signed else 'u'}int{width}"))
-        raise AssertionError(self.bits)
-
-    @property
-    def qmin(self) -> int:
-        """The lowest code."""
-        return (self.narrow - (1 << (self.bits - 1))) if self.signed else 0
-
-    @property
-    def qmax(self) -> int:
-        """The highest code."""
-        return (1 << (self.bits - self.signed)) - 1
-
-    @property
-    def _offset(self) -> float:
-        return 0.0 if self.preserve_zero else 0.5
-
-    @property
-    def bound(self) -> float:
-        far = self.qmax + (0.5 if self.preserve_zero else 1.0) if self.edge is None else self.edge
-        return (far - 0.5 * self.preserve_max) * self.unit
-
-    @property
-    def largest(self) -> float:
-        return (self.qmax + self._offset) * self.unit
-
-    @property
-    def smallest(self) -> float:
-        return (self.qmin + self._offset) * self.unit
-
-    @property
-    def has_zero(self) -> bool:
-        return self.preserve_zero
-
-    @property
-    def asymmetric(self) -> bool:
-        return self.preserve_zero and self.unit == 1.0
+            self._derive(name=f"{'' if self.signed else 'u'}int{self.bits}")
+        # One-bit codes are kept in int2: every backend has it, int1 not.
+        width = next(width for width in (2, 4, 8, 16) if self.bits <= width)
+        qmin = (self.narrow - (1 << (self.bits - 1))) if self.signed else 0
+        qmax = (1 << (self.bits - self.signed)) - 1
+        offset = 0.0 if self.preserve_zero else 0.5
+        far = qmax + (0.5 if self.preserve_zero else 1.0) if self.edge is None else self.edge
+        self._derive(
+            storage=jnp.dtype(getattr(jnp, f"{'' if self.signed else 'u'}int{width}")),
+            qmin=qmin,
+            qmax=qmax,
+            bound=(far - 0.5 * self.preserve_max) * self.unit,
+            largest=(qmax + offset) * self.unit,
+            smallest=(qmin + offset) * self.unit,
+            has_zero=self.preserve_zero,
+            asymmetric=self.preserve_zero and self.unit == 1.0,
+        )
 
     def encode(self, x: Float[Array, "*s"], noise: Float[Array, "*n"] | None = None) -> Shaped[Array, "*s"]:
         x = x * (1.0 / self.unit) if self.unit != 1.0 else x
-        if self.preserve_zero:
-            codes = round_unit(x, noise)
+        if noise is not None:
+            codes = round_unit(x if self.preserve_zero else x - 0.5, noise)
+        elif self.preserve_zero:
+            codes = jax.lax.round(x, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
         else:
-            codes = jnp.floor(x) if noise is None else round_unit(x - 0.5, noise)
+            codes = jnp.floor(x)
         return jax.lax.clamp(jnp.float32(self.qmin), codes, jnp.float32(self.qmax)).astype(self.storage)
 
     def decode(self, codes: Shaped[Array, "*s"]) -> Float[Array, "*s"]:
@@ -118,4 +98,4 @@ class IntFormat(Format):
         return ((bits << spare).astype(jnp.int8) >> spare.astype(jnp.int8)).astype(self.storage)
 
     def grid(self) -> np.ndarray:
-        return (np.arange(self.qmin, self.qmax + 1) + self._offset) * self.unit
+        return (np.arange(self.qmin, self.qmax + 1) + (0.0 if self.preserve_zero else 0.5)) * self.unit

@@ -52,35 +52,17 @@ class TableFormat(Format):
             raise ValueError(f"table {self.name!r} needs 2 to 256 values in strictly ascending order")
         if not np.all(np.isfinite(values)):
             raise ValueError(f"table {self.name!r} holds a value that is not finite")
-        object.__setattr__(self, "values", values)
-
-    @property
-    def bits(self) -> int:
-        return max(1, (len(self.values) - 1).bit_length())
-
-    @property
-    def storage(self) -> np.dtype:
-        return jnp.dtype(jnp.uint4 if self.bits <= 4 else jnp.uint8)
-
-    @property
-    def bound(self) -> float:
-        return max(-self.values[0], self.values[-1])
-
-    @property
-    def largest(self) -> float:
-        return self.values[-1]
-
-    @property
-    def smallest(self) -> float:
-        return self.values[0]
-
-    @property
-    def has_zero(self) -> bool:
-        return 0.0 in self.values
-
-    @property
-    def signed(self) -> bool:
-        return self.values[0] < 0
+        bits = max(1, (len(values) - 1).bit_length())
+        self._derive(
+            values=values,
+            bits=bits,
+            storage=jnp.dtype(jnp.uint4 if bits <= 4 else jnp.uint8),
+            bound=max(-values[0], values[-1]),
+            largest=values[-1],
+            smallest=values[0],
+            has_zero=0.0 in values,
+            signed=values[0] < 0,
+        )
 
     @functools.cached_property
     def _midpoints(self) -> tuple[float, ...]:

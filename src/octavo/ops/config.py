@@ -36,6 +36,11 @@ class Operand(Config):
       dequant: where the scale is applied: to the "output" of a low-precision matmul; to this "input" before a float
         matmul (fake quantization); or to the "other" input, in which case scales run along the contracted axes.
       tracker: the tracker from whose state the range is read, as for delayed scaling.
+      check_finite: whether a non-finite value makes its group NaN where the range is not measured (fixed or static). On
+        TPUs the check is a pass over each operand; without it, such values have arbitrary codes in integer formats.
+
+    >>> Operand("int4", tile=32).quantizer(2, contracting=(0,))
+    Quantizer('int4', channelwise_axes=(1,), tiled_axes={0: 32})
     """
 
     qtype: Format
@@ -49,6 +54,8 @@ class Operand(Config):
     arithmetic: str = "float32"
     dequant: str = "output"
     tracker: Tracker | None = None
+    check_finite: bool = True
+    _quantizer: Quantizer = dataclasses.field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -63,6 +70,7 @@ class Operand(Config):
         arithmetic: str = "float32",
         dequant: str = "output",
         tracker: Tracker | None = None,
+        check_finite: bool = True,
     ):
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         fmt = get_format(qtype)
@@ -77,6 +85,7 @@ class Operand(Config):
         put("arithmetic", arithmetic)
         put("dequant", dequant)
         put("tracker", tracker)
+        put("check_finite", check_finite)
         if dequant not in _DEQUANT:
             raise ValueError(f"dequant is one of {_DEQUANT}, got {dequant!r}")
         if tile_axis not in (0, -1):
@@ -87,7 +96,16 @@ class Operand(Config):
             raise ValueError("dequant='other' has one scale per contracted index: no tile, and not per tensor")
         if tracker is not None and self.calibration.asymmetric:
             raise ValueError("a remembered range is symmetric: use calibration='absmax' with a tracker")
-        self.quantizer(2, contracting=(0,))  # raises for fields that no Quantizer supports
+        # Raises for fields that no Quantizer supports.
+        template = Quantizer(
+            self.qtype,
+            calibration=self.calibration,
+            rounding=self.rounding,
+            scale_dtype=self.scale_dtype,
+            arithmetic=self.arithmetic,
+            tiled_axes=None if self.tile is None else {0: self.tile},
+        )
+        put("_quantizer", template)
 
     def quantizer(self, ndim: int, *, contracting: Sequence[int], batch: Sequence[int] = ()) -> Quantizer:
         """The Quantizer for an operand with these axes."""
@@ -101,15 +119,9 @@ class Operand(Config):
             channelwise = [*batch, *contracting]
         else:
             channelwise = [] if self.per_tensor else [a for a in (*batch, *remaining) if a not in tiled]
-        return Quantizer(
-            self.qtype,
-            channelwise_axes=tuple(sorted(channelwise)),
-            tiled_axes=tiled or None,
-            calibration=self.calibration,
-            rounding=self.rounding,
-            scale_dtype=self.scale_dtype,
-            arithmetic=self.arithmetic,
-        )
+        if not tiled and self.qtype.tile is not None:
+            tiled[-1] = self.qtype.tile
+        return self._quantizer.with_axes(tuple(sorted(channelwise)), tuple(tiled.items()))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -126,6 +138,9 @@ class Matmul(Config):
         outliers and cancels out in the matmul.
       accumulator: the dtype in which floats, and the partial sums of tiles, are accumulated (float32 by default); the
         integers of one tile always accumulate in int32.
+
+    >>> DotConfig(fwd=Matmul(lhs=Operand("int8"), rhs=Operand("int4"))).fwd.rhs.qtype.name
+    'int4'
     """
 
     lhs: Operand | None = None
@@ -140,7 +155,7 @@ class Matmul(Config):
         if self.rotate is not None and (self.rotate < 2 or self.rotate & (self.rotate - 1)):
             raise ValueError(f"a Hadamard rotation has blocks of a power of two, got {self.rotate}")
         if self.residual == "requantize" and self.rhs is None:
-            raise ValueError("residual='requantize' needs rhs, the operand that says how")
+            raise ValueError("residual='requantize' needs rhs, the operand to quantize by")
         if self.accumulator not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(f"accumulator is float32, bfloat16 or float16, got {self.accumulator!r}")
         if self.lhs and self.rhs and self.lhs.dequant == self.rhs.dequant == "other":
@@ -172,8 +187,17 @@ class DotConfig(Config):
     sparsity: tuple[int, int] | None = None
     lowering: str = "auto"
     smooth: float | None = None
+    tracked: dict[str, Operand] = dataclasses.field(init=False, repr=False, compare=False)
+    """The operands with trackers: "lhs" and "rhs" of the forward, the cotangents of "dlhs" and "drhs"."""
+    stochastic: bool = dataclasses.field(init=False, repr=False, compare=False)
+    """Whether an operand is rounded stochastically, so that a call needs a key."""
 
     def __post_init__(self):
+        each = (operand for m in (self.fwd, self.dlhs, self.drhs) for operand in (m.lhs, m.rhs) if operand is not None)
+        object.__setattr__(self, "stochastic", any(operand.rounding.stochastic for operand in each))
+        operands = {"lhs": self.fwd.lhs, "rhs": self.fwd.rhs, "dlhs": self.dlhs.lhs, "drhs": self.drhs.lhs}
+        tracked = {name: o for name, o in operands.items() if o is not None and o.tracker is not None}
+        object.__setattr__(self, "tracked", tracked)
         if self.fwd.residual != "reuse":
             raise ValueError("the forward matmul has no residual; set it on dlhs and drhs")
         if self.fwd.rotate and not self.dlhs.residual == self.drhs.residual == "original":

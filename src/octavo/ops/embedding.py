@@ -47,10 +47,10 @@ def embedding_lookup(
         return _rows_of_codes(table, ids)
     if quantizer is None:
         return _take(table, ids)
-    how = quantizer if isinstance(quantizer, Quantizer) else Quantizer(quantizer)
-    if not _by_row(how, table.shape, ids.size):
-        return _take(fake_quant(table, how, key=key), ids)
-    rows = fake_quant(_take(table, ids.reshape(-1)), how, key=key)
+    quantizer = quantizer if isinstance(quantizer, Quantizer) else Quantizer(quantizer)
+    if not _by_row(quantizer, table.shape, ids.size):
+        return _take(fake_quant(table, quantizer, key=key), ids)
+    rows = fake_quant(_take(table, ids.reshape(-1)), quantizer, key=key)
     return rows.reshape(*ids.shape, *table.shape[1:])
 
 
@@ -60,16 +60,16 @@ def _take(table: Array, ids: Array) -> Array:
 
 def _rows_of_codes(table: QArray, ids: Array) -> Array:
     size = table.shape[0]
-    there = (ids >= -size) & (ids < size)
-    rows = table[jnp.where(there, ids, 0)].dequantize()
-    there = there.reshape(*ids.shape, *(1,) * (table.ndim - 1))
-    return jnp.where(there, rows, jnp.asarray(jnp.nan, rows.dtype))
+    valid = (ids >= -size) & (ids < size)
+    rows = table[jnp.where(valid, ids, 0)].dequantize()
+    valid = valid.reshape(*ids.shape, *(1,) * (table.ndim - 1))
+    return jnp.where(valid, rows, jnp.asarray(jnp.nan, rows.dtype))
 
 
-def _by_row(how: Quantizer, table: tuple[int, ...], count: int) -> bool:
+def _by_row(quantizer: Quantizer, table: tuple[int, ...], count: int) -> bool:
     """Whether quantizing the table and quantizing the `count` gathered rows give the same values."""
-    outer = isinstance(how.qtype, BlockFormat) and how.qtype.outer
-    if outer or how.rounding.stochastic:
+    outer = isinstance(quantizer.qtype, BlockFormat) and quantizer.qtype.outer
+    if outer or quantizer.rounding.stochastic:
         return False
     # At least two rows, because a single row always is one tile.
-    return all(how.tiles((max(2, rows), *table[1:])).sizes[0] == 1 for rows in (table[0], count))
+    return all(quantizer.tiles((max(2, rows), *table[1:])).sizes[0] == 1 for rows in (table[0], count))

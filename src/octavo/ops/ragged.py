@@ -7,16 +7,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
-from octavo.ops.api import result_dtype
-from octavo.ops.codes import ArrayOrQArray, dequantize
 from octavo.ops.config import DotConfig
-from octavo.ops.dims import Dims
 from octavo.ops.lowerings import multiply
 from octavo.ops.lowerings.grouped import Rows
 from octavo.ops.lowerings.ragged import multiply_groups, multiply_rows
-from octavo.ops.product import UNPLACED, Call, Placement, quantized_product
+from octavo.ops.operands import ArrayOrQArray, Dims, MatmulOptions, dequantize, result_dtype, without_reduced
+from octavo.ops.product import UNPLACED, Placement, Scaling
 from octavo.ops.products.ragged import FloatCall, Ragged, float_ragged_dot
-from octavo.ops.vjp import Scaling, masked
+from octavo.ops.vjp import Call, masked, quantized_product
 from octavo.qarray import QArray
 
 GMM = "octavo.gmm"
@@ -67,21 +65,8 @@ def ragged_dot(
     >>> dot(x, w, jnp.asarray([1, 1])).round(1)[:, 0].tolist()
     [1.0, 2.0, 0.0]
     """
-    return _ragged_dot(
-        lhs,
-        rhs,
-        group_sizes,
-        precision,
-        preferred_element_type,
-        group_offset,
-        out_sharding,
-        contract=1,
-        config=config,
-        key=key,
-        scaling=scaling,
-        sharding=sharding,
-        placement=placement,
-    )
+    kinds = (precision, preferred_element_type, group_offset, out_sharding)
+    return _ragged_dot(lhs, rhs, group_sizes, *kinds, config, key, scaling, sharding, placement)
 
 
 def gmm(
@@ -113,23 +98,16 @@ def gmm(
 
     Returns:
       [m, n].
+
+    >>> gmm(jnp.ones((2, 2)), jnp.stack([jnp.eye(2), 2 * jnp.eye(2)]), jnp.asarray([1, 1])).tolist()
+    [[1.0, 1.0], [2.0, 2.0]]
     """
     if config is not None and transpose_rhs:
         rhs, transpose_rhs = rhs.swapaxes(1, 2), False
     with jax.named_scope(GMM):
-        return _ragged_dot(
-            lhs,
-            rhs,
-            group_sizes,
-            precision,
-            preferred_element_type,
-            group_offset,
-            None,
-            contract=2 if transpose_rhs else 1,
-            config=config,
-            key=key,
-            scaling=scaling,
-        )
+        kinds = (precision, preferred_element_type, group_offset, None)
+        contract = 2 if transpose_rhs else 1
+        return _ragged_dot(lhs, rhs, group_sizes, *kinds, config, key, scaling, contract=contract)
 
 
 def tgmm(
@@ -166,7 +144,8 @@ def tgmm(
             f"{lhs.shape} by rows, {rhs.shape} and {group_sizes.shape}"
         )
     dtype = result_dtype(lhs, rhs, preferred_element_type)
-    return multiply_rows(lhs, rhs, Rows(lhs.shape[0], group_sizes), dtype=dtype, precision=precision)
+    lhs, rhs = without_reduced((lhs, rhs))
+    return multiply_rows(lhs, rhs, Rows(lhs.shape[0], group_sizes), MatmulOptions(dtype, precision))
 
 
 def ragged_dot_general(
@@ -188,8 +167,29 @@ def ragged_dot_general(
     """`jax.lax.ragged_dot_general` in low precision, in its three modes: a ragged row, contracted or batch axis.
 
     Where the axes can be transposed to those of `ragged_dot` or `tgmm`, codes are multiplied; otherwise (batch axes, or
-    several axes of one kind) QArrays are dequantized first. A `config` is supported for a ragged row axis only. The
-    other arguments are those of `ragged_dot`.
+    several axes of one kind) QArrays are dequantized first. A `config` is supported for a ragged row axis only.
+
+    Args:
+      lhs: the left operand.
+      rhs: the right operand.
+      group_sizes: the sizes of the groups along the ragged axis.
+      ragged_dot_dimension_numbers: as in `jax.lax.ragged_dot_general`.
+      precision: as in `ragged_dot`, like the following arguments.
+      preferred_element_type: the dtype of the result.
+      group_offset: the first group.
+      out_sharding: the sharding of the result.
+      config: the quantization of float operands.
+      key: for stochastic rounding.
+      scaling: external ranges.
+      sharding: the `ExpertSharding` of the rows.
+      placement: the collectives of the weight.
+
+    Returns:
+      As `jax.lax.ragged_dot_general`.
+
+    >>> numbers = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+    >>> ragged_dot_general(jnp.ones((3, 4)), jnp.ones((2, 4, 5)), jnp.asarray([1, 2]), numbers).shape
+    (3, 5)
     """
     numbers = ragged_dot_dimension_numbers
     (lc, rc), (lb, _) = numbers.dot_dimension_numbers
@@ -200,32 +200,20 @@ def ragged_dot_general(
         (group,) = numbers.rhs_group_dimensions
         lhs = _transpose(lhs, (ragged, lc[0]))
         rhs = _transpose(rhs, (group, rc[0], 3 - group - rc[0]))
-        return ragged_dot(
-            lhs,
-            rhs,
-            group_sizes,
-            precision,
-            dtype,
-            group_offset,
-            config=config,
-            key=key,
-            scaling=scaling,
-            sharding=sharding,
-            placement=placement,
-        )
+        kinds = (precision, dtype, group_offset, None)
+        return _ragged_dot(lhs, rhs, group_sizes, *kinds, config, key, scaling, sharding, placement)
     if config is not None:
         raise NotImplementedError(
             "a config quantizes ragged_dot_general where the rows of a matrix are ragged, with no batch axes and one "
             f"contracted axis, got {numbers}: quantize the operands and leave the config out"
         )
     if not isinstance(lhs, QArray) and not isinstance(rhs, QArray):
-        return lax.ragged_dot_general(
-            lhs, rhs, group_sizes, numbers, precision, preferred_element_type, group_offset, out_sharding
-        )
+        return lax.ragged_dot_general(lhs, rhs, group_sizes, numbers, precision, dtype, group_offset, out_sharding)
     if ragged in lb:
         # A ragged batch axis: groups do not affect the result.
         dims = Dims.of(numbers.dot_dimension_numbers, lhs.ndim, rhs.ndim)
-        return multiply(lhs, rhs, dims, dtype=dtype, precision=precision, out_sharding=out_sharding)
+        lhs, rhs = without_reduced((lhs, rhs))
+        return multiply(lhs, rhs, dims, MatmulOptions(dtype, precision, out_sharding=out_sharding))
     if simple and group_offset is None and (lhs.ndim, rhs.ndim) == (2, 2):
         lhs, rhs = _transpose(lhs, (ragged, 1 - ragged)), _transpose(rhs, (rc[0], 1 - rc[0]))
         return tgmm(lhs, rhs, group_sizes, dtype, rows_first=True, precision=precision)
@@ -242,13 +230,13 @@ def _ragged_dot(
     preferred_element_type,
     group_offset,
     out_sharding,
-    *,
-    contract,
     config,
     key,
     scaling,
     sharding=None,
     placement=UNPLACED,
+    *,
+    contract=1,
 ) -> Array:
     _check_shapes(lhs, rhs, group_sizes, contract, group_offset, sharding)
     dtype = result_dtype(lhs, rhs, preferred_element_type)
@@ -271,14 +259,13 @@ def _ragged_dot(
         out = quantized_product(call, masked(lhs, rows.owned), rhs, group_sizes, key=key, scaling=scaling)
         out = masked(out, rows.owned)
     elif quantized:
-        out = multiply_groups(lhs, rhs, rows, contract=contract, dtype=dtype, precision=precision)
+        lhs, rhs = without_reduced((lhs, rhs))
+        out = multiply_groups(lhs, rhs, rows, MatmulOptions(dtype, precision), contract=contract)
     elif sharding is not None:
         out = float_ragged_dot(FloatCall(Ragged(sharding), jnp.dtype(dtype), precision), lhs, rhs, group_sizes)
     else:
         numbers = lax.RaggedDotDimensionNumbers((((1,), (contract,)), ((), ())), (0,), (0,))
-        out = lax.ragged_dot_general(
-            lhs, rhs, group_sizes, numbers, precision, preferred_element_type, out_sharding=out_sharding
-        )
+        out = lax.ragged_dot_general(lhs, rhs, group_sizes, numbers, precision, dtype, out_sharding=out_sharding)
         out = rows.keep(out)
     return out if first is None else jnp.roll(out, first, axis=0)
 

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 
 from octavo import _sharding
 from octavo._typing import Array
-from octavo.ops.codes import ArrayOrQArray
-from octavo.ops.dims import Dims
+from octavo.ops.operands import ArrayOrQArray, Dims
 from octavo.qarray import QArray
 
 
@@ -18,7 +17,8 @@ class Scaled(NamedTuple):
     scale: Array
 
     def product(self, sign: int = 1) -> Array:
-        return self.value.astype(jnp.float32) * (sign * _sharding.reshard_for_broadcast(self.scale, self.value))
+        scale = _sharding.reshard_for_broadcast(self.scale, self.value)
+        return self.value.astype(jnp.float32) * (scale if sign == 1 else sign * scale)
 
 
 def full_scale(q: QArray) -> Array:
@@ -64,9 +64,9 @@ def smooth(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims, alpha: float) -> 
 
 def _across(part: Array, mine: tuple[int, ...], theirs: tuple[int, ...], ndim: int) -> Array:
     """An array over the batch and contracted axes of one operand, broadcastable against the other."""
-    part = jnp.transpose(part, (*mine, *(a for a in range(part.ndim) if a not in mine)))
-    part = part.reshape(part.shape[: len(mine)])
-    place = dict(zip(theirs, range(len(theirs)), strict=True))
-    part = jnp.transpose(part, [place[a] for a in sorted(theirs)])
-    shape = iter(part.shape)
-    return part.reshape([next(shape) if a in theirs else 1 for a in range(ndim)])
+    order = [a for _, a in sorted(zip(theirs, mine, strict=True))]
+    sizes = dict(zip(sorted(theirs), (part.shape[a] for a in order), strict=True))
+    long = [a for a in order if part.shape[a] > 1]
+    if long != sorted(long):
+        part = jnp.transpose(part, (*order, *(a for a in range(part.ndim) if a not in mine)))
+    return part.reshape([sizes.get(a, 1) for a in range(ndim)])

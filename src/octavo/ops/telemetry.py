@@ -70,17 +70,17 @@ def fit(x: Array, q: QArray) -> dict[str, Array]:
     high = max(fmt.bound, fmt.largest)
     low = fmt.smallest - (high - fmt.largest)
     slack = 1 + _rounding(q.scale.dtype)
-    there = x != 0
+    nonzero = x != 0
     outside = (x > (high * slack - zero) * scale) | (x < (low * slack - zero) * scale)
     count = lambda mask: jnp.sum(mask, dtype=jnp.int32)  # noqa: E731
     sums = {
-        "count": count(there),
-        "saturated": count(there & outside),
-        "underflowed": count(there & (back == 0)),
+        "count": count(nonzero),
+        "saturated": count(nonzero & outside),
+        "underflowed": count(nonzero & (back == 0)),
         "signal": jnp.sum(x * x),
         "noise": jnp.sum((x - back) ** 2),
-        "scale": jnp.sum(jnp.where(there, scale, jnp.zeros_like(scale))),
-        "largest_scale": jnp.max(jnp.where(there, scale, jnp.zeros_like(scale)), initial=0),
+        "scale": jnp.sum(jnp.where(nonzero, scale, jnp.zeros_like(scale))),
+        "largest_scale": jnp.max(jnp.where(nonzero, scale, jnp.zeros_like(scale)), initial=0),
     }
     return {name: value.astype(jnp.float32) for name, value in sums.items()}
 

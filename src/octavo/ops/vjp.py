@@ -1,22 +1,26 @@
-"""Helpers of the custom_vjp of a `Product`: operands, external ranges, masks, residuals."""
+"""One custom_vjp for every bilinear operation, whose six operands are quantized according to a DotConfig."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from octavo import _sharding
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import AbsMax, Bounds
-from octavo.ops.codes import ArrayOrQArray
-from octavo.ops.config import DotConfig, Operand
-from octavo.ops.layout import materialize
-from octavo.ops.scales import Scaled
-from octavo.ops.telemetry import telemetry_operands
-from octavo.qarray import QArray, Quantizer, inside
+from octavo.ops.config import DotConfig, Matmul, Operand
+from octavo.ops.hadamard import rotate
+from octavo.ops.lowerings.xla import row_major
+from octavo.ops.operands import ArrayOrQArray, Axes, Dims, MatmulOptions, without_reduced
+from octavo.ops.product import UNPLACED, Placement, Product, Scaling, Transpose, mark
+from octavo.ops.scales import Scaled, move_scale, smooth
+from octavo.ops.sparsity import nm_mask
+from octavo.ops.telemetry import measure_fit, telemetry_operands
+from octavo.qarray import QArray, inside
 
 RESIDUAL = "octavo_residual"
 """The `checkpoint_name` of residuals, for rematerialization policies."""
@@ -24,8 +28,87 @@ RESIDUAL = "octavo_residual"
 ERROR_FEEDBACK = "error_feedback"
 """The key in a scaling for error feedback: each device's rounding error of a reduced gradient."""
 
-type Scaling = dict[str, dict[str, Array]]
-"""External ranges: per operand ("lhs", "rhs", "dlhs", "drhs") bounds, or the state of its tracker."""
+
+class Call(NamedTuple):
+    """The static arguments of one quantized product."""
+
+    product: Product
+    config: DotConfig
+    dtype: np.dtype
+    precision: Any = None
+    out_sharding: Any = None
+    placement: Placement = UNPLACED
+    operand_shardings: tuple[Any, Any] = (None, None)
+    """On a mesh with explicit axes: the required shardings of the gradients."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.product.params
+
+    def run(self, *args: Any) -> Array:
+        """The forward pass for these arguments; operands may be QArrays."""
+        return _primal(self, *args)
+
+
+def quantized_product(
+    call: Call,
+    lhs: ArrayOrQArray,
+    rhs: ArrayOrQArray,
+    *extra: Array,
+    key: PRNGKeyArray | None,
+    scaling: Scaling | None,
+) -> Array:
+    """Apply a product to two float arrays, quantizing its operands and those of its gradients."""
+    config, product, scaling = call.config, call.product, scaling or {}
+    if isinstance(lhs, QArray) or isinstance(rhs, QArray):
+        raise TypeError("a config quantizes float operands; QArrays are quantized already: leave the config out")
+    product.check(config)
+    if scaling or config.tracked or call.placement.reduction is not None:
+        _check_scaling(config, scaling, call.placement.reduction)
+    lhs, rhs = _sharding.vary_alike(lhs, rhs)
+    if config.sparsity is not None:
+        n, m = config.sparsity
+        kept = nm_mask(_sharding.without_reduced(rhs), n, m, axis=product.dims.rhs_contract[-1])
+        rhs = masked(rhs, _sharding.restore_reduced(kept, _sharding.explicit(rhs)))
+    if product.has_explicit_shardings:
+        left, right = _sharding.explicit_shardings(lhs, rhs)
+        call = call._replace(operand_shardings=(left, right))
+    return _product(call, lhs, rhs, extra, key, scaling)
+
+
+def init_product_scaling(config: DotConfig, product: Product, lhs: Any, rhs: Any, reduction: Any = None) -> Scaling:
+    """The initial state of every tracker of a config, and of error feedback, for operands of these shapes."""
+    out = jax.ShapeDtypeStruct(product.out_shape(lhs.shape, rhs.shape), jnp.float32)
+    dims, dlhs, drhs = product.dims, product.transpose(True).dims, product.transpose(False).dims
+    sides = {
+        "lhs": (lhs, dims.lhs_contract, dims.lhs_batch),
+        "rhs": (rhs, dims.rhs_contract, dims.rhs_batch),
+        "dlhs": (out, dlhs.lhs_contract, dlhs.lhs_batch),
+        "drhs": (out, drhs.lhs_contract, drhs.lhs_batch),
+    }
+    state = {}
+    for name, operand in config.tracked.items():
+        x, contract, batch = sides[name]
+        quantizer = operand.quantizer(len(x.shape), contracting=contract, batch=batch)
+        bounds = jax.eval_shape(lambda x=x, q=quantizer: q.measure(jnp.zeros(x.shape)))
+        assert operand.tracker is not None
+        state[name] = operand.tracker.init({k: jnp.zeros(v.shape, v.dtype) for k, v in bounds.items()})
+    return state if reduction is None else state | reduction.init_error(lhs.shape if reduction.left else rhs.shape)
+
+
+def _check_scaling(config: DotConfig, scaling: Scaling, reduction: Any = None) -> None:
+    """Raise for ranges of unknown operands, and for missing state."""
+    if unknown := telemetry_operands(scaling) - {"lhs", "rhs", "dlhs", "drhs", ERROR_FEEDBACK}:
+        raise ValueError(f"scaling has ranges for lhs, rhs, dlhs and drhs; got {sorted(unknown)}")
+    if reduction is not None and reduction.feedback and ERROR_FEEDBACK not in scaling:
+        raise ValueError(
+            "reducing a gradient with error feedback needs its state: pass scaling=octavo.ops.init_scaling(...)"
+        )
+    if missing := set(config.tracked) - set(scaling):
+        raise ValueError(
+            f"the trackers of {sorted(missing)} need their state: pass scaling=octavo.ops.init_scaling(...), or for an "
+            "einsum init_einsum_scaling(...)"
+        )
 
 
 def jit_if_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,25 +127,207 @@ def jit_if_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def vary_alike(*arrays: Array) -> tuple[Array, ...]:
-    """Make operands varying over the same axes of a shard_map, as its type system requires of a custom_vjp.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(call: Call, lhs: Array, rhs: Array, extra: Any, key: PRNGKeyArray | None, scaling: Scaling) -> Array:
+    return mark(_primal(call, lhs, rhs, extra, key, scaling), call, (lhs, rhs, extra, key, scaling))
 
-    For an operand that is replicated while the other is not, the transpose of this cast is a psum over devices; for
-    one that is `reduced`, the gradient is unreduced instead.
-    """
-    for x in arrays:
-        _sharding.check_not_unreduced(x)
-    varying = [_sharding.manual_axes(x, "varying") for x in arrays]
-    every = frozenset().union(*varying, *(_sharding.manual_axes(x, "reduced") for x in arrays))
-    return tuple(
-        jax.lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x
-        for x, own in zip(arrays, varying, strict=True)
+
+@jit_if_tracing
+def _primal(
+    call: Call, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Any, key: PRNGKeyArray | None, scaling: Scaling
+) -> Array:
+    return _forward(call, *without_reduced((lhs, rhs)), extra, key, scaling)[0]
+
+
+def _forward(
+    call: Call, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Any, key: PRNGKeyArray | None, scaling: Scaling
+):
+    config, product, gather = call.config, call.product, call.placement.gather
+    keys = (None,) * 6 if key is None else tuple(jax.random.split(key, 6))
+    if config.smooth is not None:
+        lhs, rhs = smooth(lhs, rhs, product.dims, config.smooth)
+    left, right, seen = _quantize_operands(config.fwd, lhs, rhs, product.dims, keys[:2], scaling, ("lhs", "rhs"))
+    operands = left, right
+    if gather is not None and product.has_placement:
+        left, right = (gather.shard_codes(left), right) if gather.left else (left, gather.shard_codes(right))
+        operands = (gather.all_gather(left), right) if gather.left else (left, gather.all_gather(right))
+    options = MatmulOptions(call.dtype, call.precision, config.lowering, config.fwd.accumulator, call.out_sharding)
+    out = product.multiply(
+        _fake_quant(config.fwd.lhs, operands[0]), _fake_quant(config.fwd.rhs, operands[1]), *extra, options=options
     )
+    return out, (left, right, seen, keys, (lhs, rhs))
 
 
-def without_reduced[L: ArrayOrQArray, R: ArrayOrQArray](lhs: L, rhs: R) -> tuple[L, R]:
-    """Make both operands `reduced` over no mesh axis."""
-    return jax.tree.map(_sharding.without_reduced, lhs), jax.tree.map(_sharding.without_reduced, rhs)
+@jit_if_tracing
+def _product_fwd(call: Call, lhs: Array, rhs: Array, extra: Any, key: PRNGKeyArray | None, scaling: Scaling):
+    lhs, rhs = without_reduced((lhs, rhs))
+    out, (left, right, seen, keys, smoothed) = _forward(call, lhs, rhs, extra, key, scaling)
+    config, dims = call.config, call.product.dims
+    # Only residuals that the gradients read are saved, in low precision where a gradient uses codes.
+    rhs_saved = rhs if config.dlhs.residual == "original" else right
+    lhs_saved = lhs if config.drhs.residual == "original" else left
+    masks = (
+        _gradient_mask(config, config.fwd.lhs, smoothed[0], dims.lhs_contract, dims.lhs_batch, scaling.get("lhs")),
+        _gradient_mask(config, config.fwd.rhs, smoothed[1], dims.rhs_contract, dims.rhs_batch, scaling.get("rhs")),
+    )
+    saved = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), (lhs_saved, rhs_saved, masks))
+    return out, (saved, extra, seen, keys, scaling, (tangent_probe(lhs), tangent_probe(rhs)))
+
+
+@jit_if_tracing
+def _product_bwd(call: Call, residuals: Any, g: Array):
+    (lhs, rhs, masks), extra, seen, keys, scaling, like = residuals
+    g, shardings = _once_differentiable(_sharding.without_reduced(g), *like), call.operand_shardings
+    gradients = []
+    for of_lhs, residual, probe, mask, wanted in zip((True, False), (rhs, lhs), like, masks, shardings, strict=True):
+        # A masked gradient is reduced first: the values of an unreduced array cannot be masked.
+        sharding = _sharding.gradient_sharding(wanted if mask is None else _sharding.plain(wanted))
+        operand_keys = keys[2:4] if of_lhs else keys[4:6]
+        grad, more = _gradient(call, of_lhs, g, residual, extra, operand_keys, scaling, probe.dtype, sharding)
+        seen = seen | more
+        grad = grad.astype(probe.dtype)
+        grad = grad if mask is None else jnp.where(mask, grad, jnp.zeros_like(grad))
+        if wanted is not None:
+            grad = _sharding.reshard_if_explicit(grad, _sharding.gradient_sharding(wanted))
+        gradients.append(grad)
+    return *gradients, (None,) * len(extra), None, _updated_scaling(call.config, scaling, seen)
+
+
+_product.defvjp(_product_fwd, _product_bwd)
+
+
+def _gradient(
+    call: Call,
+    of_lhs: bool,
+    g: Any,
+    residual: ArrayOrQArray,
+    extra: Any,
+    keys: Any,
+    scaling: Scaling,
+    dtype: Any,
+    sharding: Any,
+):
+    """One of the two gradients, and the bounds and telemetry measured for it."""
+    config, transpose, (gather, reduction) = call.config, call.product.transpose(of_lhs), call.placement
+    matmul, forward, name = (config.dlhs, config.fwd.rhs, "dlhs") if of_lhs else (config.drhs, config.fwd.lhs, "drhs")
+    g, residual, matmul = _use_residual(transpose, matmul, forward, g, residual, extra)
+    matmul, left, right, measured, scales = transpose.quantize_by_group(
+        matmul, g, transpose.arrange_residual(residual), *extra, keys=keys, scaling=scaling, name=name
+    )
+    left, right, seen = _quantize_operands(matmul, left, right, transpose.dims, keys, scaling, (name, None))
+    seen = seen | measured
+    if gather is not None and call.product.has_placement and gather.left != of_lhs:
+        right = gather.all_gather(right)
+    left, right = _fake_quant(matmul.lhs, left), _fake_quant(matmul.rhs, right)
+    dtype = transpose.gradient_dtype(call.dtype, dtype, matmul.accumulator)
+    options = MatmulOptions(dtype, call.precision, config.lowering, matmul.accumulator, sharding)
+    if reduction is not None and call.product.has_placement and reduction.left == of_lhs:
+        if any(x is not None for x in call.operand_shardings):
+            raise NotImplementedError("a mesh with explicit axes reduces gradients in float: leave reduce_qtype out")
+        reduced = transpose.reduce(reduction, left, right, *extra, options=options, scaling=scaling, scales=scales)
+        if reduced is not None:
+            return reduced[0], seen | reduced[1]
+    by_group = {"scales": scales} if scales else {}
+    return transpose.multiply(left, right, *extra, options=options, **by_group), seen
+
+
+def _use_residual(
+    transpose: Transpose, matmul: Matmul, forward: Operand | None, g: Array, residual: ArrayOrQArray, extra: Any
+) -> tuple[Any, ArrayOrQArray, Matmul]:
+    """The cotangent, the residual as an operand, and the config of what remains to be quantized."""
+    if not isinstance(residual, QArray):
+        return g, residual, matmul.replace(rhs=None) if matmul.residual == "reuse" else matmul
+    if matmul.residual != "reuse":
+        return g, residual.dequantize(transpose.residual_dtype), matmul
+    folded = transpose.fold(g, residual, *extra, quantized=matmul.lhs is not None)
+    if folded is None:
+        # A scale along the contraction that cannot be moved: requantize along the new contraction.
+        return g, residual.dequantize(transpose.residual_dtype), matmul.replace(rhs=matmul.rhs or forward)
+    return *folded, matmul.replace(rhs=None)
+
+
+def _quantize_operands(matmul: Matmul, lhs: Any, rhs: Any, dims: Dims, keys: Any, scaling: Scaling, names: Any):
+    """Rotate and quantize both operands of a matmul; also returns measured bounds and telemetry."""
+    seen: dict[str, Bounds] = {}
+    if matmul.rotate is not None and dims.lhs_contract:
+        lhs = rotate(lhs, matmul.rotate, axis=dims.lhs_contract[-1])
+        rhs = rotate(rhs, matmul.rotate, axis=dims.rhs_contract[-1])
+    left = (matmul.lhs, dims.lhs_contract, dims.lhs_batch, keys[0], scaling, names[0], seen)
+    right = (matmul.rhs, dims.rhs_contract, dims.rhs_batch, keys[1], scaling, names[1], seen)
+    if matmul.rhs is not None and matmul.rhs.dequant == "other":
+        moved, rhs = move_scale(_quantize_operand(rhs, *right), lhs, dims, from_left=False)
+        return _quantize_operand(moved, *left), rhs, seen
+    lhs = _quantize_operand(lhs, *left)
+    if matmul.lhs is not None and matmul.lhs.dequant == "other":
+        rhs, lhs = move_scale(lhs, rhs, dims, from_left=True)
+    return lhs, _quantize_operand(rhs, *right), seen
+
+
+def _quantize_operand(
+    x: Any,
+    operand: Operand | None,
+    contract: Axes,
+    batch: Axes,
+    key: PRNGKeyArray | None,
+    scaling: Scaling,
+    name: Any,
+    seen: dict[str, Any],
+) -> Any:
+    """An operand as codes if it is to be quantized; adds measured bounds and telemetry to `seen`."""
+    array = x.product() if isinstance(x, Scaled) else x
+    # The gradient of a product with a vector is an outer product: no axis is contracted, along which blocks could lie.
+    if operand is None or isinstance(x, QArray) or (not contract and operand.qtype.tile is not None):
+        return array
+    quantizer, given = operand.quantizer(array.ndim, contracting=contract, batch=batch), scaling.get(name)
+    bounds, measured = given, None
+    if isinstance(x, Scaled) and isinstance(operand.calibration, AbsMax) and given is None:
+        # -(g s) has the range of g s. Written this way, XLA fuses the multiplication into the reduction; if it were the
+        # same expression as the one that is rounded, CPUs would materialize g s in float32 for both uses.
+        bounds = measured = quantizer.measure(x.product(-1), witness=x.value)
+    elif operand.tracker is not None:
+        seen[name] = measured = quantizer.measure(array)
+        bounds = operand.tracker.read(given or operand.tracker.init(measured), measured)
+    # Materialized once, in row-major order: otherwise CPUs fuse the quantization into later transposes of the codes.
+    q = quantizer.quantize(array, key=key, bounds=bounds, measured=measured, check_finite=operand.check_finite)
+    q = jax.tree.map(row_major, q)
+    if scaling:
+        seen.update(measure_fit(scaling, name, array, q))
+    return q
+
+
+def _fake_quant(operand: Operand | None, x: ArrayOrQArray) -> ArrayOrQArray:
+    """The operand, dequantized if its config says so."""
+    return x.dequantize() if isinstance(x, QArray) and operand and operand.dequant == "input" else x
+
+
+def _gradient_mask(
+    config: DotConfig, operand: Operand | None, x: Array, contract: Axes, batch: Axes, given: dict[str, Array] | None
+) -> Array | None:
+    """The mask of values within the calibrated range, where gradients pass; None if nothing can be clipped."""
+    if not config.clip_gradient or operand is None or config.fwd.rotate:
+        return None
+    if given is None and not operand.calibration.may_clip:
+        return None
+    quantizer, bounds = operand.quantizer(x.ndim, contracting=contract, batch=batch), given
+    if operand.tracker is not None:
+        measured = quantizer.measure(x)
+        bounds = operand.tracker.read(given or operand.tracker.init(measured), measured)
+    return inside(quantizer, x, bounds)
+
+
+def _updated_scaling(config: DotConfig, scaling: Scaling, seen: dict[str, Bounds]) -> Scaling:
+    """The cotangent of the scaling: the new state of each tracker, telemetry, zeros for fixed bounds."""
+    new = {}
+    for name, state in scaling.items():
+        operand = config.tracked.get(name)
+        if operand is not None and operand.tracker is not None:
+            bounds = {k: _sharding.replicate_axes(x) for k, x in seen[name].items()}
+            updated = operand.tracker.update(state, bounds)
+            # With the sharding of the old state.
+            new[name] = {k: _sharding.reshard_if_explicit(x, _sharding.explicit(state[k])) for k, x in updated.items()}
+        else:
+            new[name] = seen[name] if name in seen else jax.tree.map(jnp.zeros_like, state)
+    return new
 
 
 @jax.custom_vjp
@@ -80,104 +345,13 @@ def _masked_bwd(mask: Array, g: Array) -> tuple[Array, None]:
 masked.defvjp(lambda x, mask: (masked(x, mask), mask), _masked_bwd)
 
 
-def quantize_operand(operand: Operand, x: Array | Scaled, contract, batch, key, given: dict[str, Array] | None):
-    array = x.product() if isinstance(x, Scaled) else x
-    how = operand.quantizer(array.ndim, contracting=contract, batch=batch)
-    if isinstance(x, Scaled) and isinstance(operand.calibration, AbsMax) and given is None:
-        # -(g s) has the range of g s. Written this way, XLA fuses the multiplication into the reduction; if it were the
-        # same expression as the one that is rounded, CPUs would materialize g s in float32 for both uses.
-        bounds, measured = how.measure(x.product(-1), witness=x.value), None
-        q = how.quantize(array, key=key, bounds=bounds, own=True)
-    else:
-        bounds, measured = _bounds(operand, how, array, given)
-        q = how.quantize(array, key=key, bounds=bounds)
-    # Materialized once, in row-major order: otherwise CPUs fuse the quantization into later transposes of the codes.
-    return materialize(q), measured
-
-
-def dequantize_if_fake_quant(operand: Operand | None, x: ArrayOrQArray) -> ArrayOrQArray:
-    return x.dequantize() if operand is not None and operand.dequant == "input" and isinstance(x, QArray) else x
-
-
-def gradient_mask(
-    config: DotConfig, operand: Operand | None, x: Array, axes, given: dict[str, Array] | None
-) -> Array | None:
-    """The mask of values within the calibrated range, where gradients pass; None if nothing can be clipped."""
-    if not config.clip_gradient or operand is None or config.fwd.rotate:
-        return None
-    if given is None and not operand.calibration.may_clip:
-        return None
-    how = operand.quantizer(x.ndim, contracting=axes[0], batch=axes[1])
-    return inside(how, x, _bounds(operand, how, x, given)[0])
-
-
-def _bounds(operand: Operand, how: Quantizer, x: Array, given: dict[str, Array] | None):
-    """The range to quantize with, if it is external, and the bounds with which a tracker is updated."""
-    if operand.tracker is None:
-        return given, None
-    measured = how.measure(x)
-    return operand.tracker.read(given or operand.tracker.init(measured), measured), measured
-
-
-def split_operand_keys(key: PRNGKeyArray | None):
-    return (None,) * 6 if key is None else tuple(jax.random.split(key, 6))
-
-
-def trackers_of(config: DotConfig):
-    operands = {"lhs": config.fwd.lhs, "rhs": config.fwd.rhs, "dlhs": config.dlhs.lhs, "drhs": config.drhs.lhs}
-    return {name: o.tracker for name, o in operands.items() if o is not None and o.tracker is not None}
-
-
-def check_scaling(config: DotConfig, scaling: Scaling, reduction: Any = None) -> None:
-    """Raise for ranges of unknown operands, and for missing state."""
-    if unknown := telemetry_operands(scaling) - {"lhs", "rhs", "dlhs", "drhs", ERROR_FEEDBACK}:
-        raise ValueError(f"scaling has ranges for lhs, rhs, dlhs and drhs; got {sorted(unknown)}")
-    if reduction is not None and reduction.feedback and ERROR_FEEDBACK not in scaling:
-        raise ValueError(
-            "reducing a gradient with error feedback needs its state: pass scaling=octavo.ops.init_scaling(...)"
-        )
-    if missing := set(trackers_of(config)) - set(scaling):
-        raise ValueError(
-            f"the trackers of {sorted(missing)} need their state: pass scaling=octavo.ops.init_scaling(...), or for an "
-            "einsum init_einsum_scaling(...)"
-        )
-
-
-def updated_scaling(config: DotConfig, scaling: Scaling, seen: dict[str, Bounds]) -> Scaling:
-    """The cotangent of the scaling: the new state of each tracker, telemetry, zeros for fixed bounds."""
-    trackers = trackers_of(config)
-    fixed = {name: jax.tree.map(jnp.zeros_like, state) for name, state in scaling.items()}
-    return {
-        name: _tracked(trackers[name], state, seen[name]) if name in trackers else seen.get(name, fixed[name])
-        for name, state in scaling.items()
-    }
-
-
-def _tracked(tracker: Any, state: dict[str, Array], bounds: Bounds) -> dict[str, Array]:
-    """A tracker's new state, with the sharding of the old state."""
-    new = tracker.update(state, {name: _sharding.replicate_axes(x) for name, x in bounds.items()})
-    return {name: _sharding.reshard_if_explicit(x, _sharding.explicit(state[name])) for name, x in new.items()}
-
-
-def save(tree: Any) -> Any:
-    """Name residuals, so that a rematerialization policy can save them."""
-    return jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), tree)
-
-
 def tangent_probe(x: Array) -> Array:
     """A zero-size slice that carries the dtype and the tangent of x."""
     return jax.lax.slice(x, (0,) * x.ndim, (0,) * x.ndim)
 
 
-def finish(grad: Array, like: Array, mask: Array | None, sharding: Any = None) -> Array:
-    """Cast and reshard a gradient to its operand's dtype and sharding, zero where the operand was clipped."""
-    grad = grad.astype(like.dtype)
-    grad = grad if mask is None else jnp.where(mask, grad, jnp.zeros_like(grad))
-    return _sharding.reshard_if_explicit(grad, _sharding.gradient_sharding(sharding))
-
-
 @jax.custom_jvp
-def once_differentiable(g: Array, lhs: Array, rhs: Array) -> Array:
+def _once_differentiable(g: Array, lhs: Array, rhs: Array) -> Array:
     """The cotangent, in a backward pass that raises if it is differentiated again.
 
     It also takes tangent probes of the operands, because residuals are codes, which have no tangents.
@@ -186,8 +360,8 @@ def once_differentiable(g: Array, lhs: Array, rhs: Array) -> Array:
     return g
 
 
-@once_differentiable.defjvp
-def _refuse(primals, tangents):
+@_once_differentiable.defjvp
+def _raise_second_derivative(primals, tangents):
     raise NotImplementedError(
         "a quantized matmul has no second derivative: rounding has none, and zero would be wrong. Use config=None for "
         "the part that is differentiated twice, or octavo.fake_quant around a float matmul"

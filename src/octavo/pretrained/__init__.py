@@ -2,6 +2,7 @@
 
 from octavo.pretrained import gguf, huggingface, native
 from octavo.pretrained.bert import Encoder, open_encoder
+from octavo.pretrained.calibrated import CalibrationData
 from octavo.pretrained.convert import Summary, convert_model, param_quantizers
 from octavo.pretrained.export import Export, Request, export_model, exporters, register_exporter
 from octavo.pretrained.model import Leaf, PretrainedModel
@@ -9,6 +10,7 @@ from octavo.pretrained.registry import ModelFormat, model_formats, open_model, r
 from octavo.pretrained.weight_rules import weight_rules
 
 __all__ = [
+    "CalibrationData",
     "Encoder",
     "Export",
     "Leaf",

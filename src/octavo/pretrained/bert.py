@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from octavo._names import unknown_name
 from octavo._optional import import_optional
 from octavo._tree import unflatten_paths
 from octavo._typing import Array
 from octavo.files.safetensors import SafeTensors
 from octavo.frameworks import convert, served
-from octavo.models import ModelConfig
-from octavo.models.bert import POOLINGS, BertConfig, Params, bert_apply, normalize
-from octavo.numerics import FormatLike, nearest_names
+from octavo.models.bert import POOLINGS, BertConfig, Params, abstract_bert_params, bert_apply, normalize
+from octavo.numerics import FormatLike
+from octavo.pretrained.names import BERT, is_transposed
 from octavo.pretrained.tokenizer import read_json
 from octavo.pretrained.weight_rules import weight_rules
 from octavo.qarray import is_qarray, quantize
@@ -31,8 +32,6 @@ _ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
 }
-# A placeholder for `weight_rules`, which only reads whether a model has experts.
-_DECODER = ModelConfig(vocab_size=1, emb_dim=1, num_layers=1, num_query_heads=1, num_kv_heads=1, head_dim=2, mlp_dim=1)
 _WORDS = "embeddings.word_embeddings.weight"
 _LAYER = re.compile(r"encoder\.layer\.(\d+)\..*")
 
@@ -59,7 +58,7 @@ class Encoder:
 
     def __post_init__(self):
         if self.pooling not in POOLINGS:
-            raise ValueError(f"unknown pooling {self.pooling!r}: {nearest_names(self.pooling, tuple(POOLINGS))}")
+            raise ValueError(f"unknown pooling {self.pooling!r}: {unknown_name(self.pooling, tuple(POOLINGS))}")
         if not 1 <= self.max_length <= self.config.max_length:
             raise ValueError(f"max_length is 1 to {self.config.max_length}, the model's own; got {self.max_length}")
 
@@ -180,7 +179,7 @@ def _power_of_two(n: int, least: int) -> int:
 
 def _rules(recipe: Any, activations: FormatLike | None) -> tuple[QuantizationRule, ...]:
     if isinstance(recipe, str):
-        recipe = weight_rules(recipe, _DECODER, head="float")
+        recipe = weight_rules(recipe, head="float")
     rules = as_rules(recipe)
     if activations is None:
         return rules
@@ -207,7 +206,7 @@ def _config(
         raise ValueError(f"{path / 'config.json'}: position_embedding_type {places!r} is not supported: absolute is")
     activation = described.get("hidden_act", "gelu")
     if activation not in _ACTIVATIONS:
-        known = nearest_names(str(activation), tuple(_ACTIVATIONS))
+        known = unknown_name(str(activation), tuple(_ACTIVATIONS))
         raise ValueError(f"{path / 'config.json'}: unknown hidden_act {activation!r}: {known}")
     heads = num_heads or described.get("num_attention_heads")
     if not heads:
@@ -230,8 +229,8 @@ def _config(
         norm_eps=described.get("layer_norm_eps", 1e-12),
         weight_dtype=jnp.dtype(file.info(prefix + _WORDS).dtype).name,
     )
-    said = {"vocab_size": "vocab_size", "hidden_size": "emb_dim", "num_hidden_layers": "num_layers"}
-    for key, field in {**said, "intermediate_size": "mlp_dim"}.items():
+    fields = {"vocab_size": "vocab_size", "hidden_size": "emb_dim", "num_hidden_layers": "num_layers"}
+    for key, field in {**fields, "intermediate_size": "mlp_dim"}.items():
         if described.get(key, getattr(config, field)) != getattr(config, field):
             raise ValueError(
                 f"{path / 'config.json'} says {key}={described[key]}, but by its tensors it is {getattr(config, field)}"
@@ -239,29 +238,9 @@ def _config(
     return config
 
 
-def _names(config: BertConfig) -> Iterator[tuple[str, str]]:
-    """The paths of modules, and their names in files."""
-    yield "embeddings/norm", "embeddings.LayerNorm"
-    for i in range(config.num_layers):
-        here, there = f"encoder/layers_{i}", f"encoder.layer.{i}"
-        for part in ("query", "key", "value"):
-            yield f"{here}/self_attention/{part}", f"{there}.attention.self.{part}"
-        yield f"{here}/self_attention/out", f"{there}.attention.output.dense"
-        yield f"{here}/self_attention_norm", f"{there}.attention.output.LayerNorm"
-        yield f"{here}/mlp/wi", f"{there}.intermediate.dense"
-        yield f"{here}/mlp/wo", f"{there}.output.dense"
-        yield f"{here}/mlp_norm", f"{there}.output.LayerNorm"
-
-
 def _read(file: SafeTensors, prefix: str, config: BertConfig) -> Params:
-    params: dict[str, np.ndarray] = {}
-    for path, name in _names(config):
-        weight = file.read(f"{prefix}{name}.weight")
-        params |= {f"{path}/scale": weight} if weight.ndim == 1 else {f"{path}/kernel": weight.T}
-        params[f"{path}/bias"] = file.read(f"{prefix}{name}.bias")
-    for part, name in (("word", "word"), ("position", "position"), ("type", "token_type")):
-        params[f"embeddings/{part}/embedding"] = file.read(f"{prefix}embeddings.{name}_embeddings.weight")
-    return unflatten_paths({path: jnp.asarray(x) for path, x in params.items()})
+    params = {path: file.read(prefix + name) for path, name in BERT.param_names(abstract_bert_params(config)).items()}
+    return unflatten_paths({path: jnp.asarray(x.T if is_transposed(path) else x) for path, x in params.items()})
 
 
 def _tokenizer(path: Path, limit: int, config: BertConfig) -> Any:

@@ -6,9 +6,10 @@ the rules then give the quantizer of each, exactly as in training. The model is 
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 
 from octavo.models import ModelConfig, abstract_params, apply
 from octavo.pretrained.memory import peak_memory
-from octavo.pretrained.model import Leaf, PretrainedModel, storage_name
+from octavo.pretrained.model import Leaf, PretrainedModel, storage_name, to_float
 from octavo.qarray import QArray, Quantizer
 from octavo.rules import QuantizationRule
 from octavo.transform import quantized
@@ -26,28 +27,6 @@ _PIECE = 1 << 20
 """Values per piece: bounds the memory needed in addition to a parameter and its codes."""
 
 _EMBEDDING = "token_embedder/embedding"
-
-
-@dataclasses.dataclass(frozen=True)
-class ConvertedParam:
-    """A parameter that was quantized, or kept in float (`quantizer` is None)."""
-
-    path: str
-    value: Any
-    quantizer: Quantizer | None
-    before: int
-    sqnr: float | None
-    """Signal to quantization noise ratio, in dB."""
-
-    @property
-    def after(self) -> int:
-        """Bytes as stored."""
-        return self.value.nbytes
-
-    @property
-    def kind(self) -> str:
-        """How it is stored: see `storage_name`."""
-        return storage_name(self.value)
 
 
 def param_quantizers(
@@ -68,7 +47,7 @@ def param_quantizers(
     (Quantizer('int4', channelwise_axes=(1,), tiled_axes={0: 32}), Quantizer('int8', channelwise_axes=(0,)))
     """
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-    low = quantized(functools.partial(_logits, config), list(rules), weights="params")
+    low = quantized(functools.partial(logits, config), list(rules), weights="params")
     found = low.stored_quantizers(abstract_params(config), tokens)
     if not config.tied_logits and (quantizer := found.get("decoder/logits_dense/kernel")) is not None:
         # The table is only indexed, not an operand of a matmul: rows are quantized like columns of the logits.
@@ -83,28 +62,9 @@ def param_quantizers(
     return {path: q if q.qtype.tile else q.replace(scale_dtype=scale_dtype) for path, q in found.items()}
 
 
-def _logits(config: ModelConfig, params: Any, tokens: Any) -> Any:
+def logits(config: ModelConfig, params: Any, tokens: Any) -> Any:
+    """The logits of a model without a cache."""
     return apply(config, params, tokens)[0]
-
-
-def convert_leaves(
-    source: PretrainedModel, rules: Sequence[QuantizationRule], *, scale_dtype: str | None = None
-) -> Iterator[ConvertedParam]:
-    """Quantize the parameters of a model one after the other."""
-    quantizers = param_quantizers(source.config, rules, scale_dtype=scale_dtype)
-    for path, leaf in source.leaves.items():
-        yield _convert(path, leaf, quantizers.get(path))
-
-
-def _convert(path: str, leaf: Leaf, quantizer: Quantizer | None) -> ConvertedParam:
-    value = leaf.load()
-    if quantizer is None:
-        kept = value if isinstance(value, QArray) else np.asarray(value)
-        return ConvertedParam(path, kept, None, leaf.nbytes, None)
-    if isinstance(value, QArray):
-        value = np.asarray(value.dequantize(jnp.float32))
-    codes, sqnr = quantize_array(np.asarray(value), quantizer)
-    return ConvertedParam(path, codes, quantizer, leaf.nbytes, sqnr)
 
 
 def quantize_array(x: np.ndarray, quantizer: Quantizer) -> tuple[QArray, float]:
@@ -117,7 +77,7 @@ def quantize_array(x: np.ndarray, quantizer: Quantizer) -> tuple[QArray, float]:
     if count == 1:
         codes, signal, noise = _quantize(jnp.asarray(x), quantizer)
         return codes._map(np.asarray), _decibels(float(signal), float(noise))
-    whole: QArray | None = None
+    result: QArray | None = None
     signal = noise = 0.0
     size = x.shape[axis]
     step = math.ceil(size / count)
@@ -125,16 +85,16 @@ def quantize_array(x: np.ndarray, quantizer: Quantizer) -> tuple[QArray, float]:
         piece = np.take(x, range(start, min(size, start + step)), axis=axis)
         codes, power, error = _quantize(jnp.asarray(piece), quantizer)
         signal, noise = signal + float(power), noise + float(error)
-        if whole is None:
-            whole = codes._map(functools.partial(_empty, axis=axis, size=size, piece=piece.shape[axis]))
+        if result is None:
+            result = codes._map(functools.partial(_empty, axis=axis, size=size, piece=piece.shape[axis]))
         for name in ("qvalue", "scale", "zero_point"):
             part = getattr(codes, name)
             if part is not None:
                 place = [slice(None)] * part.ndim
                 place[axis] = slice(start, start + part.shape[axis])
-                getattr(whole, name)[tuple(place)] = np.asarray(part)
-    assert whole is not None
-    return whole, _decibels(signal, noise)
+                getattr(result, name)[tuple(place)] = np.asarray(part)
+    assert result is not None
+    return result, _decibels(signal, noise)
 
 
 def _empty(part: Any, *, axis: int, size: int, piece: int) -> np.ndarray:
@@ -164,7 +124,18 @@ def _quantize(x: jax.Array, quantizer: Quantizer) -> tuple[QArray, jax.Array, ja
     x = x.astype(jnp.float32)
     codes = quantizer.quantize(x).astype(jnp.float32)
     error = codes.dequantize(jnp.float32) - x
-    return codes.pack(_packing_axis(quantizer, x.ndim)), jnp.sum(x * x), jnp.sum(error * error)
+    return pack(codes, quantizer), jnp.sum(x * x), jnp.sum(error * error)
+
+
+def pack(codes: QArray, quantizer: Quantizer) -> QArray:
+    """Codes packed along the contracted axis."""
+    return codes.pack(_packing_axis(quantizer, codes.ndim))
+
+
+def signal_to_noise(x: jax.Array, codes: QArray) -> float:
+    """The signal to noise ratio of codes, in dB."""
+    x = x.astype(jnp.float32)
+    return _decibels(float(jnp.sum(x * x)), float(jnp.sum(jnp.square(codes.dequantize(jnp.float32) - x))))
 
 
 def _packing_axis(quantizer: Quantizer, ndim: int) -> int:
@@ -225,6 +196,7 @@ def convert_model(
     *,
     scale_dtype: str | None = None,
     log: Callable[[str], None] | None = None,
+    codes: Mapping[str, tuple[Any, float | None]] | None = None,
 ) -> tuple[dict[str, Any], Summary]:
     """Quantize all parameters of a model.
 
@@ -233,6 +205,7 @@ def convert_model(
       rules: The first that matches a matmul applies to it.
       scale_dtype: The dtype of scales, for formats that do not define one; float32 by default.
       log: Called with a line for each parameter.
+      codes: Parameters that are converted already, by path, with the signal to noise ratios of quantized ones.
 
     Returns:
       The parameters by path, arrays and QArrays of NumPy, and a summary.
@@ -241,20 +214,34 @@ def convert_model(
     params: dict[str, Any] = {}
     kinds: dict[str, int] = {}
     ratios: dict[str, float] = {}
-    before = 0
-    width = max(map(len, source.leaves))
-    for number, done in enumerate(convert_leaves(source, rules, scale_dtype=scale_dtype), 1):
-        params[done.path] = done.value
-        before += done.before
-        kinds[done.kind] = kinds.get(done.kind, 0) + math.prod(source.leaves[done.path].shape)
-        if done.sqnr is not None:
-            ratios[done.path] = done.sqnr
+    quantizers = param_quantizers(source.config, rules, scale_dtype=scale_dtype)
+    lines = progress_lines(source.leaves)
+    for path, leaf in source.leaves.items():
+        value: Any
+        if codes is not None and path in codes:
+            value, ratio = codes[path]
+            ratios |= {} if ratio is None else {path: ratio}
+        elif path in quantizers:
+            value, ratios[path] = quantize_array(to_float(leaf.load(), "float32"), quantizers[path])
+        else:
+            value = leaf.load()
+        params[path] = value = value if isinstance(value, QArray) else np.asarray(value)
+        kind = storage_name(value)
+        kinds[kind] = kinds.get(kind, 0) + math.prod(leaf.shape)
         if log is not None:
-            ratio = f"  {done.sqnr:5.1f} dB" if done.sqnr is not None else ""
-            log(
-                f"[{number:>{len(str(len(source.leaves)))}}/{len(source.leaves)}] {done.path:<{width}}  "
-                f"{source.leaves[done.path].stored:>9} -> {done.kind:<9} "
-                f"{done.before / 2**20:9.2f} MiB -> {done.after / 2**20:8.2f} MiB{ratio}"
-            )
-    after = sum(value.nbytes for value in params.values())
+            ratio = f"  {ratios[path]:5.1f} dB" if path in ratios else ""
+            log(lines(path, leaf, kind, value.nbytes) + ratio)
+    before, after = (sum(x.nbytes for x in values.values()) for values in (source.leaves, params))
     return params, Summary(before, after, source.size, kinds, ratios, time.perf_counter() - start, peak_memory())
+
+
+def progress_lines(names: Collection[str]) -> Callable[[str, Leaf, str, int], str]:
+    """A function that gives the next line of a log: a name, its parameter, and the format and bytes it is stored in."""
+    numbers, width = itertools.count(1), max(map(len, names))
+
+    def line(name: str, leaf: Leaf, kind: str, nbytes: int) -> str:
+        number = f"{next(numbers):>{len(str(len(names)))}}/{len(names)}"
+        sizes = f"{leaf.nbytes / 2**20:9.2f} MiB -> {nbytes / 2**20:8.2f} MiB"
+        return f"[{number}] {name:<{width}}  {leaf.stored:>9} -> {kind:<9} {sizes}"
+
+    return line

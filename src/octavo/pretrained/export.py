@@ -8,6 +8,8 @@ from typing import Any
 
 from octavo._io import atomic_write
 from octavo._names import did_you_mean
+from octavo.pretrained.budgeted import budget_rules
+from octavo.pretrained.calibrated import CalibrationData, calibrated_codes, split_method
 from octavo.pretrained.card import model_card
 from octavo.pretrained.convert import Summary, convert_model
 from octavo.pretrained.model import PretrainedModel
@@ -26,6 +28,8 @@ class Request:
       command: The command line, for the model card.
       replace: Whether to replace what is at the destination.
       log: Called with a line for each parameter.
+      data: The calibration text, for a recipe with a method such as `int4:gptq`.
+      bits: The mean of bits per weight of the layers, for a recipe of several formats such as `int3,int4,int8:gptq`.
     """
 
     recipe: str
@@ -34,6 +38,8 @@ class Request:
     command: str = ""
     replace: bool = False
     log: Callable[[str], None] | None = None
+    data: CalibrationData | None = None
+    bits: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +82,25 @@ def converting(
     """
 
     def export(source: PretrainedModel, out: Path, request: Request) -> Export:
-        rules = weight_rules(request.recipe, source.config, head=request.head or head, trained=source.rules)
-        trained = request.recipe == TRAINED or request.recipe.startswith("recipe:")
+        recipe, method = split_method(request.recipe)
+        trained = recipe == TRAINED or recipe.startswith("recipe:")
         scales = request.scale_dtype or (None if trained else scale_dtype)
-        params, summary = convert_model(source, rules, scale_dtype=scales, log=request.log)
+        if (method or request.bits) and request.data is None:
+            raise ValueError(f"{request.recipe} calibrates on text that the model would read: pass --data FILE")
+        if request.data is not None and not method:
+            raise ValueError(f"--data is for a recipe with a method, such as {request.recipe}:gptq")
+        options: dict[str, Any] = {"scale_dtype": scales, "log": request.log}
+        if request.bits:
+            assert request.data is not None
+            budget = {"bits": request.bits, "head": request.head or head}
+            rules = budget_rules(source, recipe.split(","), request.data, **budget, **options)
+        else:
+            rules = weight_rules(recipe, source.config, head=request.head or head, trained=source.rules)
+        codes = None
+        if method:
+            assert request.data is not None
+            codes = calibrated_codes(source, rules, request.data, method=method, **options)
+        params, summary = convert_model(source, rules, scale_dtype=scales, log=request.log, codes=codes)
         if request.replace and out.exists():
             shutil.rmtree(out) if out.is_dir() else out.unlink()
         done = Export(summary, params, rules, request.command)

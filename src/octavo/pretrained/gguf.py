@@ -8,25 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from octavo._names import unknown_name
 from octavo.data import SubwordTokenizer
 from octavo.files.gguf import Gguf, Tensor, tokenizer_metadata, tokenizer_of, write_gguf
-from octavo.models import ModelConfig
-from octavo.numerics import nearest_names
-from octavo.pretrained.convert import Summary
+from octavo.models import ModelConfig, abstract_params
+from octavo.pretrained.convert import Summary, progress_lines
 from octavo.pretrained.export import Export, Request, register_exporter
 from octavo.pretrained.memory import peak_memory
-from octavo.pretrained.model import Leaf, PretrainedModel
-from octavo.pretrained.names import gguf_names, is_transposed
+from octavo.pretrained.model import Leaf, PretrainedModel, to_float
+from octavo.pretrained.names import ARCHITECTURES, GGUF, architecture_of, is_transposed
 from octavo.pretrained.registry import ModelFormat, register_format
 from octavo.qarray import QArray
 
-ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
-"""Whether RoPE rotates neighbouring rows of queries and keys (interleaved), as llama.cpp does for Llama."""
-
-_SKIPPED = ("rope_freqs.weight",)
+_ARCHITECTURES = tuple(name for name, architecture in ARCHITECTURES.items() if architecture.in_gguf)
 
 TYPES = {"int8": "Q8_0", "int4": "Q4_0", "float16": "F16", "float32": "F32", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 TYPES |= {"f16": "F16", "f32": "F32", "bfloat16": "BF16", "bf16": "BF16"}
@@ -47,23 +43,21 @@ def read(path: Path) -> PretrainedModel:
     """Open the model of a GGUF file."""
     file = Gguf(path)
     config = model_config(file)
-    interleaved = ARCHITECTURES[file.metadata["general.architecture"]]
-    names = gguf_names(config)
-    beyond = sorted(set(file.names()) - set(names.values()) - set(_SKIPPED))
+    architecture = file.metadata["general.architecture"]
+    names = GGUF.param_names(abstract_params(config))
+    beyond = sorted(set(file.names()) - set(names.values()))
     if beyond:
         raise ValueError(f"{path} has the tensor {beyond[0]!r}, which Octavo's decoder does not: it is unsupported")
     leaves = {}
-    for place, name in names.items():
-        heads = _rotary_heads(place, config) if interleaved else 0
-        info = file.info(name)
-        shape = tuple(info.shape)
-        load = functools.partial(_load, file, name, is_transposed(place), heads)
-        leaves[place] = Leaf(shape[::-1] if is_transposed(place) else shape, "float32", load, info.kind)
+    for param, name in names.items():
+        load = functools.partial(_load, file, name, _interleaved_heads(param, config, architecture))
+        leaf = Leaf(file.info(name).shape, "float32", load, file.info(name).kind)
+        leaves[param] = leaf.T if is_transposed(param) else leaf
     origin = {
         "kind": "GGUF",
         "path": path.name,
         "name": file.metadata.get("general.name") or path.stem,
-        "architecture": file.metadata["general.architecture"],
+        "architecture": architecture,
         "max_length": _field(file, "context_length", None),
     }
     return PretrainedModel(config, leaves, _tokenizer(file), origin=origin)
@@ -72,9 +66,9 @@ def read(path: Path) -> PretrainedModel:
 def model_config(file: Gguf) -> ModelConfig:
     """The model that the metadata of a file describes."""
     kind = file.metadata.get("general.architecture")
-    if kind not in ARCHITECTURES:
+    if kind not in _ARCHITECTURES:
         raise ValueError(
-            f"{file.path}: architecture {kind!r} is not supported: {nearest_names(str(kind), tuple(ARCHITECTURES))}"
+            f"{file.path}: architecture {kind!r} is not supported: {unknown_name(str(kind), _ARCHITECTURES)}"
         )
     names = set(file.names())
     if "rope_freqs.weight" in names:
@@ -116,17 +110,17 @@ def _decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _rotary_heads(path: str, config: ModelConfig) -> int:
-    """Heads of a query or key projection, 0 for other parameters."""
+def _interleaved_heads(path: str, config: ModelConfig, architecture: str) -> int:
+    """Heads of a query or key projection with rows in the order of interleaved RoPE, 0 for other parameters."""
+    if not ARCHITECTURES[architecture].interleaved:
+        return 0
     return config.num_query_heads if "/query/" in path else config.num_kv_heads if "/key/" in path else 0
 
 
-def _load(file: Gguf, name: str, transposed: bool, heads: int) -> np.ndarray | QArray:
-    kept = file.read_quantized(name)
-    value: Any = file.read(name) if kept is None else kept
-    if heads:
-        value = value[half_rotary(value.shape[0], heads)]
-    return value.T if transposed else value
+def _load(file: Gguf, name: str, heads: int) -> np.ndarray | QArray:
+    quantized = file.read_quantized(name)
+    value: Any = file.read(name) if quantized is None else quantized
+    return value[half_rotary(value.shape[0], heads)] if heads else value
 
 
 def half_rotary(rows: int, heads: int) -> np.ndarray:
@@ -150,21 +144,8 @@ def interleaved_rotary(rows: int, heads: int) -> np.ndarray:
 def _tokenizer(file: Gguf) -> Any:
     if "tokenizer.ggml.model" not in file.metadata:
         return None
-    found = tokenizer_of(file)
-    tokens = file.metadata["tokenizer.ggml.tokens"]
-    special = {}
-    if found.bos_id is not None:
-        special["bos_token"] = tokens[found.bos_id]
-    if found.eos_id is not None:
-        special["eos_token"] = tokens[found.eos_id]
-    return SubwordTokenizer(
-        found.tokenizer,
-        bos_id=found.bos_id,
-        eos_ids=found.eos_ids,
-        add_bos=found.add_bos,
-        template=found.chat_template,
-        special=special,
-    )
+    settings = tokenizer_of(file)._asdict()
+    return SubwordTokenizer(settings.pop("tokenizer"), **settings)
 
 
 def write_model(
@@ -182,23 +163,23 @@ def write_model(
     start = time.perf_counter()
     body = _tensor_type(recipe)
     top = _tensor_type(head) if head else "Q8_0" if body == "Q4_0" else body
-    names = gguf_names(source.config)
+    names = GGUF.param_names(abstract_params(source.config))
     metadata = _metadata(source, body)
-    interleaved = ARCHITECTURES[metadata["general.architecture"]]
+    lines = progress_lines(names.values())
     tensors: dict[str, Tensor] = {}
     kinds: dict[str, int] = {}
     before = after = 0
-    for number, (path, name) in enumerate(names.items(), 1):
+    for path, name in names.items():
         leaf = source.leaves[path]
-        heads = _rotary_heads(path, source.config) if interleaved else 0
-        tensor = tensors[name] = _tensor(leaf, path, body, top, heads)
+        is_head = path == "token_embedder/embedding" or "logits_dense" in path
+        heads = _interleaved_heads(path, source.config, metadata["general.architecture"])
+        tensor = tensors[name] = _tensor(leaf.T if is_transposed(path) else leaf, top if is_head else body, heads)
         values = math.prod(leaf.shape)
         size = tensor.type.nbytes(values)
         before, after = before + leaf.nbytes, after + size
         kinds[tensor.kind] = kinds.get(tensor.kind, 0) + values
         if log is not None:
-            line = f"[{number:>{len(str(len(names)))}}/{len(names)}] {name:<28} {leaf.stored:>9} -> {tensor.kind:<5}"
-            line += f" {leaf.nbytes / 2**20:9.2f} MiB -> {size / 2**20:8.2f} MiB"
+            line = lines(name, leaf, tensor.kind, size)
             tensors[name] = dataclasses.replace(tensor, values=functools.partial(_logged, tensor.values, line, log))
     write_gguf(out, metadata, tensors)
     return Summary(before, after, source.size, kinds, {}, time.perf_counter() - start, peak_memory())
@@ -212,35 +193,29 @@ def _logged(load: Callable[[], Any], line: str, log: Callable[[str], None]) -> A
 def _tensor_type(recipe: str) -> str:
     if recipe not in TYPES:
         raise ValueError(
-            f"{recipe!r} is not a type that is written to GGUF files: {nearest_names(recipe, tuple(TYPES))}"
+            f"{recipe!r} is not a type that is written to GGUF files: {unknown_name(recipe, tuple(TYPES))}"
         )
     return TYPES[recipe]
 
 
-def _tensor(leaf: Leaf, path: str, body: str, top: str, heads: int) -> Tensor:
-    transposed = is_transposed(path)
-    is_head = path == "token_embedder/embedding" or "logits_dense" in path
-    kind = "F32" if len(leaf.shape) == 1 else top if is_head else body
-    shape = tuple(leaf.shape[::-1] if transposed else leaf.shape)
-    if kind.startswith("Q") and shape[-1] % 32:
+def _tensor(leaf: Leaf, kind: str, heads: int) -> Tensor:
+    """A parameter as a tensor whose matrices have a type."""
+    if len(leaf.shape) == 1:
+        kind = "F32"
+    elif kind.startswith("Q") and leaf.shape[-1] % 32:
         kind = "F16"  # row size is not a multiple of 32
-    return Tensor(functools.partial(_float_rows, leaf, transposed, heads), kind, shape)
 
+    def load() -> np.ndarray:
+        value = to_float(leaf.load(), "float32")
+        value = value[interleaved_rotary(value.shape[0], heads)] if heads else value
+        return np.ascontiguousarray(value, np.float32)
 
-def _float_rows(leaf: Leaf, transposed: bool, heads: int) -> np.ndarray:
-    value: Any = leaf.load()
-    if isinstance(value, QArray):
-        value = value._map(jnp.asarray).dequantize(jnp.float32)
-    value = np.asarray(value)
-    value = value.T if transposed else value
-    if heads:
-        value = value[interleaved_rotary(value.shape[0], heads)]
-    return np.ascontiguousarray(value, np.float32)
+    return Tensor(load, kind, leaf.shape)
 
 
 def _metadata(source: PretrainedModel, body: str) -> dict[str, Any]:
     config = source.config
-    architecture = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    architecture = architecture_of(config)
     if config.rope_scaling is not None:
         raise ValueError("scaled RoPE (rope_scaling) is not written to GGUF files: write safetensors instead")
     if config.activation != "silu":

@@ -2,30 +2,24 @@
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from octavo._names import unknown_name
 from octavo.files.layouts import Layout, Scheme, get_layout, layout_of
 from octavo.files.safetensors import SafeTensors, write
-from octavo.models import ModelConfig
-from octavo.numerics import nearest_names
+from octavo.models import ModelConfig, abstract_params
 from octavo.pretrained.export import Export, Exporter, converting, register_exporter
-from octavo.pretrained.model import Leaf, PretrainedModel
-from octavo.pretrained.names import huggingface_names, is_transposed
+from octavo.pretrained.model import Leaf, PretrainedModel, to_float
+from octavo.pretrained.names import ARCHITECTURES, HUGGINGFACE, architecture_of, is_transposed
 from octavo.pretrained.registry import ModelFormat, register_format
 from octavo.pretrained.tokenizer import read_tokenizer
 from octavo.qarray import QArray
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "relu": "relu"}
 _SHARD_BYTES = 5 * 10**9
 
@@ -42,7 +36,8 @@ def read(directory: Path) -> PretrainedModel:
     layout = layout_of(described["quantization_config"]) if described.get("quantization_config") else None
     names = file.names() if layout is None else layout.names(file.names())
     config = model_config(described, directory, set(names))
-    leaves = {path: _leaf(file, layout, name, is_transposed(path)) for path, name in huggingface_names(config).items()}
+    params = HUGGINGFACE.param_names(abstract_params(config))
+    leaves = {path: _leaf(file, layout, path, name) for path, name in params.items()}
     origin = {
         "kind": "Hugging Face",
         "path": directory.name,
@@ -65,11 +60,11 @@ def model_config(described: dict[str, Any], directory: Path, names: set[str]) ->
     if kind not in ARCHITECTURES:
         raise ValueError(
             f"{directory / 'config.json'}: model_type {kind!r} is not supported: "
-            f"{nearest_names(str(kind), tuple(ARCHITECTURES))}"
+            f"{unknown_name(str(kind), tuple(ARCHITECTURES))}"
         )
     activation = described.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
-        raise ValueError(f"hidden_act {activation!r}: {nearest_names(activation, tuple(_ACTIVATIONS))}")
+        raise ValueError(f"hidden_act {activation!r}: {unknown_name(activation, tuple(_ACTIVATIONS))}")
     length = described.get("max_position_embeddings", 0)
     window = described.get("sliding_window") if described.get("use_sliding_window", kind == "mistral") else None
     if window and window < length:
@@ -114,23 +109,15 @@ def _scaling(rope: dict[str, Any]) -> tuple[float, float, float, float] | None:
     raise ValueError(f"RoPE scaling {kind!r} is not supported: llama3 and default are")
 
 
-def _leaf(file: SafeTensors, layout: Layout | None, name: str, transposed: bool) -> Leaf:
-    info: Any
+def _leaf(file: SafeTensors, layout: Layout | None, path: str, name: str) -> Leaf:
     if layout is None:
         info, load = file.info(name), functools.partial(file.read, name)
         stored = str(info.dtype)
     else:
         info, load = layout.info(file, name), functools.partial(layout.read, file, name)
         stored = layout.method if info.quantized else str(info.dtype)
-    shape = tuple(info.shape)
-    return Leaf(
-        shape[::-1] if transposed else shape, str(info.dtype), functools.partial(_load, load, transposed), stored
-    )
-
-
-def _load(load: Callable[[], np.ndarray | QArray], transposed: bool) -> np.ndarray | QArray:
-    value = load()
-    return value.T if transposed else value
+    leaf = Leaf(info.shape, str(info.dtype), load, stored)
+    return leaf.T if is_transposed(path) else leaf
 
 
 def write_huggingface(
@@ -147,15 +134,14 @@ def write_huggingface(
     layout = None if method is None else get_layout(method)
     tensors: dict[str, np.ndarray] = {}
     schemes: dict[str, Scheme | None] = {}
-    for path, name in huggingface_names(source.config).items():
+    for path, name in HUGGINGFACE.param_names(abstract_params(source.config)).items():
         value = params[path]
         if isinstance(value, QArray) and layout is not None and is_transposed(path):
             q = value._map(jnp.asarray).unpack().T
             tensors |= layout.write(name, q)
             schemes[name.removesuffix(".weight")] = Scheme.of(q)
             continue
-        if isinstance(value, QArray):
-            value = np.asarray(value._map(jnp.asarray).dequantize())
+        value = to_float(value)
         if is_transposed(path):
             schemes[name.removesuffix(".weight")] = None
             value = np.ascontiguousarray(value.T)
@@ -164,7 +150,7 @@ def write_huggingface(
     write(out, tensors, {"format": "pt"}, max_shard_bytes=_SHARD_BYTES)
     described = describe_model(source, str(tensors["model.norm.weight"].dtype))
     if layout is not None:
-        described["quantization_config"] = _quantization_config(layout, schemes)
+        described["quantization_config"] = layout.config_for(schemes)
     (out / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
     if source.tokenizer is not None:
         source.tokenizer.save(out)
@@ -174,18 +160,12 @@ def write_huggingface(
         (out / "tokenizer_config.json").write_text(json.dumps(named, indent=2), encoding="utf-8")
 
 
-def _quantization_config(layout: type[Layout], schemes: dict[str, Scheme | None]) -> dict[str, Any]:
-    if not any(schemes.values()):
-        raise ValueError(f"no weight is quantized, so the layout {layout.method!r} has no use: write safetensors")
-    return layout.config_for(schemes)
-
-
 def describe_model(source: PretrainedModel, dtype: str) -> dict[str, Any]:
     """The config.json of a model."""
     config = source.config
-    architecture = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    architecture = architecture_of(config)
     described = {
-        "architectures": [ARCHITECTURES[architecture]],
+        "architectures": [ARCHITECTURES[architecture].huggingface],
         "model_type": architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.emb_dim,

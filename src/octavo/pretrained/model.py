@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from octavo._tree import flatten_paths, unflatten_paths
 from octavo.data import Tokenizer
 from octavo.frameworks import served
 from octavo.models import ModelConfig, abstract_params, apply
+from octavo.models.module_params import check_shapes, param_shapes
 from octavo.qarray import QArray, is_qarray
 from octavo.rules import QuantizationRule
 
@@ -36,7 +38,12 @@ class Leaf:
     @property
     def nbytes(self) -> int:
         """Bytes of the parameter in its float dtype."""
-        return int(np.prod(self.shape, dtype=np.int64)) * jnp.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def T(self) -> "Leaf":  # noqa: N802
+        """The transposed parameter."""
+        return dataclasses.replace(self, shape=self.shape[::-1], load=lambda: self.load().T)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +66,11 @@ class PretrainedModel:
     origin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        wanted = flatten_paths(abstract_params(self.config))
-        missing = sorted(set(wanted) - set(self.leaves))
-        beyond = sorted(set(self.leaves) - set(wanted))
-        if missing or beyond:
-            what = f"lacks {missing[0]!r}" if missing else f"has the unexpected {beyond[0]!r}"
-            more = len(missing) + len(beyond) - 1
-            raise ValueError(
-                f"{self.name} {what}{f' ({more} more differ)' if more else ''}: it does not match its config"
-            )
-        for path, leaf in self.leaves.items():
-            shape = tuple(wanted[path].shape)
-            if tuple(leaf.shape) != shape:
-                raise ValueError(f"{self.name}: {path!r} has shape {leaf.shape}, but by its config {shape}")
+        try:
+            wanted = param_shapes(abstract_params(self.config))
+            check_shapes({path: tuple(leaf.shape) for path, leaf in self.leaves.items()}, wanted)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
 
     @classmethod
     def from_params(cls, config: ModelConfig, params: Any, **fields: Any) -> "PretrainedModel":
@@ -91,7 +90,7 @@ class PretrainedModel:
     @property
     def size(self) -> int:
         """Number of parameters."""
-        return sum(int(np.prod(leaf.shape, dtype=np.int64)) for leaf in self.leaves.values())
+        return sum(math.prod(leaf.shape) for leaf in self.leaves.values())
 
     def params(self, dtype: str | None = None) -> dict[str, Any]:
         """Load all parameters, as a tree of arrays and QArrays; floats in `dtype`, by default the config's."""
@@ -113,6 +112,11 @@ class PretrainedModel:
 
 def _host(x: Any) -> np.ndarray | QArray:
     return x._map(np.asarray) if is_qarray(x) else np.asarray(x)
+
+
+def to_float(value: np.ndarray | QArray, dtype: str | None = None) -> np.ndarray:
+    """A parameter as floats; the values of a QArray as `dtype`, by default its own."""
+    return np.asarray(value._map(jnp.asarray).dequantize(dtype) if isinstance(value, QArray) else value)
 
 
 def on_device(value: np.ndarray | jax.Array | QArray, dtype: str) -> Any:

@@ -1,66 +1,129 @@
-"""Names of a decoder's parameters in the files of other programs."""
+"""Decoders and encoders in the files of other programs: their architectures, and a table of names for each format."""
 
+import dataclasses
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from octavo._tree import flatten_paths
-from octavo.models import ModelConfig, abstract_params
+from octavo.models import ModelConfig
 
-_LAYER = re.compile(r"decoder/layers_(\d+)/(.*)")
-
-# By path, or path within a layer: the names of Hugging Face and of GGUF.
-_NAMES = {
-    "token_embedder/embedding": ("model.embed_tokens.weight", "token_embd.weight"),
-    "decoder/decoder_norm/scale": ("model.norm.weight", "output_norm.weight"),
-    "decoder/logits_dense/kernel": ("lm_head.weight", "output.weight"),
-}
-_LAYER_NAMES = {
-    "pre_self_attention_layer_norm/scale": ("input_layernorm.weight", "attn_norm.weight"),
-    "post_self_attention_layer_norm/scale": ("post_attention_layernorm.weight", "ffn_norm.weight"),
-    "self_attention/query/kernel": ("self_attn.q_proj.weight", "attn_q.weight"),
-    "self_attention/key/kernel": ("self_attn.k_proj.weight", "attn_k.weight"),
-    "self_attention/value/kernel": ("self_attn.v_proj.weight", "attn_v.weight"),
-    "self_attention/out/kernel": ("self_attn.o_proj.weight", "attn_output.weight"),
-    "self_attention/query/bias": ("self_attn.q_proj.bias", "attn_q.bias"),
-    "self_attention/key/bias": ("self_attn.k_proj.bias", "attn_k.bias"),
-    "self_attention/value/bias": ("self_attn.v_proj.bias", "attn_v.bias"),
-    "self_attention/query_norm/scale": ("self_attn.q_norm.weight", "attn_q_norm.weight"),
-    "self_attention/key_norm/scale": ("self_attn.k_norm.weight", "attn_k_norm.weight"),
-    "mlp/wi_0/kernel": ("mlp.gate_proj.weight", "ffn_gate.weight"),
-    "mlp/wi_1/kernel": ("mlp.up_proj.weight", "ffn_up.weight"),
-    "mlp/wo/kernel": ("mlp.down_proj.weight", "ffn_down.weight"),
-}
+_LAYER = re.compile(r"(?:decoder|encoder)/layers_(\d+)/(.*)")
 
 
-def huggingface_names(config: ModelConfig) -> dict[str, str]:
-    """The name in Hugging Face's files of each parameter, by its path.
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A family of decoders, by its name in files.
 
-    >>> sizes = dict(vocab_size=8, emb_dim=8, num_query_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=8, num_layers=1)
-    >>> huggingface_names(ModelConfig(**sizes, scan_layers=False))["decoder/layers_0/mlp/wo/kernel"]
-    'model.layers.0.mlp.down_proj.weight'
+    Args:
+      huggingface: The class of its models in Hugging Face's transformers.
+      in_gguf: Whether GGUF files have this name; those of Mistral say "llama".
+      interleaved: Whether GGUF files have the rows of queries and keys in the order of interleaved RoPE.
     """
-    return _file_names(config, 0, "model.layers.{}.{}")
+
+    huggingface: str
+    in_gguf: bool = True
+    interleaved: bool = False
 
 
-def gguf_names(config: ModelConfig) -> dict[str, str]:
-    """The name in GGUF files of each parameter, by its path.
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", interleaved=True),
+    "mistral": Architecture("MistralForCausalLM", in_gguf=False),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+}
 
+
+def architecture_of(config: ModelConfig) -> str:
+    """The architecture as which a model is written."""
+    return "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorNames:
+    """The names of modules in a file format, by path or by path within a layer; `layer` is the prefix of the latter.
+
+    >>> from octavo.models import abstract_params
     >>> sizes = dict(vocab_size=8, emb_dim=8, num_query_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=8, num_layers=1)
-    >>> gguf_names(ModelConfig(**sizes, scan_layers=False))["decoder/layers_0/mlp/wo/kernel"]
+    >>> GGUF.param_names(abstract_params(ModelConfig(**sizes, scan_layers=False)))["decoder/layers_0/mlp/wo/kernel"]
     'blk.0.ffn_down.weight'
     """
-    return _file_names(config, 1, "blk.{}.{}")
+
+    layer: str
+    modules: Mapping[str, str]
+
+    def param_names(self, params: Any) -> dict[str, str]:
+        """The name of each parameter of a tree, by its path."""
+        found = {}
+        for path in flatten_paths(params):
+            match = _LAYER.fullmatch(path)
+            module, _, param = (match[2] if match else path).rpartition("/")
+            if module not in self.modules:
+                raise ValueError(f"{path!r} has no name in such files: use Octavo's own format instead")
+            prefix = self.layer.format(match[1]) if match else ""
+            found[path] = f"{prefix}{self.modules[module]}.{'bias' if param == 'bias' else 'weight'}"
+        return found
+
+
+HUGGINGFACE = TensorNames(
+    "model.layers.{}.",
+    {
+        "token_embedder": "model.embed_tokens",
+        "decoder/decoder_norm": "model.norm",
+        "decoder/logits_dense": "lm_head",
+        "pre_self_attention_layer_norm": "input_layernorm",
+        "post_self_attention_layer_norm": "post_attention_layernorm",
+        "self_attention/query": "self_attn.q_proj",
+        "self_attention/key": "self_attn.k_proj",
+        "self_attention/value": "self_attn.v_proj",
+        "self_attention/out": "self_attn.o_proj",
+        "self_attention/query_norm": "self_attn.q_norm",
+        "self_attention/key_norm": "self_attn.k_norm",
+        "mlp/wi_0": "mlp.gate_proj",
+        "mlp/wi_1": "mlp.up_proj",
+        "mlp/wo": "mlp.down_proj",
+    },
+)
+
+GGUF = TensorNames(
+    "blk.{}.",
+    {
+        "token_embedder": "token_embd",
+        "decoder/decoder_norm": "output_norm",
+        "decoder/logits_dense": "output",
+        "pre_self_attention_layer_norm": "attn_norm",
+        "post_self_attention_layer_norm": "ffn_norm",
+        "self_attention/query": "attn_q",
+        "self_attention/key": "attn_k",
+        "self_attention/value": "attn_v",
+        "self_attention/out": "attn_output",
+        "self_attention/query_norm": "attn_q_norm",
+        "self_attention/key_norm": "attn_k_norm",
+        "mlp/wi_0": "ffn_gate",
+        "mlp/wi_1": "ffn_up",
+        "mlp/wo": "ffn_down",
+    },
+)
+
+BERT = TensorNames(
+    "encoder.layer.{}.",
+    {
+        "embeddings/word": "embeddings.word_embeddings",
+        "embeddings/position": "embeddings.position_embeddings",
+        "embeddings/type": "embeddings.token_type_embeddings",
+        "embeddings/norm": "embeddings.LayerNorm",
+        "self_attention/query": "attention.self.query",
+        "self_attention/key": "attention.self.key",
+        "self_attention/value": "attention.self.value",
+        "self_attention/out": "attention.output.dense",
+        "self_attention_norm": "attention.output.LayerNorm",
+        "mlp/wi": "intermediate.dense",
+        "mlp/wo": "output.dense",
+        "mlp_norm": "output.LayerNorm",
+    },
+)
 
 
 def is_transposed(path: str) -> bool:
     """Whether files store a parameter as [out, in]: kernels are [in, out]."""
     return path.endswith("/kernel")
-
-
-def _file_names(config: ModelConfig, column: int, form: str) -> dict[str, str]:
-    if config.num_experts > 1:
-        raise ValueError("models with experts are not supported in such files: use Octavo's own format instead")
-    names = {}
-    for path in flatten_paths(abstract_params(config)):
-        match = _LAYER.fullmatch(path)
-        names[path] = form.format(match[1], _LAYER_NAMES[match[2]][column]) if match else _NAMES[path][column]
-    return names

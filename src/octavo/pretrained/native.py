@@ -7,6 +7,7 @@ every file), the files of the tokenizer and a model card.
 import dataclasses
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from octavo.rules import QtRule, QuantizationRule, rules_from_json, rules_to_jso
 
 NAME = "octavo.json"
 VERSION = 1
+_STACK = re.compile(r"decoder/((?:dense_)?layers)/(.*)")
 
 
 def write_model(source: PretrainedModel, params: dict[str, Any], directory: Path, *, facts: dict[str, Any]) -> None:
@@ -89,39 +91,33 @@ def _read_converted(directory: Path) -> PretrainedModel:
 
 
 def _leaves(directory: Path, part: str) -> dict[str, Leaf]:
-    """The leaves of a checkpoint; stacked layers are unstacked, as `decoder/layers_0/...`."""
+    """The leaves of a checkpoint, with stacked layers unstacked."""
     found: dict[str, Leaf] = {}
     for path, value in flatten_paths(load_abstract(directory, subtree=part).state, is_qarray).items():
-        whole = functools.partial(_load, directory, f"{part}/{path}")
-        group, inner = _stack(path)
-        if group is None:
-            found[path] = Leaf(tuple(value.shape), str(value.dtype), whole, _stored(value))
-            continue
-        for i in range(value.shape[0]):
-            load_one = functools.partial(_one, whole, i)
-            name = f"decoder/{group}_{i}/{inner}"
-            found[name] = Leaf(tuple(value.shape[1:]), str(value.dtype), load_one, _stored(value))
+        stored = value.qtype.name if isinstance(value, QArray) else str(value.dtype)
+        for name, i in _unstacked(path, value):
+            load_layer = functools.partial(_load_layer, directory, f"{part}/{path}", i)
+            found[name] = Leaf(tuple(value.shape[i is not None :]), str(value.dtype), load_layer, stored)
     return found
 
 
-def _stack(path: str) -> tuple[str | None, str]:
-    top, _, rest = path.partition("/")
-    group, _, inner = rest.partition("/")
-    return (group, inner) if top == "decoder" and group in ("layers", "dense_layers") else (None, path)
+def _unstacked(path: str, value: Any) -> list[tuple[str, int | None]]:
+    """The paths (`decoder/layers_0/...`) and indices of the layers of a stacked parameter; of others, the path."""
+    match = _STACK.fullmatch(path)
+    if match is None:
+        return [(path, None)]
+    return [(f"decoder/{match[1]}_{i}/{match[2]}", i) for i in range(value.shape[0])]
 
 
-def _stored(value: Any) -> str:
-    return value.qtype.name if isinstance(value, QArray) else str(value.dtype)
+def _load_layer(directory: Path, part: str, index: int | None) -> Any:
+    value = _load(directory, part)
+    return value if index is None else value[index]
 
 
 # Stacked layers are loaded one after the other, from one array.
 @functools.lru_cache(maxsize=1)
 def _load(directory: Path, part: str) -> Any:
     return load(directory, subtree=part).state
-
-
-def _one(whole: Any, i: int) -> Any:
-    return whole()[i]
 
 
 def _checkpoints(path: Path) -> Path | None:
@@ -165,24 +161,20 @@ def _read_run(path: Path) -> PretrainedModel:
 
 def _masked(place: Path, leaves: dict[str, Leaf]) -> dict[str, Leaf]:
     """Weights times the sparsity masks of training."""
-    masks = load(place, subtree="masks").state
-    by_path: dict[str, Any] = {}
-    for path, mask in flatten_paths(masks).items():
-        group, inner = _stack(path)
-        if group is None:
-            by_path[path] = mask
-        else:
-            by_path |= {f"decoder/{group}_{i}/{inner}": mask[i] for i in range(mask.shape[0])}
+    masks = {
+        name: mask if i is None else mask[i]
+        for path, mask in flatten_paths(load(place, subtree="masks").state).items()
+        for name, i in _unstacked(path, mask)
+    }
 
     def load_masked(leaf: Leaf, mask: Any) -> Any:
         value: Any = leaf.load()
         return np.asarray(value) * np.asarray(mask, value.dtype)
 
-    return {
-        path: Leaf(leaf.shape, leaf.dtype, functools.partial(load_masked, leaf, by_path[path]), leaf.stored)
-        if path in by_path
-        else leaf
+    return leaves | {
+        path: dataclasses.replace(leaf, load=functools.partial(load_masked, leaf, masks[path]))
         for path, leaf in leaves.items()
+        if path in masks
     }
 
 

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo._names import unknown_name
 from octavo.models import ModelConfig
-from octavo.numerics import BlockFormat, formats, get_format, nearest_names
+from octavo.numerics import BlockFormat, formats, get_format
 from octavo.rules import QuantizationRule, as_rules, recipe, recipes
 
 TRAINED = "trained"
@@ -22,14 +23,14 @@ _SPEC = re.compile(r"(?P<format>\w+)(:g(?P<group>\d+))?(:(?P<calibration>[\w.,-]
 
 
 def weight_rules(
-    text: str, config: ModelConfig, *, head: str = "", trained: Sequence[QuantizationRule] = ()
+    text: str, config: ModelConfig | None = None, *, head: str = "", trained: Sequence[QuantizationRule] = ()
 ) -> tuple[QuantizationRule, ...]:
     """Rules for the matmuls of a model.
 
     Args:
       text: A number format for weights: `int8`, `int4:g64` in groups of 64, `int4:g32:mse` with another calibration; or
         `recipe:NAME`, activations included; or a .json or .yml file of rules; or `trained`.
-      config: The model.
+      config: The decoder, whose router stays in float if it has experts.
       head: The format of the embedding table and the logits: by default int8 where weights have fewer bits, else that
         of the weights; `float` keeps them.
       trained: The rules that the model was trained with.
@@ -56,12 +57,10 @@ def weight_rules(
         if text in recipes(aliases=True):
             return recipe(text)
         known = (*_ALIASES, *formats(), TRAINED)
-        raise ValueError(f"{text!r} is not a number format: {nearest_names(text, known)}; or a file of rules")
+        raise ValueError(f"{text!r} is not a number format: {unknown_name(text, known)}; or a file of rules")
     body = _rule(name, match["group"], match["calibration"])
-    rules = [] if head == "float" else [_head(name, head, config)]
-    if head == "float":
-        rules.append(QuantizationRule(module_path=_HEAD, skip=True))
-    if config.num_experts > 1:
+    rules = [QuantizationRule(module_path=_HEAD, skip=True) if head == "float" else _head(name, head)]
+    if config is not None and config.num_experts > 1:
         rules.append(QuantizationRule(module_path=_ROUTER, skip=True))
     return (*rules, body)
 
@@ -79,13 +78,11 @@ def _rule(name: str, group: str | None, calibration: str | None, **fields: Any) 
     return QuantizationRule(weight_qtype=name, tile_size=tile, scope="weights", **fields)
 
 
-def _head(name: str, head: str, config: ModelConfig) -> QuantizationRule:
+def _head(name: str, head: str) -> QuantizationRule:
     if not head:
         head = "int8" if get_format(name).bits < 8 else name
     match = _SPEC.fullmatch(head)
     found = _ALIASES.get(match["format"], match["format"]) if match else head
     if match is None or found not in formats():
-        raise ValueError(
-            f"{head!r} is not a number format for the head: {nearest_names(head, (*_ALIASES, *formats()))}"
-        )
+        raise ValueError(f"{head!r} is not a number format for the head: {unknown_name(head, (*_ALIASES, *formats()))}")
     return _rule(found, match["group"], match["calibration"], module_path=_HEAD)

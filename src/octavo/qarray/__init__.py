@@ -2,9 +2,8 @@
 
 from octavo.qarray.api import dequantize, fake_quant, from_numpy, inside, quantize, shardings, stack, to_numpy
 from octavo.qarray.arithmetic import ARITHMETICS, Arithmetic
-from octavo.qarray.qarray import QArray, is_qarray
+from octavo.qarray.qarray import QArray, Tiles, is_qarray
 from octavo.qarray.quantizer import Quantizer
-from octavo.qarray.tiles import Tiles
 
 __all__ = [
     "ARITHMETICS",

@@ -18,9 +18,8 @@ from octavo.calibration import Bounds, CalibrationLike
 from octavo.numerics import FormatLike
 from octavo.qarray.arithmetic import ARITHMETICS
 from octavo.qarray.indexing import unpad
-from octavo.qarray.qarray import QArray
+from octavo.qarray.qarray import QArray, Tiles
 from octavo.qarray.quantizer import Quantizer
-from octavo.qarray.tiles import Tiles
 
 
 def quantize(

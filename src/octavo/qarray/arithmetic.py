@@ -5,34 +5,32 @@ costs a tenth more error; their arithmetic is here so that results can be compar
 """
 
 import abc
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from octavo._typing import Array, Float, Shaped
+from octavo._typing import Array, Shaped
 from octavo.calibration import Bounds
 from octavo.numerics import E8M0, BlockFormat, Format, IntFormat, power_of_two_scale, round_scale, round_unit
+
+# The smallest normal scale: backends flush float32's subnormal numbers to zero.
+_TINY = float(jnp.finfo(np.float32).tiny)
+_SMALLEST = {np.dtype(np.float16): float(jnp.finfo(np.float16).smallest_subnormal)}
 
 
 class Arithmetic(abc.ABC):
     """The arithmetic of a quantizer: scales from bounds, and codes from values."""
 
-    def compute_dtype(self, dtype: np.dtype) -> np.dtype:
-        """The dtype in which bounds are measured and values divided."""
-        return dtype
-
-    def format(self, fmt: Format) -> Format:
-        """The format as this arithmetic uses it."""
-        return fmt
-
-    def scale_dtype(self, fmt: Format, dtype: np.dtype) -> np.dtype:
-        """The dtype in which a scale is stored by default."""
-        return dtype
+    wide: ClassVar[bool] = False
+    """Whether it computes in float32 whatever the dtype of the values, and chooses the dtype of scales."""
+    narrow: ClassVar[bool] = False
+    """Whether signed integers are in a symmetric range."""
 
     @abc.abstractmethod
     def scale(
-        self, bounds: Bounds, fmt: Format, *, dtype: np.dtype, scale_dtype: np.dtype, stochastic: bool
+        self, bounds: Bounds, fmt: Format, *, scale_dtype: np.dtype, stochastic: bool
     ) -> tuple[Array, Array | None, Array | None]:
         """The scale, the zero point and the outer scale, in the computing dtype."""
 
@@ -55,16 +53,9 @@ class Float32(Arithmetic):
     broadcast, but not otherwise. Written out, results are bit-equal under jit, eager and vmap, per tensor and channel.
     """
 
-    def compute_dtype(self, dtype: np.dtype) -> np.dtype:
-        return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    wide = True
 
-    def scale_dtype(self, fmt: Format, dtype: np.dtype) -> np.dtype:
-        if isinstance(fmt, BlockFormat):
-            return jnp.dtype(fmt.scale_dtype)
-        # Scales of small tensors underflow in float16: 1e-3 / 127.5 is already subnormal.
-        return np.dtype(np.float32) if dtype == np.float16 else dtype
-
-    def scale(self, bounds, fmt, *, dtype, scale_dtype, stochastic):
+    def scale(self, bounds, fmt, *, scale_dtype, stochastic):
         if "min" in bounds:
             assert isinstance(fmt, IntFormat)
             return (*_asymmetric(bounds["min"], bounds["max"], fmt, scale_dtype, slack=int(stochastic)), None)
@@ -77,17 +68,17 @@ class Float32(Arithmetic):
             scale = power_of_two_scale(absmax.astype(jnp.float32), fmt, floor=floor).astype(absmax.dtype)
         else:
             if isinstance(fmt, BlockFormat) and fmt.outer:
-                largest = jnp.max(jnp.where(jnp.isfinite(absmax), absmax, 0), keepdims=True)
-                outer = jnp.maximum(largest * (1 / (bound * fmt.largest_scale)), _smallest_scale(np.dtype(np.float32)))
-                outer = _guard(outer, largest, nonzero=1.0)
+                largest = jnp.max(jnp.where(jnp.isfinite(absmax), absmax, 0), keepdims=True, initial=0)
+                outer = jnp.maximum(largest * (1 / (bound * fmt.largest_scale)), _TINY)
+                outer = jnp.where(largest == 0, 1.0, outer)
                 absmax = absmax * (1 / outer)
             scale = absmax * (1 / bound)
             if outer is None:
-                scale = jax.lax.max(scale, jnp.asarray(_smallest_scale(scale_dtype), scale.dtype))
+                scale = jax.lax.max(scale, jnp.asarray(_SMALLEST.get(scale_dtype, _TINY), scale.dtype))
             if scale.dtype != scale_dtype:
                 up = stochastic or (isinstance(fmt, BlockFormat) and fmt.scale_rounding == "up")
                 scale = round_scale(scale.astype(jnp.float32), scale_dtype, up=up).astype(absmax.dtype)
-        return _guard(scale, absmax, nonzero=1.0 if fmt.has_zero else 0.0), None, outer
+        return jax.lax.select(absmax == 0, jax.lax.full_like(scale, float(fmt.has_zero)), scale), None, outer
 
     def encode(self, x, fmt, scale, zero_point, noise):
         # A scale is zero only for a format that has no zero, or for a block scale that underflowed.
@@ -104,7 +95,7 @@ class Float32(Arithmetic):
 class QwixArithmetic(Arithmetic):
     """Qwix 0.1.8's, bit for bit, including its zero guard and its lack of an outer scale."""
 
-    def scale(self, bounds, fmt, *, dtype, scale_dtype, stochastic):
+    def scale(self, bounds, fmt, *, scale_dtype, stochastic):
         def guarded(scale: Array) -> Array:
             return jnp.where(scale < jnp.sqrt(jnp.finfo(scale.dtype).tiny), jnp.ones_like(scale), scale)
 
@@ -131,10 +122,9 @@ class QwixArithmetic(Arithmetic):
 class AqtArithmetic(Arithmetic):
     """AQT 0.9's, bit for bit: multiplication by the reciprocal, and integers in a symmetric range."""
 
-    def format(self, fmt: Format) -> Format:
-        return fmt.replace(narrow=True) if isinstance(fmt, IntFormat) and fmt.has_zero and fmt.signed else fmt
+    narrow = True
 
-    def scale(self, bounds, fmt, *, dtype, scale_dtype, stochastic):
+    def scale(self, bounds, fmt, *, scale_dtype, stochastic):
         absmax = bounds["absmax"]
         absmax = jnp.where(absmax == 0, jnp.ones_like(absmax), absmax)
         return absmax / fmt.bound, None, None
@@ -154,15 +144,6 @@ def _divide(x: Array, divisor: Array) -> Array:
     return (x * part) * (1 / (divisor * part))
 
 
-def _smallest_scale(dtype: np.dtype) -> float:
-    """The smallest normal scale: backends flush float32's subnormal numbers to zero."""
-    return float(jnp.finfo(np.float16).smallest_subnormal if dtype == np.float16 else jnp.finfo(np.float32).tiny)
-
-
-def _guard(scale: Float[Array, "*s"], absmax: Float[Array, "*s"], *, nonzero: float) -> Float[Array, "*s"]:
-    return jax.lax.select(absmax == 0, jax.lax.full_like(scale, nonzero), scale)
-
-
 def _asymmetric(low: Array, high: Array, fmt: IntFormat, scale_dtype: np.dtype, *, slack: int) -> tuple[Array, Array]:
     """Scale and zero point that spread [low, high] over all codes; with `slack`, over all but one.
 
@@ -171,7 +152,7 @@ def _asymmetric(low: Array, high: Array, fmt: IntFormat, scale_dtype: np.dtype, 
     steps = fmt.qmax - fmt.qmin - slack
     # Halved, because the difference of two float32 numbers may overflow.
     scale = (high * 0.5 - low * 0.5) * (2 / steps)
-    scale = jax.lax.max(scale, jnp.asarray(_smallest_scale(scale_dtype), scale.dtype))
+    scale = jax.lax.max(scale, jnp.asarray(_SMALLEST.get(scale_dtype, _TINY), scale.dtype))
     if scale.dtype != scale_dtype:
         scale = round_scale(scale.astype(jnp.float32), scale_dtype, up=bool(slack)).astype(low.dtype)
     scale = jnp.where(high == low, 1, scale)

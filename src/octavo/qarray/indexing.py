@@ -93,8 +93,8 @@ def _reshape_tiles(old: tuple[int, ...], part: tuple[int, ...], new: tuple[int, 
             step = size if rest % size == 0 else rest if size % rest == 0 else 0
             if not step or (varies and constant_seen):
                 raise ValueError(
-                    f"a scale of shape {part} over values of shape {old} has no place in shape {new}: its tiles would "
-                    "be torn; dequantize first, or quantize after the reshape"
+                    f"a scale of shape {part} over values of shape {old} does not fit shape {new}, which would split "
+                    "its tiles; dequantize first, or quantize after the reshape"
                 )
             if varies:
                 varying *= step

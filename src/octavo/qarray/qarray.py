@@ -1,4 +1,4 @@
-"""QArray: codes, scale, zero point and format as one pytree that behaves like an array."""
+"""QArray: codes, scale, zero point and format as one pytree that behaves like an array; Tiles, which share a scale."""
 
 import math
 from collections.abc import Sequence
@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo import _sharding
-from octavo._typing import DTypeLike
+from octavo._typing import Array, Bool, DTypeLike, Shaped
 from octavo.numerics import Format, FormatLike, get_format, pack_bits, unpack_bits
 from octavo.qarray import display, indexing
-from octavo.qarray.tiles import Tiles
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -101,6 +100,8 @@ class QArray:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the dequantized array."""
+        if not self.padding and self.packed is None:
+            return tuple(self.qvalue.shape)
         shape = list(self._stored_shape)
         for axis, count in self.padding:
             shape[axis] -= count
@@ -206,6 +207,62 @@ class QArray:
 
     def _repr_html_(self) -> str:
         return display.html(self)
+
+
+class Tiles:
+    """A shape whose axes are divided into `counts[i]` tiles of `sizes[i]` values; the last tile may be padded.
+
+    In the *split* form of an array every axis with several tiles of several values becomes two, count and size; values
+    that share a scale are those along `axes`.
+    """
+
+    def __init__(self, shape: tuple[int, ...], sizes: tuple[int, ...], counts: tuple[int, ...]):
+        self.shape, self.sizes, self.counts = shape, sizes, counts
+        # The shape with the last tiles filled up, and the number of axes of the split form for each axis.
+        self.padded = tuple(count * size for count, size in zip(counts, sizes, strict=True))
+        self._widths = tuple(1 + (count > 1 and size > 1) for count, size in zip(counts, sizes, strict=True))
+        ends = [sum(self._widths[: axis + 1]) - 1 for axis in range(len(shape))]
+        self.axes = tuple(end for end, count, size in zip(ends, counts, sizes, strict=True) if size > 1 or count == 1)
+        """The axes of the split form along which values share a scale."""
+        self.padding = tuple(
+            (axis - len(shape), filled - dim)
+            for axis, (filled, dim) in enumerate(zip(self.padded, shape, strict=True))
+            if filled != dim
+        )
+        """(axis counted from the end, values added) for every padded axis."""
+
+    def split(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """An array of this shape, padded with zeros, in split form; axes of size one stay so."""
+        if self.padding:
+            added = {axis % x.ndim: count for axis, count in self.padding}
+            x = jnp.pad(x, [(0, added.get(a, 0) if n == self.shape[a] else 0) for a, n in enumerate(x.shape)])
+        return x if sum(self._widths) == x.ndim else _sharding.split(x, self._splits(x.shape))
+
+    def split_scale(self, scale: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """An array with one value per tile (or one for all, along an axis), made to broadcast with the split form."""
+        if scale.ndim != len(self.shape) or any(s not in (1, c) for s, c in zip(scale.shape, self.counts, strict=True)):
+            raise ValueError(f"shape {scale.shape} does not fit the tiles {self.counts} of an array {self.shape}")
+        return _sharding.split(scale, [(dim, 1)[:n] for dim, n in zip(scale.shape, self._widths, strict=True)])
+
+    def merge(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """The inverse of `split` and `split_scale`, the padding kept."""
+        return x if sum(self._widths) == len(self.shape) else _sharding.merge(x, self._widths)
+
+    def mask(self) -> Bool[Array, "..."]:
+        """False where the split form is padding."""
+        mask = jnp.ones((1,) * len(self.shape), bool)
+        for axis, _ in self.padding:
+            shape = [self.padded[axis] if a == axis % len(self.shape) else 1 for a in range(len(self.shape))]
+            mask = jnp.logical_and(mask, (jnp.arange(self.padded[axis]) < self.shape[axis]).reshape(shape))
+        return mask.reshape([n for part in self._splits(mask.shape) for n in part])
+
+    def _splits(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """How each axis of an array of this shape, or with some axes of size one, is split."""
+        axes = zip(shape, self.counts, self.sizes, self._widths, strict=True)
+        return [
+            (dim,) if width == 1 else (count, size) if dim == count * size else (dim, 1)
+            for dim, count, size, width in axes
+        ]
 
 
 def is_qarray(x: Any) -> bool:

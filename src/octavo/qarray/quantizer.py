@@ -11,11 +11,11 @@ import numpy as np
 from octavo import _sharding
 from octavo._config import Config
 from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray
-from octavo.calibration import Bounds, Calibration, CalibrationLike, get_calibration
-from octavo.numerics import BlockFormat, Format, FormatLike, Rounding, get_format, get_rounding
-from octavo.qarray.arithmetic import ARITHMETICS, Arithmetic
-from octavo.qarray.qarray import QArray
-from octavo.qarray.tiles import Tiles, check_tile_size
+from octavo.calibration import AbsMax, Bounds, Calibration, CalibrationLike, get_calibration
+from octavo.numerics import BlockFormat, Format, FormatLike, IntFormat, Rounding, get_format, get_rounding
+from octavo.qarray.arithmetic import ARITHMETICS
+from octavo.qarray.platform import on_cpu
+from octavo.qarray.qarray import QArray, Tiles
 
 _SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e8m0fnu")
 
@@ -48,6 +48,8 @@ class Quantizer(Config):
     rounding: Rounding = "nearest"  # pyrefly: ignore
     scale_dtype: str | None = None
     arithmetic: str = "float32"
+    format: Format = dataclasses.field(init=False, repr=False, compare=False)
+    """The format as the arithmetic uses it."""
 
     def __init__(
         self,
@@ -96,6 +98,8 @@ class Quantizer(Config):
                     f"{fmt.name} has tiles of {fmt.tile} values; {wrong[0]}. "
                     "Leave the size to the format, or choose a format without tiles of its own"
                 )
+        narrow = ARITHMETICS[self.arithmetic].narrow and isinstance(fmt, IntFormat) and fmt.has_zero and fmt.signed
+        object.__setattr__(self, "format", fmt.replace(narrow=True) if narrow else fmt)
 
     def __repr__(self) -> str:
         shown: dict[str, Any] = {
@@ -111,19 +115,33 @@ class Quantizer(Config):
         parts = [known, *(f"{k}={v!r}" for k, v in shown.items() if v and v != plain.get(k))]
         return f"Quantizer({', '.join(parts)})"
 
-    @property
-    def _arithmetic(self) -> Arithmetic:
-        return ARITHMETICS[self.arithmetic]
+    def with_axes(self, channelwise: tuple[int, ...], tiled: tuple[tuple[int, int | float], ...]) -> "Quantizer":
+        """The same quantizer with other axes, which are not validated."""
+        new = object.__new__(Quantizer)
+        new.__dict__.update(self.__dict__, channelwise_axes=channelwise, tiled_axes=tiled)
+        return new
 
     def tiles(self, shape: tuple[int, ...]) -> Tiles:
-        """The tiles of an array of this shape: which values share a scale."""
-        tiled = dict(self.tiled_axes)
-        channelwise = self.channelwise_axes
+        """The tiles of an array of this shape: one value each on channelwise axes, one tile on axes without tiles."""
+        rank = len(shape)
+        for axis in (*self.channelwise_axes, *(axis for axis, _ in self.tiled_axes)):
+            if not -rank <= axis < rank:
+                raise ValueError(f"axis {axis} is out of range for an array of shape {shape}")
+        tiled = {axis % rank: size for axis, size in self.tiled_axes}
+        channels = {axis % rank for axis in self.channelwise_axes}
+        if both := channels & tiled.keys():
+            raise ValueError(f"axes {sorted(both)} are both channelwise and tiled; a channelwise axis has tiles of 1")
         if self.qtype.tile is not None:
             # Only values of a tile share the scale of a block, never other rows.
-            along = {axis % len(shape) for axis in tiled if -len(shape) <= axis < len(shape)}
-            channelwise = (*channelwise, *(axis for axis in range(len(shape)) if axis not in along))
-        return Tiles.of(shape, channelwise, tiled)
+            channels = {axis for axis in range(rank) if axis not in tiled}
+        sizes = []
+        for axis, dim in enumerate(shape):
+            size = 1 if axis in channels else tiled.get(axis, dim)
+            # A float 1/n is a count of n tiles.
+            size = -(-dim // round(1 / size)) if isinstance(size, float) else size
+            sizes.append(max(1, min(size, dim)))
+        counts = tuple(-(-dim // size) for dim, size in zip(shape, sizes, strict=True))
+        return Tiles(tuple(shape), tuple(sizes), counts)
 
     def measure(self, x: Float[Array, "..."], *, witness: Float[Array, "..."] | None = None) -> Bounds:
         """Measure the range of each group of values.
@@ -136,31 +154,57 @@ class Quantizer(Config):
           The bounds, in the shape of the scale; NaN for groups that hold a NaN.
         """
         tiles, x = self.tiles(x.shape), _sharding.without_reduced(x)
-        split = tiles.split(x).astype(self._arithmetic.compute_dtype(_float_dtype(x)))
+        split = tiles.split(self._widen(x))
         seen = split if witness is None else tiles.split(_sharding.without_reduced(witness)).astype(split.dtype)
         return {k: tiles.merge(v) for k, v in self._measure(split, tiles, x.dtype, seen).items()}
 
+    def _widen(self, x: Array) -> Array:
+        """Cast the values to the dtype in which bounds are measured and values divided."""
+        if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
+            raise TypeError(
+                f"only bfloat16, float16, float32 and float64 arrays are quantized, got {x.dtype}; cast it first"
+            )
+        return x.astype(jnp.float32) if ARITHMETICS[self.arithmetic].wide and x.dtype != jnp.float64 else x
+
     def _measure(self, split: Array, tiles: Tiles, dtype: np.dtype, witness: Array) -> Bounds:
         if not split.size:
-            return {k: jnp.zeros([1 if a in tiles.axes else d for a, d in enumerate(split.shape)], split.dtype)
-                    for k in (("min", "max") if self.calibration.asymmetric else ("absmax",))}  # fmt: skip
+            shape = [1 if a in tiles.axes else d for a, d in enumerate(split.shape)]
+            names = ("min", "max") if self.calibration.asymmetric else ("absmax",)
+            return {name: jnp.zeros(shape, split.dtype) for name in names}
 
         def round_trip(bounds: Bounds) -> Array:
             scale, zero_point, outer, _ = self._scale(bounds, dtype)
             scale = scale if outer is None else scale * outer
-            fmt = self._arithmetic.format(self.qtype)
-            codes = self._arithmetic.encode(split, fmt, scale, zero_point, None)
-            return self._arithmetic.decode(codes, fmt, scale, zero_point, split.dtype)
+            arithmetic = ARITHMETICS[self.arithmetic]
+            codes = arithmetic.encode(split, self.format, scale, zero_point, None)
+            return arithmetic.decode(codes, self.format, scale, zero_point, split.dtype)
 
-        bounds = self.calibration.measure(split, axes=tiles.axes, mask=tiles.mask(), round_trip=round_trip)
-        return bounds if self.calibration.finite else _with_nan(bounds, witness, tiles.axes)
+        mask = tiles.mask() if tiles.padding else None
+        bounds = self.calibration.measure(split, axes=tiles.axes, mask=mask, round_trip=round_trip)
+        if self.calibration.finite:
+            return bounds
+        # XLA's CPU backend loses NaN in the maximum of an array that is not small (jaxlib 0.12.0, YNNPACK's
+        # reduction), but not in a sum, which costs next to nothing there. A sum of huge values may be NaN although none
+        # is. On TPUs and GPUs the maximum of NaN is NaN, and the sum would be a second reduction in each epilogue.
+        has_nan = jnp.isnan(jnp.sum(witness, axis=tiles.axes, keepdims=True)) & on_cpu()
+        for name, bound in bounds.items():
+            invalid = has_nan & ((bound if name == "absmax" else jnp.abs(bound)) < 1e30)
+            bound = jnp.broadcast_to(bound, invalid.shape)
+            bounds[name] = jax.lax.select(invalid, jax.lax.full_like(bound, jnp.nan), bound)
+        return bounds
 
     def _scale(self, bounds: Bounds, dtype: np.dtype) -> tuple[Array, Array | None, Array | None, np.dtype]:
-        arithmetic = self._arithmetic
-        fmt = arithmetic.format(self.qtype)
-        stored = jnp.dtype(self.scale_dtype) if self.scale_dtype else arithmetic.scale_dtype(fmt, dtype)
-        stochastic = self.rounding.stochastic
-        return *arithmetic.scale(bounds, fmt, dtype=dtype, scale_dtype=stored, stochastic=stochastic), stored
+        """The scale, the zero point and the outer scale, and the dtype in which the scale is stored."""
+        arithmetic, fmt = ARITHMETICS[self.arithmetic], self.format
+        stored = np.dtype(dtype)
+        if self.scale_dtype:
+            stored = jnp.dtype(self.scale_dtype)
+        elif arithmetic.wide and isinstance(fmt, BlockFormat):
+            stored = jnp.dtype(fmt.scale_dtype)
+        elif arithmetic.wide and dtype == np.float16:
+            # Scales of small tensors underflow in float16: 1e-3 / 127.5 is already subnormal.
+            stored = np.dtype(np.float32)
+        return *arithmetic.scale(bounds, fmt, scale_dtype=stored, stochastic=self.rounding.stochastic), stored
 
     def quantize(
         self,
@@ -168,7 +212,8 @@ class Quantizer(Config):
         *,
         key: PRNGKeyArray | None = None,
         bounds: Bounds | None = None,
-        own: bool = False,
+        measured: Bounds | None = None,
+        check_finite: bool = True,
     ) -> QArray:
         """Quantize an array.
 
@@ -177,39 +222,51 @@ class Quantizer(Config):
           key: A PRNG key, for stochastic rounding.
           bounds: The range of each group, as `measure` returns it; by default it is measured on `x`. Along an axis
             there may be one bound for all tiles.
-          own: Whether `bounds` were measured on `x` itself, so that they already show its non-finite values.
+          measured: What `measure` returned for `x`, if it was called; it shows whether all values are finite.
+          check_finite: Whether the scale of a group with non-finite values is NaN although its bounds, which were not
+            measured on `x`, are finite. If not, such values have arbitrary codes in formats without NaN.
 
         Returns:
           A `QArray` of the same shape.
         """
-        dtype, where, x = _float_dtype(x), _sharding.explicit(x), _sharding.without_reduced(x)
-        arithmetic, tiles = self._arithmetic, self.tiles(x.shape)
-        fmt = arithmetic.format(self.qtype)
-        split = tiles.split(x).astype(arithmetic.compute_dtype(dtype))
-        given = bounds is not None and not own
+        where, x, fmt, tiles = _sharding.explicit(x), _sharding.without_reduced(x), self.format, self.tiles(x.shape)
+        split = tiles.split(self._widen(x))
+        external = bounds is not None and bounds is not measured
         if bounds is None:
-            bounds = self._measure(split, tiles, dtype, split)
+            bounds = self._measure(split, tiles, x.dtype, split)
         else:
             bounds = {k: tiles.split_scale(v).astype(split.dtype) for k, v in bounds.items()}
-            if ("min" in bounds) and not fmt.asymmetric:
+            if "min" in bounds and not fmt.asymmetric:
                 raise ValueError(
                     f"bounds have a minimum and a maximum, but {fmt.name} has no zero point: give an absmax"
                 )
-        if (given or self.calibration.finite) and self.arithmetic == "float32":
-            split, bounds = _poison(split, bounds, fmt, tiles)
-        scale, zero_point, outer, stored = self._scale(bounds, dtype)
-        noise = self.rounding.noise(key, tiles.padded)
+        finite = None
+        if (external or self.calibration.finite) and self.arithmetic == "float32":
+            if fmt.has_nan:
+                split = jnp.where(jnp.isfinite(split), split, jnp.nan)
+            elif measured is not None and self.calibration == AbsMax():
+                finite = jnp.isfinite(tiles.split_scale(measured["absmax"]))
+            elif check_finite:
+                shared = tuple(axis for axis, size in enumerate(next(iter(bounds.values())).shape) if size == 1)
+                finite = jnp.all(jnp.isfinite(split), axis=shared, keepdims=True)
+        scale, zero_point, outer, stored = self._scale(bounds, x.dtype)
+        noise = self.rounding.noise(key, tiles.padded) if self.rounding.stochastic else None
         noise = None if noise is None else tiles.split(noise)
-        codes = arithmetic.encode(split, fmt, scale if outer is None else scale * outer, zero_point, noise)
-        return QArray(
-            _sharding.restore_reduced(tiles.merge(codes), where),
+        divisor = scale if outer is None else scale * outer
+        codes = ARITHMETICS[self.arithmetic].encode(split, fmt, divisor, zero_point, noise)
+        if finite is not None:
+            # The scale of a group with non-finite values is NaN. Its codes do not depend on that, so that both are
+            # computed in one pass over the values.
+            scale = jnp.where(finite, scale, jnp.nan)
+        arrays = (
+            _sharding.restore_reduced(tiles.merge(codes), where) if where is not None else tiles.merge(codes),
             tiles.merge(scale.astype(stored)),
             None if zero_point is None else tiles.merge(zero_point),
-            fmt,
-            outer_scale=None if outer is None else tiles.merge(outer),
-            dtype=_value_dtype(stored, self.scale_dtype, dtype),
-            padding=tiles.padding,
+            None if outer is None else tiles.merge(outer),
         )
+        # As in Qwix, values have the dtype of an explicit scale dtype, if it is wide enough; else the input's.
+        dtype = stored if self.scale_dtype and stored.itemsize >= 2 else np.dtype(x.dtype)
+        return QArray.tree_unflatten((fmt, dtype, tiles.padding, None), arrays)
 
     def bits_per_value(self, shape: tuple[int, ...]) -> float:
         """Bits per value of a packed array of this shape, scales and padding included."""
@@ -217,38 +274,14 @@ class Quantizer(Config):
         return 8 * q.nbytes / max(1, q.size)
 
 
-def _with_nan(bounds: Bounds, x: Array, axes: tuple[int, ...]) -> Bounds:
-    """Bounds that are NaN where a value is.
-
-    XLA's CPU backend loses NaN in the maximum of an array that is not small (jaxlib 0.12.0, YNNPACK's reduction), but
-    not in a sum, which costs next to nothing. A sum of huge values may be NaN although none of them is.
-    """
-    lost = jnp.isnan(jnp.sum(x, axis=axes, keepdims=True))
-    return {k: jnp.where(lost & (jnp.abs(v) < 1e30), jnp.asarray(jnp.nan, v.dtype), v) for k, v in bounds.items()}
-
-
-def _poison(split: Array, bounds: Bounds, fmt: Format, tiles: Tiles) -> tuple[Array, Bounds]:
-    """Propagate non-finite values although the bounds are finite: as NaN, or in the scale of their group."""
-    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
-    if element.has_nan:
-        return jnp.where(jnp.isfinite(split), split, jnp.nan), bounds
-    any_shape = next(iter(bounds.values())).shape
-    shared = tuple(axis for axis, size in enumerate(any_shape) if size == 1)
-    fine = jnp.all(jnp.isfinite(split), axis=shared, keepdims=True)
-    return split, {k: jnp.where(fine, v, jnp.nan) for k, v in bounds.items()}
-
-
-def _float_dtype(x: Array) -> np.dtype:
-    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
-        raise TypeError(
-            f"only bfloat16, float16, float32 and float64 arrays are quantized, got {x.dtype}; cast it first"
-        )
-    return np.dtype(x.dtype)
-
-
-def _value_dtype(stored: np.dtype, asked: str | None, dtype: np.dtype) -> np.dtype:
-    """Dequantized values have the input's dtype; as in Qwix, that of an explicit scale dtype, if it is wide enough."""
-    return stored if asked and stored.itemsize >= 2 else dtype
+def check_tile_size(axis: int, size: int | float) -> int | float:
+    """A tile size as the user gave it, if it is a valid one."""
+    if isinstance(size, bool) or not isinstance(size, int | float):
+        raise TypeError(f"the tile size of axis {axis} is a count of values or a fraction 1/n, got {size!r}")
+    whole = isinstance(size, float) and 0 < size <= 1 and abs(1 / size - round(1 / size)) < 1e-6
+    if size <= 0 or (isinstance(size, float) and not whole):
+        raise ValueError(f"the tile size of axis {axis} is a positive integer, or 1/n as a float; got {size!r}")
+    return size
 
 
 def _is_registered(fmt: Format) -> bool:

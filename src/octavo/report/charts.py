@@ -92,9 +92,22 @@ class LineChart:
         return max(y for line in self.lines for _, y in line.points if y is not None)
 
     def svg(self) -> Markup:
-        text = f"At the end: {self.ends}."
-        drawn = (_line_chart(self.title, text, self.x_label, self.panels, width) for width in (WIDTH, NARROW))
-        return Markup("").join(drawn)
+        return Markup("").join(self._draw(width) for width in (WIDTH, NARROW))
+
+    def _draw(self, width: int) -> Markup:
+        wide = width == WIDTH
+        xs = [x for panel in self.panels for line in panel.lines for x, _ in (*line.points, *line.raw)]
+        low, high = min(xs, default=0.0), max(xs, default=1.0)
+        labels = [len(line.name) for panel in self.panels for line in panel.lines if line.name and wide]
+        right = 14 + min(150, 7 * max(labels)) if labels else 14
+        x = Scale(low, high if high > low else low + 1, 58 if wide else 42, width - right)
+        parts, start = [], float(_TOP)
+        for panel in self.panels:
+            parts += _panel(panel, x, panel.scale(start), named=wide)
+            start += panel.height + _GAP
+        end = start - _GAP
+        parts += _x_axis(x, end, self.x_label, 6 if wide else 4)
+        return _svg(self.title, f"At the end: {self.ends}.", width, end + _BOTTOM, parts)
 
     def numbers(self) -> list[list[Any]]:
         """The lines at evenly spaced points, the first and the last among them."""
@@ -103,21 +116,6 @@ class LineChart:
             xs = [xs[round(i * (len(xs) - 1) / (_MOST_NUMBERS - 1))] for i in range(_MOST_NUMBERS)]
         values = [dict(line.points) for line in self.lines]
         return [[f"{x:g}", *(at.get(x) for at in values)] for x in xs]
-
-
-def _line_chart(title: str, text: str, x_label: str, panels: Sequence[Panel], width: int) -> Markup:
-    wide = width == WIDTH
-    xs = [x for panel in panels for line in panel.lines for x, _ in (*line.points, *line.raw)]
-    low, high = min(xs, default=0.0), max(xs, default=1.0)
-    labels = [len(line.name) for panel in panels for line in panel.lines if line.name and wide]
-    right = 14 + min(150, 7 * max(labels)) if labels else 14
-    x = Scale(low, high if high > low else low + 1, 58 if wide else 42, width - right)
-    parts, start = [], float(_TOP)
-    for panel in panels:
-        parts += _panel(panel, x, panel.scale(start), named=wide)
-        start += panel.height + _GAP
-    end = start - _GAP
-    return _svg(title, text, width, end + _BOTTOM, [*parts, *_x_axis(x, end, x_label, 6 if wide else 4)])
 
 
 def _panel(panel: Panel, x: Scale, y: Scale, *, named: bool) -> list[Markup]:
@@ -130,12 +128,12 @@ def _panel(panel: Panel, x: Scale, y: Scale, *, named: bool) -> list[Markup]:
     parts += [_path(line.raw, x, y, f"raw c{line.color}") for line in panel.lines]
     parts += [_path(line.points, x, y, f"line c{line.color}") for line in panel.lines]
     ends = [(y(end), line) for line in panel.lines if line.name and (end := last(line.points)) is not None]
-    for at, line in _apart(ends, y.start) if named else ():
+    for at, line in _separate_labels(ends, y.start) if named else ():
         parts.append(_text(x.end + 8, at + 4, _shorten(line.name, 21), f"name c{line.color}"))
     return parts
 
 
-def _apart(labels: list[tuple[Number, Line]], bottom: Number) -> list[tuple[Number, Line]]:
+def _separate_labels(labels: list[tuple[Number, Line]], bottom: Number) -> list[tuple[Number, Line]]:
     """Labels at the ends of their lines, moved apart where they would overlap."""
     ordered = sorted(labels, key=lambda entry: entry[0])
     ys = [y for y, _ in ordered]
@@ -163,32 +161,30 @@ class DotChart:
         return any(row.low is not None for row in self.rows)
 
     def svg(self) -> Markup:
-        text = "; ".join(f"{row.name} {self.fmt.format(row.value)}" for row in self.rows)
-        drawn = (_dot_chart(self.title, text, self.x_label, self.rows, self.mark, width) for width in (WIDTH, NARROW))
-        return Markup("").join(drawn)
+        return Markup("").join(self._draw(width) for width in (WIDTH, NARROW))
 
-
-def _dot_chart(title: str, text: str, x_label: str, rows: Sequence[Dot], mark: Number | None, width: int) -> Markup:
-    wide = width == WIDTH
-    names = [_shorten(row.name, 28 if wide else 44) for row in rows]
-    left = 16 + 7.8 * max(map(len, names), default=0) if wide else 12
-    low, high = extent([*(v for row in rows for v in (row.value, row.low, row.high)), mark])
-    margin = 0.04 * (high - low)
-    x = Scale(low - margin, high + margin, left, width - 20)
-    height, top = (30, 12) if wide else (44, 8)
-    end = top + height * len(rows)
-    ticks = x.ticks(6 if wide else 4)
-    parts = [_rule(x(t), top, x(t), end, "zero" if t == mark else "grid") for t in ticks]
-    if mark is not None and mark not in ticks:
-        parts.append(_rule(x(mark), top, x(mark), end, "zero"))
-    for i, (name, row) in enumerate(zip(names, rows, strict=True)):
-        y = top + height * (i + (0.5 if wide else 0.7))
-        parts.append(_text(left - 12, y + 4, name, "name end") if wide else _text(0, y - 14, name, "name"))
-        if row.low is not None and row.high is not None:
-            parts.append(_rule(x(row.low), y, x(row.high), y, "line c1"))
-            parts += [_rule(x(v), y - 4, x(v), y + 4, "line c1") for v in (row.low, row.high)]
-        parts.append(Markup('<circle class="dot c1" cx="{:.1f}" cy="{:.1f}" r="4.5"/>').format(x(row.value), y))
-    return _svg(title, text, width, end + _BOTTOM, [*parts, *_x_axis(x, end, x_label, 6 if wide else 4)])
+    def _draw(self, width: int) -> Markup:
+        wide, rows, mark = width == WIDTH, self.rows, self.mark
+        text = "; ".join(f"{row.name} {self.fmt.format(row.value)}" for row in rows)
+        names = [_shorten(row.name, 28 if wide else 44) for row in rows]
+        left = 16 + 7.8 * max(map(len, names), default=0) if wide else 12
+        low, high = extent([*(v for row in rows for v in (row.value, row.low, row.high)), mark])
+        margin = 0.04 * (high - low)
+        x = Scale(low - margin, high + margin, left, width - 20)
+        height, top = (30, 12) if wide else (44, 8)
+        end = top + height * len(rows)
+        ticks = x.ticks(6 if wide else 4)
+        parts = [_rule(x(t), top, x(t), end, "zero" if t == mark else "grid") for t in ticks]
+        if mark is not None and mark not in ticks:
+            parts.append(_rule(x(mark), top, x(mark), end, "zero"))
+        for i, (name, row) in enumerate(zip(names, rows, strict=True)):
+            y = top + height * (i + (0.5 if wide else 0.7))
+            parts.append(_text(left - 12, y + 4, name, "name end") if wide else _text(0, y - 14, name, "name"))
+            if row.low is not None and row.high is not None:
+                parts.append(_rule(x(row.low), y, x(row.high), y, "line c1"))
+                parts += [_rule(x(v), y - 4, x(v), y + 4, "line c1") for v in (row.low, row.high)]
+            parts.append(Markup('<circle class="dot c1" cx="{:.1f}" cy="{:.1f}" r="4.5"/>').format(x(row.value), y))
+        return _svg(self.title, text, width, end + _BOTTOM, [*parts, *_x_axis(x, end, self.x_label, 6 if wide else 4)])
 
 
 def histogram_chart(histogram: Mapping[str, Any], text: str) -> Markup:
@@ -209,9 +205,9 @@ def histogram_chart(histogram: Mapping[str, Any], text: str) -> Markup:
     edges = [x(low + i * (high - low) / len(counts)) for i in range(len(counts) + 1)]
     bars = [(a, b, y(max(n / total, floor))) for a, b, n in zip(edges, edges[1:], counts, strict=False) if n]
     d = "".join(f"M{a:.1f} {bottom:.1f}L{a:.1f} {t:.1f}L{b:.1f} {t:.1f}L{b:.1f} {bottom:.1f}Z" for a, b, t in bars)
-    parts.append(_drawn("bars c1", d))
+    parts.append(_svg_path("bars c1", d))
     marks = "".join(f"M{at:.1f} {bottom + 2:.1f}L{at:.1f} {bottom + 8:.1f}" for at in grid)
-    parts.append(_drawn("marks many" if many else "marks", marks))
+    parts.append(_svg_path("marks many" if many else "marks", marks))
     ticks = x.ticks(5)
     parts += [_text(x(t), bottom + 22, n, "tick mid") for t, n in zip(ticks, tick_labels(ticks), strict=True)]
     return _SVG.format("small", 340, 150, f"{histogram['path']}, {histogram['format']}", text, Markup("").join(parts))
@@ -235,21 +231,21 @@ def _path(points: Sequence[Point], x: Scale, y: Scale, css: str) -> Markup:
             runs.append([])
         else:
             runs[-1].append(f"{x(at):.1f} {y(value):.1f}")
-    return _drawn(css, "".join(f"M{'L'.join(run)}" if len(run) > 1 else f"M{run[0]}h.1" for run in runs if run))
+    return _svg_path(css, "".join(f"M{'L'.join(run)}" if len(run) > 1 else f"M{run[0]}h.1" for run in runs if run))
 
 
 def _band(line: Line, x: Scale, y: Scale) -> Markup:
     few = line.band[:: max(1, len(line.band) // 300)]
     corners = [f"{x(at):.1f} {y(high):.1f}" for at, _, high in few]
     corners += [f"{x(at):.1f} {y(low):.1f}" for at, low, _ in reversed(few)]
-    return _drawn(f"band c{line.color}", f"M{'L'.join(corners)}Z")
+    return _svg_path(f"band c{line.color}", f"M{'L'.join(corners)}Z")
 
 
 def _rule(x1: Number, y1: Number, x2: Number, y2: Number, css: str) -> Markup:
-    return _drawn(css, f"M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}")
+    return _svg_path(css, f"M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}")
 
 
-def _drawn(css: str, path: str) -> Markup:
+def _svg_path(css: str, path: str) -> Markup:
     return Markup('<path class="{}" d="{}"/>').format(css, path) if path else Markup("")
 
 

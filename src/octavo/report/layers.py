@@ -132,7 +132,7 @@ def telemetry_charts(telemetry: Sequence[Mapping[str, Any]]) -> list[tuple[LineC
     for measure, label, factor, caption in _MEASURES:
         lines = []
         for color, kind in enumerate(_CLASSES, 1):
-            values = [(line["step"], finite(_measure(line, kind, measure))) for line in telemetry]
+            values = [(line["step"], finite(line.get(kind, {}).get(measure))) for line in telemetry]
             points = [(step, None if value is None else factor * value) for step, value in values]
             if last(points) is not None:
                 lines.append(Line(kind, points, color))
@@ -144,11 +144,5 @@ def telemetry_charts(telemetry: Sequence[Mapping[str, Any]]) -> list[tuple[LineC
 
 def worst_sites(line: Mapping[str, Any]) -> list[list[Any]]:
     """The class, the operand and the signal to noise of the operands that fit worst at a step."""
-    rows = [[kind, *(_measure(line, kind, name) for name in ("worst_site", "worst_sqnr_db"))] for kind in _CLASSES]
+    rows = [[kind, *(line.get(kind, {}).get(name) for name in ("worst_site", "worst_sqnr_db"))] for kind in _CLASSES]
     return [row for row in rows if row[1] and finite(row[2]) is not None]
-
-
-def _measure(line: Mapping[str, Any], kind: str, measure: str) -> Any:
-    """A measure of a class, whether the line is nested or has names with slashes."""
-    row = line.get(kind)
-    return row.get(measure) if isinstance(row, Mapping) else line.get(f"{kind}/{measure}")

@@ -1,12 +1,12 @@
 """JSON records of conversions, evaluations and comparisons, from which their pages can be rendered again."""
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo._io import atomic_write
+from octavo.train.metrics import null_non_finite
 
 CONVERSION = "conversion.json"
 EVALUATION = "evaluation.json"
@@ -21,7 +21,7 @@ _FIELDS = {
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record atomically; numbers that are not finite become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, json.dumps(_finite(record), allow_nan=False))
+    atomic_write(path, json.dumps(null_non_finite(record), allow_nan=False))
 
 
 def read_record(path: Path, kind: str) -> dict[str, Any]:
@@ -35,11 +35,3 @@ def read_record(path: Path, kind: str) -> dict[str, Any]:
     if lacking:
         raise ValueError(f"{path} is damaged: it has no {lacking[0]!r}; run the command that wrote it again")
     return record
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _finite(x) for name, x in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_finite(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

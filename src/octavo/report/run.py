@@ -150,18 +150,18 @@ def float_twin(run: Run) -> Run | None:
     if run.precision == FLOAT or not run.config or not run.metrics:
         return None
     folders = [p for p in run.directory.resolve().parent.iterdir() if (p / METRICS).is_file()][:_MOST_NEIGHBORS]
-    wanted, found = _compared(run.config), []
+    wanted, found = _comparable(run.config), []
     for folder in folders:
         try:
             other = read_run(folder)
         except OSError:
             continue
-        if other.precision == FLOAT and other.metrics and other.config and _compared(other.config) == wanted:
+        if other.precision == FLOAT and other.metrics and other.config and _comparable(other.config) == wanted:
             found.append(other)
     return max(found, key=lambda other: (other.directory / METRICS).stat().st_mtime) if found else None
 
 
-def _compared(config: dict[str, Any]) -> dict[str, Any]:
+def _comparable(config: dict[str, Any]) -> dict[str, Any]:
     """The keys on which the loss of a float run depends."""
     groups = {field.name: field.metadata["key"].group for field in dataclasses.fields(Config)}
     return {k: v for k, v in config.items() if k not in _FREE and groups.get(k) not in _FREE_GROUPS}

@@ -37,7 +37,7 @@ def _plan_row(row: Mapping[str, Any], total: int, is_sharded: bool) -> list[Any]
 
 def _collectives(communication: Mapping[str, Any]) -> list[list[Any]]:
     by_kind = communication["by_kind"].items()
-    rows = [[kind, dtype, sent] for kind, types in by_kind for dtype, sent in types.items() if sent]
+    rows = [[kind, dtype, size] for kind, types in by_kind for dtype, size in types.items() if size]
     return [[*row, row[2] / communication["total"]] for row in sorted(rows, key=lambda row: -row[2])]
 
 

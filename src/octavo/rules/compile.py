@@ -5,7 +5,7 @@ The functions here read a rule's fields only, so that `rule.py` may compile a ru
 
 from typing import Any
 
-from octavo.numerics import Rounding, Stochastic, get_format
+from octavo.numerics import Stochastic, get_format
 from octavo.ops import DotConfig, Matmul, Operand
 from octavo.rules.checks import contraction_or_square
 
@@ -53,19 +53,23 @@ def compile_rule(rule: Any) -> Configs:
 def _compile(rule: Any, weights: bool, left: bool) -> DotConfig | None:
     if rule.leaves_alone or (rule.scope != "all" and (rule.scope == "weights") != weights):
         return None
-    raw = dict(getattr(rule, "additional_qt_config", None) or ())
+    trains = hasattr(rule, "bwd_qtype")  # whether it is a QtRule
+    raw = dict(rule.additional_qt_config or ()) if trains else {}
     raw = swap_sides(raw) if left else raw
 
     # From here on, lhs is the activation and rhs the weight.
     replaced: tuple[Matmul | None, ...] = (None, None, None)
-    if _trains(rule) and (weights or rule.scope == "activations"):
+    if trains and (weights or rule.scope == "activations"):
         replaced = (rule.fwd, rule.dlhs, rule.drhs)
     fwd = replaced[0] or _forward(rule, weights, raw)
     if fwd.lhs is fwd.rhs is replaced[1] is replaced[2] is None:
         return None
-    tile = rule.bwd_weight_grad_tile_size if _trains(rule) and weights else None
-    dlhs = replaced[1] or _gradient(rule, "dlhs", fwd, fwd.rhs, None, raw)
-    drhs = replaced[2] or _accumulated(_gradient(rule, "drhs", fwd, fwd.lhs, tile, raw), rule, weights)
+    dlhs, drhs = replaced[1] or _FLOAT, replaced[2] or _FLOAT
+    if trains:
+        dlhs = replaced[1] or _gradient(rule, "dlhs", fwd, None, raw)
+        drhs = replaced[2] or _gradient(rule, "drhs", fwd, rule.bwd_weight_grad_tile_size if weights else None, raw)
+        if replaced[2] is None and weights and rule.bwd_weight_grad_accumulator is not None:
+            drhs = drhs.replace(accumulator=rule.bwd_weight_grad_accumulator)
     sparsity = raw.get("sparsity_rule") or rule.sparsity if weights else None
     if left:
         if sparsity is not None:
@@ -76,11 +80,6 @@ def _compile(rule: Any, weights: bool, left: bool) -> DotConfig | None:
         fwd, dlhs, drhs = fwd.replace(lhs=fwd.rhs, rhs=fwd.lhs), drhs, dlhs
     clip = not raw.get("disable_gradient_clipping", False)
     return DotConfig(fwd, dlhs, drhs, clip_gradient=clip, sparsity=sparsity, lowering=rule.lowering)
-
-
-def _trains(rule: Any) -> bool:
-    """Whether it is a QtRule."""
-    return hasattr(rule, "bwd_qtype")
 
 
 def swap_sides(settings: dict[str, Any]) -> dict[str, Any]:
@@ -101,64 +100,67 @@ def _forward(rule: Any, weights: bool, raw: dict[str, Any]) -> Matmul:
     second = rule.weight_qtype if weights else rule.kv_qtype or rule.act_qtype
     # A matmul whose weight has no type stays in float, whatever the activation's type.
     first = rule.act_qtype if not weights or second is not None else None
-    lhs_qtype, rhs_qtype = raw.get("lhs_qtype", first), raw.get("rhs_qtype", second)
-    lhs = _operand(rule, "lhs", lhs_qtype, raw, weight=False)
-    rhs = _operand(rule, "rhs", rhs_qtype, raw, weight=weights)
-    return Matmul(lhs, rhs, rotate=rule.rotate)
+    tile, square = contraction_or_square(raw.get("tile_size", rule.tile_size))
+
+    def operand(side: str, qtype: Any, weight: bool) -> Operand | None:
+        method = rule.weight_calibration_method if weight else rule.act_calibration_method or "absmax"
+        return _operand(
+            rule,
+            raw.get(f"{side}_qtype", qtype),
+            side,
+            raw,
+            tile=tile,
+            square=weight and (square or rule.square_tiles),
+            calibration=method,
+            rounding=rule.rounding,
+        )
+
+    return Matmul(operand("lhs", first, False), operand("rhs", second, weights), rotate=rule.rotate)
 
 
-def _operand(rule: Any, side: str, qtype: Any, raw: dict[str, Any], *, weight: bool) -> Operand | None:
-    """An operand of the forward matmul."""
+def _operand(rule: Any, qtype: Any, name: str, raw: dict[str, Any], **fields: Any) -> Operand | None:
+    """An operand with these fields, of which Qwix's settings for its name replace some."""
     if qtype is None:
         return None
-    tile, square = contraction_or_square("tile_size", raw.get("tile_size", rule.tile_size))
-    per_tensor = raw.get(f"{side}_disable_channelwise_axes", _per_tensor(rule))
-    method = rule.weight_calibration_method if weight else rule.act_calibration_method or "absmax"
-    _check_block(qtype, tile, per_tensor)
-    return Operand(
-        qtype,
-        tile=tile,
-        square=weight and (square or rule.square_tiles),
-        per_tensor=per_tensor,
-        calibration=raw.get(f"{side}_calibration_method", method),
-        rounding=rule.rounding,
-        arithmetic=rule.arithmetic,
-    )
+    per_tensor = rule.per_tensor or getattr(rule, "disable_channelwise_axes", False)
+    per_tensor = raw.get(f"{name}_disable_channelwise_axes", per_tensor)
+    fmt, tile = get_format(qtype), fields["tile"]
+    if fmt.tile is not None and tile not in (None, fmt.tile):
+        raise ValueError(
+            f"tiles of {tile} with {fmt.name}, which has tiles of {fmt.tile} of its own: leave the size out"
+        )
+    if fmt.tile is not None and per_tensor:
+        raise ValueError(f"one scale per tensor with {fmt.name}, which has one for each {fmt.tile} values: choose one")
+    fields["calibration"] = raw.get(f"{name}_calibration_method", fields["calibration"])
+    return Operand(qtype, per_tensor=per_tensor, arithmetic=rule.arithmetic, check_finite=rule.check_finite, **fields)
 
 
-def _gradient(rule: Any, name: str, fwd: Matmul, saved: Operand | None, tile: Any, raw: dict[str, Any]) -> Matmul:
-    """One of the two gradients; `saved` is the forward operand that is its residual."""
-    if not _trains(rule):
-        return _FLOAT
+def _gradient(rule: Any, name: str, fwd: Matmul, tile: Any, raw: dict[str, Any]) -> Matmul:
+    """One of the two gradients of a QtRule."""
+    saved = fwd.rhs if name == "dlhs" else fwd.lhs  # the forward operand that is its residual
     # Where the residual has no type, quantizing the gradient alone would add noise to a matmul that runs in float.
     qtype = raw.get(f"{name}_grad_qtype", None if saved is None else rule.bwd_qtype)
     if qtype is None:
         reuse = rule.residual == "reuse" or raw.get("use_original_residuals") is False
         return Matmul(residual="reuse" if reuse and saved is not None else "original")
+    # One random number for each value. Qwix draws one for each row (channelwise_noise_axes), which rounds a row's
+    # values up or down together; independent noise is as cheap to use and its errors cancel in the matmul.
+    noise = {None: "nearest", "uniform": Stochastic(), "low_bit_uniform": Stochastic(bits=8)}
     tile = raw.get(f"{name}_tile_size", tile)
-    per_tensor = raw.get(f"{name}_grad_disable_channelwise_axes", _per_tensor(rule))
-    _check_block(qtype, tile, per_tensor)
-    gradient = Operand(
+    gradient = _operand(
+        rule,
         qtype,
+        f"{name}_grad",
+        raw,
         tile=tile,
-        per_tensor=per_tensor,
-        calibration=raw.get(f"{name}_grad_calibration_method", rule.bwd_calibration_method),
-        rounding=_noise(rule),
-        arithmetic=rule.arithmetic,
+        calibration=rule.bwd_calibration_method,
+        rounding=noise[rule.bwd_stochastic_rounding],
     )
     residual = _residual_operand(saved, name, tile, raw)
-    residual_kind = rule.residual or _residual(rule, name, fwd, saved, raw)
     if residual is None:
         return Matmul(gradient, residual="original")
-    return Matmul(
-        gradient, None if residual_kind == "reuse" else residual, residual=residual_kind, rotate=rule.bwd_rotate
-    )
-
-
-def _accumulated(drhs: Matmul, rule: Any, weights: bool) -> Matmul:
-    """The gradient of a weight in the rule's accumulator."""
-    accumulator = rule.bwd_weight_grad_accumulator if _trains(rule) and weights else None
-    return drhs if accumulator is None else drhs.replace(accumulator=accumulator)
+    kind = rule.residual or _residual(rule, name, fwd, saved, raw)
+    return Matmul(gradient, None if kind == "reuse" else residual, residual=kind, rotate=rule.bwd_rotate)
 
 
 def _residual(rule: Any, name: str, fwd: Matmul, saved: Operand | None, raw: dict[str, Any]) -> str:
@@ -190,26 +192,5 @@ def _residual_operand(saved: Operand | None, name: str, tile: Any, raw: dict[str
         calibration=raw.get(f"{name}_residual_calibration_method", like.calibration),
         rounding=like.rounding,
         arithmetic=like.arithmetic,
+        check_finite=like.check_finite,
     )
-
-
-def _check_block(qtype: Any, tile: Any, per_tensor: bool) -> None:
-    fmt = get_format(qtype)
-    if fmt.tile is not None and tile not in (None, fmt.tile):
-        raise ValueError(
-            f"tiles of {tile} with {fmt.name}, which has tiles of {fmt.tile} of its own: leave the size out"
-        )
-    if fmt.tile is not None and per_tensor:
-        raise ValueError(f"one scale per tensor with {fmt.name}, which has one for each {fmt.tile} values: choose one")
-
-
-def _per_tensor(rule: Any) -> bool:
-    return rule.per_tensor or (_trains(rule) and rule.disable_channelwise_axes)
-
-
-def _noise(rule: Any) -> Rounding | str:
-    # One random number for each value. Qwix draws one for each row (channelwise_noise_axes), which rounds a row's
-    # values up or down together; independent noise is as cheap to use and its errors cancel in the matmul.
-    if rule.bwd_stochastic_rounding is None:
-        return "nearest"
-    return Stochastic(bits=8) if rule.bwd_stochastic_rounding == "low_bit_uniform" else Stochastic()

@@ -10,14 +10,14 @@ _READ_BY_FORWARD = (
     "tile_size", "act_static_scale", "weight_calibration_method", "act_calibration_method", "rounding", "rotate",
     "square_tiles",
 )  # fmt: skip
-_READ_BY_ALL = ("per_tensor", "disable_channelwise_axes", "arithmetic", "additional_qt_config")
+_READ_BY_ALL = ("per_tensor", "disable_channelwise_axes", "arithmetic", "check_finite", "additional_qt_config")
 _READ_BY_BACKWARD = (
     "bwd_calibration_method", "bwd_weight_grad_tile_size", "bwd_weight_grad_accumulator", "bwd_stochastic_rounding",
     "bwd_rotate", "residual",
 )  # fmt: skip
 
 
-def check_forward(rule: Any) -> None:
+def check_conflicts(rule: Any) -> None:
     """Raise for types that would have no effect or contradict each other."""
     named = [
         f for f in ("weight_qtype", "act_qtype", "kv_qtype", "bwd_qtype", "fwd", "dlhs", "drhs") if _given(rule, f)
@@ -42,11 +42,13 @@ def check_forward(rule: Any) -> None:
         )
     if rule.square_tiles and rule.tile_size is None:
         raise ValueError("square_tiles=True needs tile_size, as in tile_size=128")
-    if contraction_or_square("tile_size", rule.tile_size)[1] and rule.weight_qtype is None:
+    if contraction_or_square(rule.tile_size)[1] and rule.weight_qtype is None:
         raise ValueError(f"tile_size={dict(rule.tile_size)}: square tiles are those of a weight; set weight_qtype")
+    if hasattr(rule, "bwd_qtype"):
+        _check_backward(rule)
 
 
-def check_backward(rule: Any) -> None:
+def _check_backward(rule: Any) -> None:
     """Raise for settings of gradients that stay in float, or of a matmul that is replaced."""
     if rule.bwd_qtype is not None and rule.weight_qtype is None and rule.fwd is None and rule.scope != "activations":
         raise ValueError(

@@ -1,14 +1,13 @@
 """MaxText's "intmp": bits of weights and activations by layer, from one small table."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo._documents import read_document
 from octavo._names import did_you_mean
-from octavo.rules.checks import check_regex
-from octavo.rules.match import SENSITIVE, excluding
-from octavo.rules.rule import QtRule, QuantizationRule
+from octavo.rules.checks import check, check_regex
+from octavo.rules.rule import SENSITIVE, QtRule, QuantizationRule, excluding
 
 MIXED = "intmp"
 _DEFAULT = "__default__"
@@ -41,7 +40,10 @@ def mixed_precision(
             f"the recipe {MIXED!r} is a table of bits by layer: pass config={{'__default__': {{'w_bits': 8}}, "
             "'.*/query': {'w_bits': 4}}, or the path of a JSON file with it"
         )
-    table = dict(config) if isinstance(config, Mapping) else json.loads(Path(config).read_text())
+    table = config if isinstance(config, Mapping) else read_document(Path(config))
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{config}: a table of bits by layer is a mapping such as {{'__default__': {{'w_bits': 8}}}}")
+    table = dict(table)
     default = _checked(_DEFAULT, table.pop(_DEFAULT, {}))
     layers = [_rule(path, {**default, **_checked(path, entry)}, overrides) for path, entry in table.items()]
     # Entries of the table precede the exclusion, so that a layer named there is quantized.
@@ -60,7 +62,7 @@ def _checked(path: str, entry: Any) -> dict[str, Any]:
 
 
 def _rule(path: str, entry: dict[str, Any], overrides: dict[str, Any]) -> QuantizationRule:
-    check_regex(f"{MIXED} path", path)
+    check(f"{MIXED} path", path, check_regex)
     weight, act = entry.get("w_bits"), entry.get("a_bits")
     if weight is None:
         if act is not None:

@@ -7,10 +7,9 @@ from typing import Any
 
 from octavo._config import Config
 from octavo._names import did_you_mean, unknown_name
-from octavo.rules.checks import check_op_names, check_regex
+from octavo.rules.checks import check, check_op_names, check_regex
 from octavo.rules.intmp import MIXED, mixed_precision
-from octavo.rules.match import SENSITIVE, excluding
-from octavo.rules.rule import QuantizationRule
+from octavo.rules.rule import SENSITIVE, QuantizationRule, excluding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -24,6 +23,11 @@ class Recipe(Config):
         rules: Its rules; the first that matches an operation applies.
         exclude: A regular expression of module paths that stay in float, or None.
         alias_of: The recipe of which this is another name.
+
+    >>> from octavo.rules import QtRule
+    >>> mine = Recipe(name="mine", summary="Int8 weights.", source="-", rules=(QtRule(weight_qtype="int8"),))
+    >>> mine.replace(exclude=None).rules[0].weight_qtype
+    'int8'
     """
 
     name: str
@@ -36,7 +40,7 @@ class Recipe(Config):
     def __post_init__(self):
         object.__setattr__(self, "rules", tuple(self.rules))
         if self.exclude is not None:
-            check_regex("exclude", self.exclude)
+            check("exclude", self.exclude, check_regex)
 
 
 _recipes: dict[str, Recipe] = {}
@@ -109,10 +113,9 @@ def recipe(
         return mixed_precision(config, module_path, exclude=exclude, **overrides)
     if config is not None:
         raise ValueError(f"config= is for the recipe {MIXED!r}; {name!r} takes fields of its rules as keywords")
-    changes = {"module_path": module_path, **overrides}
-    rules = found.rules
+    changes, rules = {"module_path": module_path, **overrides}, found.rules
     if "op_names" in overrides:
-        rules = _narrowed(rules, name, check_op_names(changes.pop("op_names")))
+        rules = _narrowed(rules, name, check("op_names", changes.pop("op_names"), check_op_names))
     return (*excluding(exclude), *(_changed(rule, name, changes) for rule in rules))
 
 
@@ -134,6 +137,8 @@ def _changed(rule: QuantizationRule, name: str, changes: dict[str, Any]) -> Quan
             f"recipe({name!r}): {kind} has no field {unknown[0]!r}; {did_you_mean(unknown[0], known)}"
             f"Known: {', '.join(known)}"
         )
+    if all(getattr(rule, field) is value or getattr(rule, field) == value for field, value in changes.items()):
+        return rule
     try:
         return rule.replace(**changes)
     except ValueError as error:

@@ -1,19 +1,19 @@
-"""A frozen rule for the quantization of some modules of a model."""
+"""Rules for the quantization of some modules of a model, and which of them matches an operation."""
 
 import dataclasses
+import difflib
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from octavo._config import Config
 from octavo.calibration import CalibrationLike
 from octavo.numerics import FormatLike, Rounding
-from octavo.ops import Matmul, lowerings
-from octavo.qarray.arithmetic import ARITHMETICS
+from octavo.ops import Matmul
 from octavo.rules import checks
 from octavo.rules.compile import Configs, compile_rule
-from octavo.rules.conflicts import check_backward, check_forward
+from octavo.rules.conflicts import check_conflicts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -47,6 +47,8 @@ class QuantizationRule(Config):
         lowering: How the matmul is lowered; "auto" chooses.
         square_tiles: Tile the other axis of a weight as well, by `tile_size`.
         per_tensor: One scale per operand.
+        check_finite: Whether a non-finite value makes its group NaN where ranges are not measured. False saves a pass
+            over each operand on TPUs.
         inside_custom: Rewrite the bodies of custom_jvp and custom_vjp functions too.
         gather_axes: Mesh axes, such as ("fsdp",), along which weights are all-gathered as codes and scales. Needs
             `quantized(shardings=...)`.
@@ -77,13 +79,15 @@ class QuantizationRule(Config):
     lowering: str = "auto"
     square_tiles: bool = False
     per_tensor: bool = False
+    check_finite: bool = True
     inside_custom: bool = False
     gather_axes: Collection[str] = ()
     dispatch_qtype: FormatLike | None = None
 
     def __post_init__(self):
-        self._normalize()
-        self._check()
+        for name in (field.name for field in dataclasses.fields(self) if field.name in checks.FIELDS):
+            object.__setattr__(self, name, checks.check(name, getattr(self, name), checks.FIELDS[name]))
+        check_conflicts(self)
         _ = self._configs  # raises if the rule cannot be compiled
 
     @functools.cached_property
@@ -91,42 +95,15 @@ class QuantizationRule(Config):
         """The compiled forms of this rule; see `dot_config`."""
         return compile_rule(self)
 
-    def _put(self, check: Any, *fields: str) -> None:
-        for field in fields:
-            object.__setattr__(self, field, check(field, getattr(self, field)))
-
-    def _normalize(self) -> None:
-        object.__setattr__(self, "op_names", checks.check_op_names(self.op_names))
-        self._put(checks.check_regex, "module_path")
-        self._put(checks.check_qtype, "weight_qtype", "act_qtype", "kv_qtype", "dispatch_qtype")
-        self._put(checks.check_tiles, "tile_size")
-        self._put(checks.check_calibration, "weight_calibration_method")
-        if self.act_calibration_method is not None:
-            self._put(checks.check_calibration, "act_calibration_method")
-        self._put(checks.check_axes, "act_batch_axes")
-        self._put(checks.check_names, "gather_axes")
-        self._put(checks.check_rounding, "rounding")
-        self._put(checks.check_rotation, "rotate")
-        self._put(checks.check_sparsity, "sparsity")
-        self._put(checks.check_flag, "skip", "optional", "square_tiles", "per_tensor", "inside_custom")
-        if self.act_static_scale is not None:
-            self._put(checks.check_flag, "act_static_scale")
-        checks.check_choice("scope", self.scope, ("all", "weights", "activations"))
-        checks.check_choice("kv_axis", self.kv_axis, ("dkv", "heads_and_dkv"))
-        checks.check_choice("arithmetic", self.arithmetic, tuple(ARITHMETICS))
-        checks.check_choice("lowering", self.lowering, lowerings())
-
-    def _check(self) -> None:
-        check_forward(self)
-
-    @property
+    @functools.cached_property
     def leaves_alone(self) -> bool:
         """Whether this rule quantizes nothing: on purpose, or because it names no type.
 
         >>> QuantizationRule(skip=True).leaves_alone, QuantizationRule(weight_qtype="int8").leaves_alone
         (True, False)
         """
-        return self.skip or (self.weight_qtype is self.act_qtype is self.kv_qtype is None)
+        types = ("weight_qtype", "act_qtype", "kv_qtype", "fwd", "dlhs", "drhs")
+        return self.skip or all(getattr(self, name, None) is None for name in types)
 
     def matches(self, path: str, op: str, *, weights: bool) -> bool:
         """Whether this rule matches an operation at a path; `weights` is whether one of its operands is a weight.
@@ -193,30 +170,55 @@ class QtRule(QuantizationRule):
     reduce_axes: Collection[str | Collection[str]] = ()
     reduce_feedback: bool = False
 
-    def _normalize(self) -> None:
-        super()._normalize()
-        self._put(checks.check_qtype, "bwd_qtype", "reduce_qtype")
-        self._put(checks.check_rows, "reduce_axes")
-        self._put(checks.check_calibration, "bwd_calibration_method")
-        self._put(checks.check_tile, "bwd_weight_grad_tile_size")
-        self._put(checks.check_flag, "disable_channelwise_axes", "reduce_feedback")
-        self._put(checks.check_axes, "channelwise_noise_axes")
-        self._put(checks.check_qt_config, "additional_qt_config")
-        self._put(checks.check_rotation, "bwd_rotate")
-        checks.check_choice(
-            "bwd_stochastic_rounding", self.bwd_stochastic_rounding, (None, "uniform", "low_bit_uniform")
-        )
-        checks.check_choice(
-            "bwd_weight_grad_accumulator", self.bwd_weight_grad_accumulator, (None, "float32", "bfloat16", "float16")
-        )
-        checks.check_choice("residual", self.residual, (None, "reuse", "requantize", "original"))
-        self._put(checks.check_matmul, "fwd", "dlhs", "drhs")
 
-    def _check(self) -> None:
-        super()._check()
-        check_backward(self)
+_PARTS = "router|gate_logits?|(token_)?embed(der|dings?)?|embed_tokens|lm_head|logits(_dense)?"
+SENSITIVE = rf"(?i)(.*/)?({_PARTS})(_\d+)?(/.*)?"
+"""Paths of routers, embeddings and logits, which recipes leave in float. A name matches a complete component of a path.
 
-    @property
-    def leaves_alone(self) -> bool:
-        """Whether this rule quantizes nothing: on purpose, or because it names no type."""
-        return super().leaves_alone and (self.skip or (self.fwd is self.dlhs is self.drhs is None))
+An MLP's `gate` or `gate_proj` does not match.
+"""
+
+
+@functools.lru_cache(maxsize=64)
+def excluding(pattern: str | None) -> tuple[QuantizationRule, ...]:
+    """The rule that keeps paths in float, if there is a pattern; it may match nothing.
+
+    >>> excluding("head")
+    (QuantizationRule(module_path='head', skip=True, optional=True),)
+    """
+    return () if pattern is None else (QuantizationRule(module_path=pattern, skip=True, optional=True),)
+
+
+def find(rules: Sequence[QuantizationRule], path: str, op: str, *, weights: bool) -> QuantizationRule | None:
+    """The first rule that matches, or None.
+
+    >>> rules = [QuantizationRule(module_path=".*/router", skip=True), QuantizationRule(weight_qtype="int8")]
+    >>> find(rules, "layers/router", "dot_general", weights=True)
+    QuantizationRule(module_path='.*/router', skip=True)
+    """
+    return next((rule for rule in rules if rule.matches(path, op, weights=weights)), None)
+
+
+def nearest(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
+    """Up to three paths that the author of a regular expression probably meant.
+
+    Every word of the pattern is compared with every part of a path, so that one wrong letter in one part counts little.
+
+    >>> nearest(".*/atention/.*", ["layers/attention/query", "layers/mlp/up"])
+    ('layers/attention/query',)
+    """
+    words = re.findall(r"\w+", re.sub(r"\\\w|\(\?[a-zA-Z]*[:)]?|[{\[].*?[}\]]", " ", pattern))
+    if not words:
+        return ()
+    scores = {path: _likeness(words, path) for path in dict.fromkeys(paths)}
+    likely = [path for path, score in scores.items() if score >= 0.6]
+    return tuple(sorted(likely, key=lambda path: -scores[path])[:3])
+
+
+def _likeness(words: list[str], path: str) -> float:
+    """The similarity of the words of a pattern to the components of a path, from 0 to 1."""
+    parts = [part for part in re.split(r"\W+", path) if part]
+    if not parts:
+        return 0.0
+    best = [max(difflib.SequenceMatcher(None, word.lower(), part.lower()).ratio() for part in parts) for word in words]
+    return sum(best) / len(best)

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 
 from octavo._names import unknown_name
 from octavo._typing import Array, Float, Shaped
-from octavo.models import ModelConfig, layer_groups
+from octavo.models import QKV, ModelConfig, layer_groups
 from octavo.serve.cache_attention import CacheIndex
 from octavo.serve.cache_config import FLOAT, KVConfig
-from octavo.serve.cache_layers import LAYERS, Layer
+from octavo.serve.cache_kivi import KiviLayer
+from octavo.serve.cache_layers import CacheLayer, PositionLayer
+
+_LAYERS: dict[str, type[CacheLayer]] = {"dkv": PositionLayer, "heads_and_dkv": PositionLayer, "kivi": KiviLayer}
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +38,7 @@ class KVCache:
     ([3], 64.0)
     """
 
-    layers: Mapping[str, Layer]
+    layers: Mapping[str, CacheLayer]
     lengths: Shaped[Array, "slots"]
     """The number of tokens in each slot."""
     rows: Shaped[Array, "batch"] | None = None
@@ -57,7 +60,7 @@ class KVCache:
         """
         if slots < 1 or max_length < 1:
             raise ValueError(f"a cache has at least one slot and one position, got {slots} and {max_length}")
-        make = LAYERS[config.axis].empty
+        make = _LAYERS[config.axis].empty
         names = [group.name for group in layer_groups(model.replace(scan_layers=False))]
         sizes = (slots, model.num_kv_heads, model.head_dim, max_length)
         layers = {name: make(config, *sizes) for name in names}
@@ -90,39 +93,30 @@ class KVCache:
     def positions(self, tokens: Shaped[Array, "batch length"]) -> Shaped[Array, "batch length"]:
         """Default positions of tokens: after those in the cache."""
         first = self.lengths if self.rows is None else self.lengths[self.rows]
-        if first.shape[0] != tokens.shape[0]:
-            raise ValueError(
-                f"{tokens.shape[0]} rows of tokens for {first.shape[0]} slots: say which by cache.at([...])"
-            )
+        self._check(*tokens.shape)
         return first[:, None] + jnp.arange(tokens.shape[1], dtype=first.dtype)[None]
 
     def attend(
-        self,
-        layer: str,
-        query: Float[Array, "batch length heads dim"],
-        key: Float[Array, "batch length kv_heads dim"],
-        value: Float[Array, "batch length kv_heads dim"],
-        positions: Shaped[Array, "batch length"],
+        self, layer: str, qkv: QKV, positions: Shaped[Array, "batch length"]
     ) -> tuple[Float[Array, "batch length heads dim"], "KVCache"]:
         """Store and attend: see `octavo.models.Cache`."""
         if layer not in self.layers:
             raise ValueError(f"the cache has no layer {layer!r}: {unknown_name(layer, tuple(self.layers))}")
-        self._check(positions)
+        self._check(*positions.shape)
+        if not isinstance(positions, jax.core.Tracer) and positions.size:
+            last = int(jnp.max(positions))
+            if last >= self.max_length:
+                raise ValueError(f"position {last} does not fit into a cache of max_length={self.max_length}")
         index = CacheIndex(positions.astype(jnp.int32), self.rows, self.counts, self.max_length)
-        context, new = self.layers[layer].attend(query, key, value, index)
+        context, new = self.layers[layer].attend(qkv, index)
         lengths = index.ends
         if self.rows is not None:
             lengths = self.lengths.at[self.rows].set(lengths)
         return context, dataclasses.replace(self, layers={**self.layers, layer: new}, lengths=lengths)
 
-    def _check(self, positions: Array) -> None:
-        count, length = positions.shape
+    def _check(self, count: int, length: int) -> None:
         expected = self.slots if self.rows is None else self.rows.shape[0]
         if count != expected:
             raise ValueError(f"{count} rows of tokens for {expected} slots: say which by cache.at([...])")
         if length > self.max_length:
             raise ValueError(f"{length} tokens do not fit into a cache of max_length={self.max_length}")
-        if not isinstance(positions, jax.core.Tracer) and positions.size:
-            last = int(jnp.max(positions))
-            if last >= self.max_length:
-                raise ValueError(f"position {last} does not fit into a cache of max_length={self.max_length}")

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from octavo._config import Config
-from octavo._names import unknown_name
+from octavo._config import Config, check_choices, check_least
+from octavo.models.config import DTYPES
 from octavo.serve.cache_store import FORMATS
 
 AXES = ("dkv", "heads_and_dkv", "kivi")
@@ -40,17 +40,10 @@ class KVConfig(Config):
         return cls(keys=name, values=name, **fields)
 
     def __post_init__(self):
-        for name, known, none in (
-            ("keys", FORMATS, True),
-            ("values", FORMATS, True),
-            ("axis", AXES, False),
-            ("dtype", ("float32", "bfloat16", "float16"), False),
-        ):
-            given = getattr(self, name)
-            if given not in known and not (none and given is None):
-                raise ValueError(f"unknown {name} {given!r} of a cache: {unknown_name(given, known)}")
-        if self.group < 1 or self.window < 0:
-            raise ValueError(f"group is at least 1 and window at least 0, got {self.group} and {self.window}")
+        quantized = {name: FORMATS for name in ("keys", "values") if getattr(self, name) is not None}
+        check_choices(self, **quantized, axis=AXES, dtype=DTYPES)
+        check_least(self, 1, "group")
+        check_least(self, 0, "window")
         if self.axis == "kivi" and self.keys is None and self.values is None:
             raise ValueError("axis='kivi' keeps old positions in low precision: give keys, values or both a format")
         if self.axis == "kivi" and "fp8" in (self.keys, self.values):

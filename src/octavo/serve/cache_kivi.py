@@ -16,19 +16,19 @@ import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array, Float, Shaped
+from octavo.models import QKV
 from octavo.qarray import Quantizer
 from octavo.serve.cache_attention import CacheIndex, KVBlock, attend
 from octavo.serve.cache_config import KVConfig
+from octavo.serve.cache_layers import CacheLayer
 from octavo.serve.cache_store import BLOCK, KEY_TIME, VALUE_TIME, StorageSpec, Store, get_cache_format
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class KiviLayer:
+class KiviLayer(CacheLayer):
     """Complete groups as codes, and a ring of the last positions as floats: position s is at s modulo its size."""
 
-    keys: Store
-    values: Store
     recent_keys: Store
     recent_values: Store
     group: int = dataclasses.field(metadata={"static": True})
@@ -36,73 +36,51 @@ class KiviLayer:
 
     @classmethod
     def empty(cls, config: KVConfig, slots: int, heads: int, dim: int, length: int) -> "KiviLayer":
-        """Zeros."""
         if BLOCK % config.group:
             raise ValueError(
                 f"a group of {config.group} does not divide {BLOCK}, the positions that are read at a time"
             )
-        whole = -(-length // config.group) * config.group
+        length = -(-length // config.group) * config.group
         # A group that has become old must still be complete in the ring: it is quantized again at each step.
         ring = config.window + 2 * config.group
-        plain = [StorageSpec(time, None, config.dtype) for time in (KEY_TIME, VALUE_TIME)]
-        return cls(
-            Store.empty(_storage_spec(config, config.keys, KEY_TIME), slots, heads, dim, whole),
-            Store.empty(_storage_spec(config, config.values, VALUE_TIME), slots, heads, dim, whole),
-            *(Store.empty(spec, slots, heads, dim, ring) for spec in plain),
-            group=config.group,
-            window=config.window,
-        )
-
-    @property
-    def bytes_per_token(self) -> float:
-        slots, length = self.values.codes.shape[0], self.values.codes.shape[VALUE_TIME]
-        old = jax.tree.leaves((self.keys, self.values))
-        return sum(x.size * x.dtype.itemsize for x in old) / (slots * length)
+        stores = [
+            Store.empty(_storage_spec(config, name, time), slots, heads, dim, size)
+            for (name, time, size) in (
+                *((config.keys, KEY_TIME, length), (config.values, VALUE_TIME, length)),
+                *((None, KEY_TIME, ring), (None, VALUE_TIME, ring)),
+            )
+        ]
+        return cls(*stores, group=config.group, window=config.window)
 
     @property
     def ring(self) -> int:
         """The size of the ring."""
-        return self.recent_values.codes.shape[VALUE_TIME]
+        return self.recent_values.length
 
     def num_quantized(self, count: Shaped[Array, "*batch"]) -> Shaped[Array, "*batch"]:
         """How many of a text's tokens are quantized."""
         return jnp.maximum(count - self.window, 0) // self.group * self.group
 
-    def attend(
-        self,
-        query: Float[Array, "batch length heads dim"],
-        key: Float[Array, "batch length kv_heads dim"],
-        value: Float[Array, "batch length kv_heads dim"],
-        index: CacheIndex,
-    ) -> tuple[Float[Array, "batch length heads dim"], "KiviLayer"]:
+    def attend(self, qkv: QKV, index: CacheIndex) -> tuple[Float[Array, "batch length heads dim"], "KiviLayer"]:
         """Store, quantize groups that have become old, and attend to both stores."""
-        length = query.shape[1]
-        now = [
-            Store.encode(store.spec, x)
-            for store, x in (
-                (self.recent_keys, key.transpose(0, 2, 3, 1)),
-                (self.recent_values, value.transpose(0, 2, 1, 3)),
-            )
-        ]
-        before = [store.select_slots(index.rows) for store in (self.recent_keys, self.recent_values)]
+        stores = (self.recent_keys, self.recent_values)
+        now = [self.recent_keys.encode_like(qkv.key), self.recent_values.encode_like(qkv.value)]
         # Available as floats: the ring before this call, and the tokens of this call.
         times = jnp.concatenate([self._ring_positions(index.starts), index.positions], axis=1)
-        floats = [_concatenate(a, b) for a, b in zip(before, now, strict=True)]
-        quantized = self._quantize_old(floats, times, index)
+        floats = [_concatenate(s.select_slots(index.rows), x) for s, x in zip(stores, now, strict=True)]
         # A barrier before reading: if fused with the read, the write would not be in place.
-        quantized = list(jax.lax.optimization_barrier(tuple(quantized)))
+        quantized = jax.lax.optimization_barrier(self._quantize_old(floats, times, index))
         old = self.num_quantized(index.positions + 1)
         fresh = (times[:, None] >= old[:, :, None]) & (times[:, None] <= index.positions[:, :, None])
         parts = [
             KVBlock(quantized[0].select_slots(index.rows), quantized[1].select_slots(index.rows), until=old),
             KVBlock(floats[0], floats[1], visible=fresh & (times >= 0)[:, None]),
         ]
-        context = attend(query, parts, index.valid)
-        stores = (self.recent_keys, self.recent_values)
-        if length == 1 and index.counts is None:
+        context = attend(qkv.query, parts, index.valid)
+        if qkv.query.shape[1] == 1 and index.counts is None:
             recent = [s.write(x, index.rows, index.starts % self.ring) for s, x in zip(stores, now, strict=True)]
         else:
-            recent = [self._update_ring(s, x, index) for s, x in zip(stores, floats, strict=True)]
+            recent = [self._update_ring(s, x, times, index) for s, x in zip(stores, floats, strict=True)]
         return context, KiviLayer(*quantized, *recent, group=self.group, window=self.window)
 
     def _ring_positions(self, starts: Shaped[Array, "batch"]) -> Shaped[Array, "batch ring"]:
@@ -133,28 +111,22 @@ class KiviLayer:
             stores.append(store.write(new, index.rows, start))
         return stores
 
-    def _update_ring(self, store: Store, floats: Store, index: CacheIndex) -> Store:
-        """The ring after this call, without padding."""
-        times = self._ring_positions(index.ends)
-        known = jnp.concatenate([self._ring_positions(index.starts), index.positions], axis=1)
+    def _update_ring(self, store: Store, floats: Store, times: Array, index: CacheIndex) -> Store:
+        """The ring after this call, without padding; `times` are the positions of the floats."""
+        wanted = self._ring_positions(index.ends)
         # Positions are unique, except for those of empty entries.
-        indices = jnp.argmax(known[:, None, :] == times[:, :, None], axis=-1)
+        indices = jnp.argmax(times[:, None, :] == wanted[:, :, None], axis=-1)
         new = Store(_take(floats, indices), None, None, store.spec)
         return store.write(new, index.rows, jnp.zeros_like(index.starts))
 
 
 def _storage_spec(config: KVConfig, name: str | None, time: int) -> StorageSpec:
-    if name is None:
-        return StorageSpec(time, None, config.dtype)
-    if time == KEY_TIME:
-        quantizer = Quantizer(_asymmetric(name), (0, 1, 2), {KEY_TIME: config.group}, calibration="minmax")
-    else:
-        quantizer = Quantizer(_asymmetric(name), (0, 1, VALUE_TIME), calibration="minmax")
+    quantizer = None
+    if name is not None:
+        tiles = {KEY_TIME: config.group} if time == KEY_TIME else {}
+        # Axis 2: the channels of keys, the positions of values.
+        quantizer = Quantizer(get_cache_format(name).replace(narrow=False), (0, 1, 2), tiles, calibration="minmax")
     return StorageSpec(time, quantizer, config.dtype)
-
-
-def _asymmetric(name: str):
-    return get_cache_format(name).replace(narrow=False)
 
 
 def _concatenate(a: Store, b: Store) -> Store:

@@ -1,15 +1,14 @@
 """Storage of the keys or values of one layer: floats, or codes and scales."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array, Bool, Float, Num, Shaped
-from octavo.numerics import Format, IntFormat, get_format
-from octavo.qarray import QArray, Quantizer
+from octavo.numerics import Format, IntFormat, get_format, unpack_bits
+from octavo.qarray import Quantizer
 
 KEY_TIME, VALUE_TIME = 3, 2
 """The time axis: keys are `[slots, heads, dim, time]`, values `[slots, heads, time, dim]`.
@@ -89,17 +88,29 @@ class Store:
         zero = None if q.zero_point is None else q.zero_point.astype(jnp.int8)
         return cls(q.qvalue, q.scale, zero, spec)
 
+    def encode_like(self, x: Float[Array, "batch length heads dim"]) -> "Store":
+        """Keys or values of new tokens, stored as these are."""
+        return self.encode(self.spec, x.transpose((0, 2, 3, 1) if self.spec.time == KEY_TIME else (0, 2, 1, 3)))
+
+    @property
+    def length(self) -> int:
+        """The number of positions."""
+        return self.codes.shape[self.spec.time]
+
     @property
     def tiles(self) -> int:
         """The number of tokens that share a scale."""
-        return 1 if self.scale is None else self.codes.shape[self.spec.time] // self.scale.shape[self.spec.time]
+        return 1 if self.scale is None else self._tile(self.scale)
+
+    def _tile(self, x: Array) -> int:
+        """The number of tokens for each entry of one of the arrays along time."""
+        return self.length // x.shape[self.spec.time]
 
     def write(self, new: "Store", rows: Shaped[Array, "batch"] | None, starts: Shaped[Array, "batch"]) -> "Store":
         """Write the tokens of row i at `starts[i]` in slot `rows[i]`, or in slot i."""
 
-        def put(whole: Array, part: Array) -> Array:
-            tile = self.codes.shape[self.spec.time] // whole.shape[self.spec.time]
-            return _write_rows(whole, part, rows, starts // tile, self.spec.time)
+        def put(store: Array, new: Array) -> Array:
+            return _write_rows(store, new, rows, starts // self._tile(store), self.spec.time)
 
         return jax.tree.map(put, self, new)
 
@@ -111,16 +122,11 @@ class Store:
             return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, rows[0], 1), self)
         return jax.tree.map(lambda x: x[rows], self)
 
-    @property
-    def length(self) -> int:
-        """The number of positions."""
-        return self.codes.shape[self.spec.time]
-
     def block(self, start: Shaped[Array, ""], size: int) -> "Store":
         """Consecutive positions, the same in all slots."""
 
         def read(x: Array) -> Array:
-            tile = self.length // x.shape[self.spec.time]
+            tile = self._tile(x)
             return jax.lax.dynamic_slice_in_dim(x, start // tile, size // tile, axis=self.spec.time)
 
         return jax.tree.map(read, self)
@@ -129,7 +135,7 @@ class Store:
         """`size` positions of each slot, from its own start."""
 
         def read(x: Array) -> Array:
-            tile = self.length // x.shape[self.spec.time]
+            tile = self._tile(x)
             indices = (starts // tile)[:, None] + jnp.arange(size // tile, dtype=starts.dtype)[None]
             return jnp.take_along_axis(x, _align_to_time(indices, self.spec.time), axis=self.spec.time)
 
@@ -139,8 +145,7 @@ class Store:
         """The positions of `new` where the mask is true, which is constant over positions that share a scale."""
 
         def pick(a: Array, b: Array) -> Array:
-            tile = self.length // a.shape[self.spec.time]
-            return jnp.where(_align_to_time(mask[:, ::tile], self.spec.time), b, a)
+            return jnp.where(_align_to_time(mask[:, :: self._tile(a)], self.spec.time), b, a)
 
         return jax.tree.map(pick, self, new)
 
@@ -148,21 +153,22 @@ class Store:
         """The codes as floats, without scale or zero point."""
         if self.spec.quantizer is None:
             return self.codes.astype(jnp.float32)
-        fmt = self.spec.quantizer.qtype
-        if fmt.bits == 8:
-            return fmt.decode(self.codes).astype(jnp.float32)
-        size = self.codes.shape[self.spec.packed] * 8 // fmt.bits
-        one = jnp.ones((1,) * 4, jnp.float32)
-        q = QArray(self.codes, one, qtype=fmt, packed=(self.spec.packed - 4, size))
-        return fmt.decode(q.unpack().qvalue).astype(jnp.float32)
+        fmt, codes, axis = self.spec.quantizer.qtype, self.codes, self.spec.packed
+        if fmt.bits < 8:
+            codes = fmt.from_bits(unpack_bits(codes, fmt.bits, codes.shape[axis] * 8 // fmt.bits, axis=axis))
+        return fmt.decode(codes).astype(jnp.float32)
 
     def read(self) -> Float[Array, "slots heads a b"]:
         """The values in float32."""
         x = self.decode_codes()
-        repeat: Callable[[Array], Array] = lambda part: _repeat(part, self.tiles, self.spec.time)  # noqa: E731
+
+        def by_value(part: Array) -> Array:
+            part = part if self.tiles == 1 else jnp.repeat(part, self.tiles, axis=self.spec.time)
+            return jnp.broadcast_to(part, x.shape)
+
         if self.zero is not None:
-            x = x - jnp.broadcast_to(repeat(self.zero.astype(jnp.float32)), x.shape)
-        return x if self.scale is None else x * jnp.broadcast_to(repeat(self.scale), x.shape)
+            x = x - by_value(self.zero.astype(jnp.float32))
+        return x if self.scale is None else x * by_value(self.scale)
 
     def unscaled(self) -> tuple[Float[Array, "slots heads a b"], Float[Array, "slots _heads 1 time"] | None]:
         """Floats, and the scale along time that remains to be applied to their matmul; None if it is applied."""
@@ -177,25 +183,18 @@ def _align_to_time(x: Array, time: int) -> Array:
     return x.reshape(x.shape[0], 1, 1, -1) if time == KEY_TIME else x.reshape(x.shape[0], 1, -1, 1)
 
 
-def _repeat(part: Array, tile: int, axis: int) -> Array:
-    return part if tile == 1 else jnp.repeat(part, tile, axis=axis)
-
-
-def _write_rows(whole: Array, part: Array, rows: Any, starts: Array, time: int) -> Array:
-    count = part.shape[0]
-    zero = jnp.zeros((), starts.dtype)
-
-    def place(row: Any, start: Array) -> list[Array]:
-        return [jnp.asarray(row, starts.dtype), zero, zero, start] if time == KEY_TIME else [row, zero, start, zero]
-
+def _write_rows(store: Array, new: Array, rows: Any, starts: Array, time: int) -> Array:
+    count = new.shape[0]
     if count <= _UNROLLED:
         for i in range(count):
-            row = jnp.asarray(i, starts.dtype) if rows is None else rows[i].astype(starts.dtype)
-            whole = jax.lax.dynamic_update_slice(whole, part[i : i + 1], place(row, starts[i]))
-        return whole
+            index = [jnp.zeros((), starts.dtype)] * 4
+            index[0] = jnp.asarray(i if rows is None else rows[i], starts.dtype)
+            index[time] = starts[i]
+            store = jax.lax.dynamic_update_slice(store, new[i : i + 1], index)
+        return store
     index = jnp.arange(count, dtype=starts.dtype) if rows is None else rows.astype(starts.dtype)
-    steps = starts[:, None] + jnp.arange(part.shape[time], dtype=starts.dtype)[None]
+    steps = starts[:, None] + jnp.arange(new.shape[time], dtype=starts.dtype)[None]
     # Advanced indices separated by a slice come first in the result: time is before heads.
     if time == KEY_TIME:
-        return whole.at[index[:, None], :, :, steps].set(part.transpose(0, 3, 1, 2))
-    return whole.at[index[:, None], :, steps].set(part.transpose(0, 2, 1, 3))
+        return store.at[index[:, None], :, :, steps].set(new.transpose(0, 3, 1, 2))
+    return store.at[index[:, None], :, steps].set(new.transpose(0, 2, 1, 3))

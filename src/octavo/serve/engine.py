@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from octavo._config import check_least
 from octavo.models import ModelConfig
 from octavo.serve.cache import FLOAT, KVConfig
 from octavo.serve.engine_programs import STEPS, Programs
@@ -79,7 +80,6 @@ class Engine:
         chunk: The tokens of a prompt per prefill step.
         tokenizer: Decodes tokens; that of the source by default.
         eos_ids: Tokens that end a text; those of the tokenizer by default.
-        fuse: Whether to fuse weights that multiply the same input, if there are no rules.
 
     >>> import jax
     >>> from octavo.models import init_params
@@ -104,22 +104,22 @@ class Engine:
         chunk: int = 64,
         tokenizer: Any = None,
         eos_ids: Sequence[int] | None = None,
-        fuse: bool = True,
     ):
         config, load, rules, tokenizer = _unpack_source(source, params, rules, tokenizer)
-        for name, value in (("slots", slots), ("max_length", max_length), ("chunk", chunk)):
-            if value < 1:
-                raise ValueError(f"{name} is at least 1, got {value}")
         self.config, self.kv, self.tokenizer = config, kv, tokenizer
         self.slots, self.max_length, self.chunk = slots, max_length, chunk
+        check_least(self, 1, "slots", "max_length", "chunk")
         self.eos_ids = frozenset(getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids)
-        self._programs = Programs(
-            config, load, rules=rules, slots=slots, max_length=max_length, kv=kv, chunk=chunk, fuse=fuse
-        )
+        self._programs = Programs(config, load, rules=rules, slots=slots, max_length=max_length, kv=kv, chunk=chunk)
+        self.params_nbytes = self._programs.params_nbytes
+        """Bytes of the parameters in memory."""
+        self.cache_nbytes = self._programs.cache_nbytes
+        """Bytes of keys and values."""
+        self.cache_bytes_per_token = self._programs.cache_bytes_per_token
+        """Bytes per token in the cache."""
         self._running: list[_Slot | None] = [None] * slots
         self._waiting: deque[Request] = deque()
         self._ended: list[Event] = []
-        self._ids: set[str | int] = set()
 
     @property
     def busy(self) -> bool:
@@ -132,29 +132,9 @@ class Engine:
         return self.slots - self._running.count(None)
 
     @property
-    def free_slots(self) -> int:
-        """How many more requests would start at once."""
-        return self.slots - self.active
-
-    @property
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._waiting)
-
-    @property
-    def cache_nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return self._programs.cache_nbytes
-
-    @property
-    def cache_bytes_per_token(self) -> float:
-        """Bytes per token in the cache."""
-        return self._programs.cache_bytes_per_token
-
-    @property
-    def params_nbytes(self) -> int:
-        """Bytes of the parameters in memory."""
-        return self._programs.params_nbytes
 
     @property
     def decoding(self) -> str:
@@ -169,11 +149,10 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request, which starts when a slot is free."""
         self.check(request.prompt)
-        if request.request_id in self._ids:
+        if request.request_id in self._ids():
             raise ValueError(f"there is a request {request.request_id!r} already, which has not ended")
         if request.params.stop and self.tokenizer is None:
             raise ValueError("stop texts need a tokenizer: Engine(..., tokenizer=...)")
-        self._ids.add(request.request_id)
         self._waiting.append(request)
         self._admit()
 
@@ -192,20 +171,19 @@ class Engine:
 
     def cancel(self, request_id: str | int) -> None:
         """Cancel a request; its last event comes with the next step. No effect on one that has ended."""
-        if request_id not in self._ids:
+        if request_id not in self._ids():
             return
         for number, slot in enumerate(self._running):
             if slot is not None and slot.request.request_id == request_id:
                 self._running[number] = None
         self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
-        self._ids.discard(request_id)
         self._ended.append(Event(request_id, -1, finish="cancelled"))
 
     def step(self, most: int = 1) -> list[Event]:
         """Prefill a chunk of one prompt, if there is one, and decode a token for each prefilled request.
 
-        Without a prompt to prefill, up to `most` tokens are decoded, and no more than 4: one call costs less than four.
-        Those after the end of a text are discarded.
+        Without a prompt to prefill or a request that waits for a slot, up to `most` tokens are decoded, and no more
+        than 4: one call costs less than four. Those after the end of a text are discarded.
         """
         events, self._ended = self._ended, []
         self._admit()
@@ -214,7 +192,7 @@ class Engine:
         if number is not None:
             events += self._prefill(number)
         if decoding:
-            events += self._decode(decoding, 1 if number is not None else most)
+            events += self._decode(decoding, 1 if number is not None or self._waiting else most)
         return events
 
     def generate(
@@ -245,6 +223,11 @@ class Engine:
             for number in range(len(prompts)):
                 self.cancel(number)
             self._ended.clear()
+
+    def _ids(self) -> set[str | int]:
+        """The ids of unfinished requests."""
+        running = (slot.request for slot in self._running if slot is not None)
+        return {request.request_id for request in (*self._waiting, *running)}
 
     def _admit(self) -> None:
         for number, slot in enumerate(self._running):
@@ -299,12 +282,11 @@ class Engine:
             text = slot.stream.push(token)
             if slot.stream.stopped:
                 finish = "stop"
-            elif slot.generated >= request.params.max_tokens or len(request.prompt) + slot.generated >= self.max_length:
+            elif self._remaining(slot) <= 0:
                 finish = "length"
         if finish is not None:
             text += slot.stream.finish()
             self._running[number] = None
-            self._ids.discard(request.request_id)
         return Event(request.request_id, token, text, logprob, finish, top)
 
 

@@ -13,7 +13,7 @@ from octavo import kernels, models
 from octavo._typing import Array, Bool, Shaped
 from octavo.frameworks import served
 from octavo.models import ModelConfig, apply, unstack_layers
-from octavo.qarray import QArray, is_qarray
+from octavo.qarray import is_qarray
 from octavo.serve import engine_native
 from octavo.serve.cache import KVCache, KVConfig
 from octavo.serve.sampling import MAX_LOGPROBS, Sample, Settings, sample_tokens, top_logprobs
@@ -64,20 +64,19 @@ class Programs:
         max_length: int,
         kv: KVConfig,
         chunk: int,
-        fuse: bool,
     ):
-        config, params = prepare_params(config, load, fuse=fuse and not rules)
+        config, params = prepare_params(config, load, fuse=not rules)
         self.config, self.chunk, self._rules = config, chunk, rules
         self.traces: Counter[str] = Counter()
         # As a flat tuple: flattening a tree of QArrays at every step costs as much as a small model.
         leaves, self._tree = jax.tree.flatten(params)
         self._leaves = tuple(leaves)
         plain = functools.partial(apply, config)
-        is_plain = not rules and not any(isinstance(x, QArray) for x in _stored(params))
+        is_plain = not rules and not any(map(is_qarray, jax.tree.leaves(params, is_leaf=is_qarray)))
         self._model = plain if is_plain else served(plain, rules)
         # Chunks start at multiples of their size: room for the padding of the last one.
-        whole = -(-max_length // chunk) * chunk
-        cache = KVCache.empty(config, kv, slots=slots, max_length=whole)
+        padded = -(-max_length // chunk) * chunk
+        cache = KVCache.empty(config, kv, slots=slots, max_length=padded)
         self.cache_nbytes, self.cache_bytes_per_token = cache.nbytes, cache.bytes_per_token
         self.params_nbytes = sum(x.size * x.dtype.itemsize for x in leaves)
         zeros = jnp.zeros(slots, jnp.int32)
@@ -139,7 +138,7 @@ class Programs:
             jax.lax.dynamic_update_slice_in_dim(state.in_context, in_context, slot, 0),
             state.last.at[slot].set(sample.token[0]),
             state.num_generated.at[slot].set(1),
-            Settings(*(whole.at[slot].set(x[0]) for whole, x in zip(state.settings, settings, strict=True))),
+            Settings(*(column.at[slot].set(x[0]) for column, x in zip(state.settings, settings, strict=True))),
         )
         out = Output(sample, top_logprobs(logits[:, 0], MAX_LOGPROBS))
         return jax.tree.map(lambda x: x[None], out), tuple(jax.tree.leaves(new))
@@ -192,7 +191,3 @@ def prepare_params(config: ModelConfig, load: Callable[[], Any], *, fuse: bool) 
     config = config.replace(scan_layers=False, remat="none")
     joined = models.fuse(config, params, donate=True) if fuse else None
     return (config, params) if joined is None else joined
-
-
-def _stored(params: Any) -> list[Any]:
-    return jax.tree.leaves(params, is_leaf=is_qarray)

@@ -178,22 +178,15 @@ def _padded(windows: list[list[int]], rows: int, length: int) -> tuple[np.ndarra
 def _forward(source: PretrainedModel, kv: KVConfig | None) -> Callable[[np.ndarray], Array]:
     """The logits of windows of tokens."""
     params = source.params()
-    if kv is None:
-        plain = jax.jit(lambda params, tokens: source.function()(params, tokens)[0])
-        return lambda tokens: plain(params, tokens)
 
-    # One call for a window: each token attends to keys and values as the cache stores them.
-    def cached(params: Any, tokens: Array) -> Array:
-        empty = KVCache.empty(source.config, kv, slots=tokens.shape[0], max_length=tokens.shape[1])
-        fn = functools.partial(_cached, source.config, empty)
-        return source.function(fn)(params, tokens)
+    @jax.jit
+    def logits(params: Any, tokens: Array) -> Array:
+        # One call for a window: with a cache, each token attends to keys and values as the cache stores them.
+        rows, length = tokens.shape
+        cache = None if kv is None else KVCache.empty(source.config, kv, slots=rows, max_length=length)
+        return source.function(functools.partial(apply, source.config, cache=cache))(params, tokens)[0]
 
-    fn = jax.jit(cached)
-    return lambda tokens: fn(params, jnp.asarray(tokens))
-
-
-def _cached(config: ModelConfig, cache: KVCache, params: Any, tokens: Array) -> Array:
-    return apply(config, params, tokens, cache=cache)[0]
+    return lambda tokens: logits(params, jnp.asarray(tokens))
 
 
 @jax.jit

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,19 +85,13 @@ class Settings(NamedTuple):
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> "Settings":
         """The settings of requests, which have seeds."""
-
-        def column(name: str, dtype: type) -> np.ndarray:
-            return np.asarray([getattr(p, name) for p in params], dtype)
-
+        columns: list[Any] = [
+            np.asarray([getattr(p, name) for p in params], np.int32 if name == "top_k" else np.float32)
+            for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        ]
         seeds = [(p.seed or 0) % 2**64 for p in params]
-        return cls(
-            column("temperature", np.float32),  # pyrefly: ignore
-            column("top_k", np.int32),  # pyrefly: ignore
-            column("top_p", np.float32),  # pyrefly: ignore
-            column("min_p", np.float32),  # pyrefly: ignore
-            column("repetition_penalty", np.float32),  # pyrefly: ignore
-            np.asarray([(s >> 32, s & 0xFFFFFFFF) for s in seeds], np.uint32).reshape(-1, 2),  # pyrefly: ignore
-        )
+        columns.append(np.asarray([(s >> 32, s & 0xFFFFFFFF) for s in seeds], np.uint32).reshape(-1, 2))
+        return cls(*columns)
 
 
 class Sample(NamedTuple):

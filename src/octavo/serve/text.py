@@ -64,9 +64,9 @@ class TextStream:
         if ends:
             self.stopped, self._held = True, ""
             return text[: min(ends)]
-        kept = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
+        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
 
 
 def _overlap(text: str, stop: str) -> int:

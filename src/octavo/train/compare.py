@@ -7,13 +7,14 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from octavo._io import atomic_write
+from octavo._text import format_table
 from octavo.train.config import Config
 from octavo.train.telemetry import Telemetry, worst_weights
 from octavo.train.trainer import Trainer
@@ -34,15 +35,15 @@ class Result:
 
     name: str
     seed: int
-    loss: list[list[Any]]
-    eval_loss: list[list[Any]]
-    step_seconds: list[float]
-    float_seconds: list[float]
     memory_bytes: int
     state_bytes: int
     forward_share: float
     backward_share: float
     share: float
+    loss: list[list[Any]] = dataclasses.field(default_factory=list)
+    eval_loss: list[list[Any]] = dataclasses.field(default_factory=list)
+    step_seconds: list[float] = dataclasses.field(default_factory=list)
+    float_seconds: list[float] = dataclasses.field(default_factory=list)
     plan: dict[str, Any] | None = None
     telemetry: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     histograms: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -101,13 +102,11 @@ class Comparison:
     def run(self) -> list[Result]:
         """All runs, seed by seed."""
         for seed in self.seeds:
-            found = [self._load(name, seed) for name in (FLOAT, *self.recipes)]
-            missing = [name for name, known in zip((FLOAT, *self.recipes), found, strict=True) if known is None]
-            if missing:
+            found = {name: self._load(name, seed) for name in (FLOAT, *self.recipes)}
+            if missing := [name for name, known in found.items() if known is None]:
                 # Float is run again with the missing recipes: its losses are the same, and step times are comparable.
-                made = {result.name: result for result in self._paired(_with_float(missing), seed)}
-                found = [made.get(name, known) for name, known in zip((FLOAT, *self.recipes), found, strict=True)]
-            self.results += [result for result in found if result is not None]
+                found |= {result.name: result for result in self._paired(dict.fromkeys([FLOAT, *missing]), seed)}
+            self.results += [result for result in found.values() if result is not None]
         return self.results
 
     def _config(self, name: str, seed: int) -> Config:
@@ -115,7 +114,7 @@ class Comparison:
         base = self.config.init_weights_seed
         return self.config.replace(init_weights_seed=base + seed, data_shuffle_seed=base + seed, **precision)
 
-    def _paired(self, names: Sequence[str], seed: int) -> list[Result]:
+    def _paired(self, names: Iterable[str], seed: int) -> list[Result]:
         self.log(f"seed {seed}: {', '.join(names)}")
         trainers = {name: Trainer(self._config(name, seed)) for name in names}
         results = {name: _empty(name, seed, trainer) for name, trainer in trainers.items()}
@@ -135,7 +134,9 @@ class Comparison:
                 elif last:
                     results[name].eval_loss.append([step + 1, trainer.evaluate()])
             if (step + 1) % every == 0:
-                self.log(f"step {step + 1} of {steps}: {self._standing(results)}")
+                seconds = {name: statistics.median(result.step_seconds) for name, result in results.items()}
+                each = (f"{name} {result.final_loss:.4f} ({seconds[name]:.2f} s)" for name, result in results.items())
+                self.log(f"step {step + 1} of {steps}: {', '.join(each)}")
         for name, trainer in trainers.items():
             if name != FLOAT and seed == self.seeds[0]:
                 results[name].plan = json.loads(trainer.plan().to_json())
@@ -145,13 +146,6 @@ class Comparison:
             result.float_seconds = results[FLOAT].step_seconds
             self._save(result)
         return list(results.values())
-
-    @staticmethod
-    def _standing(results: dict[str, Result]) -> str:
-        parts = []
-        for name, result in results.items():
-            parts.append(f"{name} {result.final_loss:.4f} ({statistics.median(result.step_seconds):.2f} s)")
-        return ", ".join(parts)
 
     # Results on disk, by a digest of the configuration.
 
@@ -200,24 +194,10 @@ class Comparison:
             ratio = f"{1 / row.step_ratio:.2f}x faster" if row.step_ratio < 1 else f"{row.step_ratio:.2f}x slower"
             if row.name == FLOAT:
                 interval, ratio = "-", "1"
-            rows.append(
-                (
-                    row.name,
-                    f"{row.loss:.4f}",
-                    f"{100 * row.gap:+.2f}",
-                    interval,
-                    ratio,
-                    f"{row.memory_ratio:.2f}x",
-                    f"{100 * row.share:.1f} %",
-                )
-            )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+            gap, memory, share = f"{100 * row.gap:+.2f}", f"{row.memory_ratio:.2f}x", f"{100 * row.share:.1f} %"
+            rows.append((row.name, f"{row.loss:.4f}", gap, interval, ratio, memory, share))
+        lines = format_table(rows)
         return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
-
-
-def _with_float(names: Sequence[str]) -> list[str]:
-    return [FLOAT, *(name for name in names if name != FLOAT)]
 
 
 def _empty(name: str, seed: int, trainer: Any) -> Result:
@@ -226,10 +206,6 @@ def _empty(name: str, seed: int, trainer: Any) -> Result:
     return Result(
         name=name,
         seed=seed,
-        loss=[],
-        eval_loss=[],
-        step_seconds=[],
-        float_seconds=[],
         memory_bytes=sizes.temp_size_in_bytes if sizes else 0,
         state_bytes=sizes.argument_size_in_bytes if sizes else 0,
         forward_share=verification.forward,

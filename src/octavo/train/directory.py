@@ -1,24 +1,29 @@
-"""What a run logs about itself when it starts, and writes to its directory."""
+"""The directory of a run: its configuration, data and plan, its checkpoints, and how it resumes from them."""
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import yaml
 
 from octavo._io import atomic_write
+from octavo.checkpoint import CheckpointManager, CheckpointWarning
 from octavo.inspect import Plan
+from octavo.rules import rules_to_json
 from octavo.train.config import Config
 from octavo.train.config.text import to_yaml
+from octavo.train.moments import restore_state
 from octavo.train.trainer import Trainer
 
 type Log = Callable[[str], None]
 
 
-def write_config(config: Config, directory: Path, log: Log) -> None:
+def write_config(config: Config, log: Log) -> None:
     """Write the configuration, and log what differs from the one that the run had before."""
-    path, text = directory / "config.yml", to_yaml(config)
+    path, text = config.run_directory / "config.yml", to_yaml(config)
     if path.exists():
         old, new = yaml.safe_load(path.read_text(encoding="utf8")) or {}, yaml.safe_load(text)
         changed = [f"{key}: {old.get(key)!r} -> {new[key]!r}" for key in new if old.get(key) != new[key]]
@@ -27,8 +32,9 @@ def write_config(config: Config, directory: Path, log: Log) -> None:
     atomic_write(path, text)
 
 
-def describe(trainer: Trainer, directory: Path, log: Log) -> None:
+def describe(trainer: Trainer, log: Log) -> None:
     """Log and write the model, the data and the quantization plan."""
+    directory = trainer.config.run_directory
     size, data = sum(x.size for x in jax.tree.leaves(trainer.state.params)), trainer.data.describe()
     log(f"number parameters: {size / 1e6:.3f} million")
     log(f"data: {json.dumps(data)}")
@@ -48,3 +54,54 @@ def describe(trainer: Trainer, directory: Path, log: Log) -> None:
 def write_plan(plan: Plan, directory: Path) -> None:
     atomic_write(directory / "plan.txt", f"{plan}\n")
     atomic_write(directory / "plan.json", plan.to_json())
+
+
+def check_no_overwrite(config: Config, checkpoints: CheckpointManager) -> None:
+    """Raise if a run without checkpoints would overwrite one that has some."""
+    if not config.enable_checkpointing and (steps := checkpoints.all_steps()):
+        raise ValueError(
+            f"{checkpoints.directory} has a checkpoint of step {steps[-1]}, and enable_checkpointing=false would "
+            "overwrite the metrics of that run: choose another run_name, or leave checkpoints enabled to resume it"
+        )
+
+
+def restore(trainer: Trainer, checkpoints: CheckpointManager, log: Log) -> dict[str, Any]:
+    """Resume from the newest intact checkpoint, if there is one; returns the `extra` dictionary saved with it."""
+    if not trainer.config.enable_checkpointing:
+        return {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CheckpointWarning)
+        found = restore_state(trainer, checkpoints)
+    for warning in caught:
+        log(f"warning: {warning.message}")
+    if found is None:
+        return {}
+    trainer.resume(found.state)
+    log(f"resuming at step {found.step} of {trainer.config.steps}")
+    saved = found.extra.get("config", {}).get("opt_state_dtype", "")
+    if saved != (moments := trainer.config.opt_state_dtype):
+        log(f"moments of the optimizer: converted from {saved or 'float'} to {moments or 'float'}")
+    data = json.loads(json.dumps(trainer.data.describe()))
+    before = found.extra.get("data", data)
+    if changed := [name for name in {**before, **data} if before.get(name) != data.get(name)]:
+        log(f"warning: the data has changed, so the run will not continue as it would have: {', '.join(changed)}")
+    return found.extra
+
+
+def description(trainer: Trainer) -> dict[str, Any]:
+    """The configuration, the model and its rules, to read parameters without a trainer."""
+    rules, *_ = trainer.recipe_schedule.at(max(0, trainer.now - 1))
+    return {
+        "config": trainer.config.to_dict(),
+        "model": json.loads(trainer.model.replace(placement=()).to_json()),
+        "rules": json.loads(rules_to_json(rules)),
+    }
+
+
+def save_quantized(trainer: Trainer, log: Log) -> None:
+    """Save the quantized parameters of a finished run."""
+    path, params = trainer.config.save_quantized_params_path, trainer.quantized_params()
+    before, after = (sum(x.nbytes for x in jax.tree.leaves(p)) for p in (trainer.state.params, params))
+    with CheckpointManager(Path(path), asynchronous=False) as checkpoints:
+        checkpoints.save(trainer.now, {"params": params}, description(trainer), force=True)
+    log(f"quantized parameters: {before / 2**20:.1f} MiB -> {after / 2**20:.1f} MiB, in {path}")

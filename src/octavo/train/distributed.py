@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from octavo.checkpoint.multiprocess import is_multiprocess as is_multiprocess
 from octavo.data import Dataset
 from octavo.train.config import Config, ConfigError
 
@@ -100,12 +101,6 @@ def agree_on_config(config: Config) -> Config:
     padded = np.frombuffer(config.run_name.encode()[:longest].ljust(longest, b"\0"), np.uint8)
     name = bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).rstrip(b"\0").decode()
     return config.replace(run_name=name)
-
-
-def is_multiprocess() -> bool:
-    """Whether this run has several processes."""
-    # In this order, a single process does not initialize a backend here.
-    return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def is_main_process() -> bool:

@@ -4,7 +4,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,14 +17,14 @@ class HaltedError(RuntimeError):
     """Training stopped at a loss or a gradient that is not finite; the state is the one before that step."""
 
 
-def explain_halt(trainer: Trainer, step: int, checkpoint: int | None, directory: Path) -> str:
+def explain_halt(trainer: Trainer, step: int, checkpoint: int | None) -> str:
     """The step, the tensors, and the checkpoint to resume from. The trainer's state is that before the step."""
     batch = trainer.batch(step)
     compute = jax.jit(trainer.train_step.gradients, static_argnames="step")
     gradients, _, _, loss = compute(trainer.state, batch, step=trainer.stage_start(step))
     where = _bad_gradients(gradients) or _large_update(trainer, gradients)
     last = (
-        f"the last good checkpoint is {directory / 'checkpoints' / str(checkpoint)}"
+        f"the last good checkpoint is {trainer.config.run_directory / 'checkpoints' / str(checkpoint)}"
         if checkpoint is not None
         else "there is no checkpoint yet"
     )

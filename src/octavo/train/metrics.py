@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from octavo._io import atomic_write
@@ -23,7 +22,8 @@ class MetricWriter:
 
     Every line is flushed before `write` returns, so a killed process loses at most the line that it was writing. A run
     that resumes gives its first step as `start_step`: lines from there on are dropped, and an incomplete one with them,
-    so that each step and each evaluation is there once. `extra_file` gets a second copy of the metrics.
+    so that each step and each evaluation is there once. `extra_file` gets a second copy of the metrics. If `directory`
+    is None, as in processes other than the main one, nothing is written.
 
     JSON has no NaN and infinity, so a number that is not finite is written as null; TensorBoard gets it as it is. Names
     follow MaxText: `learning/loss`, `perf/step_time_seconds`, `eval/avg_loss`.
@@ -38,18 +38,23 @@ class MetricWriter:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | None,
         *,
         run_name: str,
         tensorboard: bool,
         extra_file: str = "",
         start_step: int = 0,
     ):
+        self.run_name = run_name
+        self._metrics: list[_Lines] = []
+        self._telemetry: list[_Lines] = []
+        self._events: EventWriter | None = None
+        if directory is None:
+            return
         folder = Path(directory)
         copies = [Path(extra_file)] if extra_file else []
-        self.run_name = run_name
         self._metrics = [_Lines(path, start_step) for path in (folder / METRICS, *copies)]
-        self._telemetry = _Lines(folder / TELEMETRY, start_step)
+        self._telemetry = [_Lines(folder / TELEMETRY, start_step)]
         self._events = EventWriter(folder / "tensorboard", start_step=start_step) if tensorboard else None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -58,11 +63,11 @@ class MetricWriter:
 
     def write_telemetry(self, step: int, telemetry: Mapping[str, Any]) -> None:
         """Write the telemetry of a step: numbers, or nested mappings and lists of them."""
-        self._write(step, telemetry, [self._telemetry])
+        self._write(step, telemetry, self._telemetry)
 
     def close(self) -> None:
         """Close all files; does nothing when they are closed."""
-        for lines in (*self._metrics, self._telemetry):
+        for lines in (*self._metrics, *self._telemetry):
             lines.close()
         if self._events is not None:
             self._events.close()
@@ -70,38 +75,18 @@ class MetricWriter:
     def __enter__(self) -> "MetricWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _write(self, step: int, values: Mapping[str, Any], files: "list[_Lines]") -> None:
-        taken = [name for name in _RESERVED if name in values]
-        if taken:
-            raise ValueError(
-                f"{taken[0]!r} is written by MetricWriter itself: give the metric of step {step} another name"
-            )
+        if taken := [name for name in _RESERVED if name in values]:
+            text = f"{taken[0]!r} is written by MetricWriter itself: give the metric of step {step} another name"
+            raise ValueError(text)
         plain = {name: _plain(value) for name, value in values.items()}
         for lines in files:
-            lines.append(step, {"step": step, "run_name": self.run_name, **_finite(plain)})
+            lines.append(step, {"step": step, "run_name": self.run_name, **null_non_finite(plain)})
         if self._events is not None:
             self._events.write(step, dict(flatten(plain)))
-
-
-class NoMetrics:
-    """The writer of a process other than the main one."""
-
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        pass
-
-    def write_telemetry(self, step: int, telemetry: Mapping[str, Any]) -> None:
-        pass
-
-    def __enter__(self) -> "NoMetrics":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -229,10 +214,10 @@ def _plain(value: Any) -> Any:
     return _plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
-def _finite(value: Any) -> Any:
-    """The same with null for what is not finite."""
-    if isinstance(value, dict):
-        return {name: _finite(x) for name, x in value.items()}
-    if isinstance(value, list):
-        return [_finite(x) for x in value]
+def null_non_finite(value: Any) -> Any:
+    """Nested mappings and lists with None for numbers that are not finite, which JSON cannot represent."""
+    if isinstance(value, Mapping):
+        return {str(name): null_non_finite(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [null_non_finite(x) for x in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

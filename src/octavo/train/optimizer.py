@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
+from octavo import optim
 from octavo._tree import path_str
 from octavo.train.config import Config
 
@@ -43,31 +44,58 @@ def learning_rate_schedule(config: Config) -> Callable[[Any], jax.Array]:
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
     """The optimizer without clipping, which the step does itself because it logs the norm anyway."""
+    optimizer = _quantized(config) if config.opt_state_dtype else _float(config)
+    if config.weight_rounding == "stochastic":
+        optimizer = optim.with_stochastic_rounding(optimizer, seed=config.init_weights_seed)
+    return optimizer
+
+
+def _float(config: Config) -> optax.GradientTransformation:
     rate = learning_rate_schedule(config)
     match config.opt_type:
         case "sgd":
-            return optax.sgd(rate)
+            return optax.sgd(rate, config.sgd_momentum or None)
+        case "lion":
+            return optax.lion(rate, **_betas(config))
         case "muon":
-            # Matrices by Newton-Schulz, everything else by AdamW; stacked layers and experts are batches of matrices.
-            return optax.contrib.muon(
-                rate,
-                weight_decay=config.adam_weight_decay,
-                adam_b1=config.adam_b1,
-                adam_b2=config.adam_b2,
-                adam_weight_decay=config.adam_weight_decay,
-                mu_dtype=config.mu_dtype or None,
-                muon_weight_dimension_numbers=_matrices,
-            )
+            return optax.contrib.muon(rate, **_muon(config), mu_dtype=config.mu_dtype or None)
         case _:
-            return optax.adamw(
-                rate,
-                b1=config.adam_b1,
-                b2=config.adam_b2,
-                eps=config.adam_eps,
-                weight_decay=config.adam_weight_decay,
-                mask=_decayed,
-                mu_dtype=config.mu_dtype or None,
-            )
+            return optax.adamw(rate, **_betas(config), eps=config.adam_eps, mu_dtype=config.mu_dtype or None)
+
+
+def _quantized(config: Config) -> optax.GradientTransformation:
+    """The same optimizer with moments in few bits, whose state has the same structure."""
+    rate, moments = learning_rate_schedule(config), config.opt_state_dtype
+    match config.opt_type:
+        case "sgd":
+            return optim.sgd(rate, config.sgd_momentum, moments=moments)
+        case "lion":
+            return optim.lion(rate, **_betas(config), moments=moments)
+        case "muon":
+            block_size = 2048 if moments == "linear8" else None
+            return optim.muon(rate, **_muon(config), moments=moments, block_size=block_size)
+        case _:
+            return optim.adamw(rate, **_betas(config), eps=config.adam_eps, moments=moments)
+
+
+def _betas(config: Config) -> dict[str, Any]:
+    return {
+        "b1": config.adam_b1,
+        "b2": config.adam_b2,
+        "weight_decay": config.adam_weight_decay,
+        "mask": _decayed,
+    }
+
+
+def _muon(config: Config) -> dict[str, Any]:
+    """Matrices by Newton-Schulz, everything else by AdamW; stacked layers and experts are batches of matrices."""
+    return {
+        "weight_decay": config.adam_weight_decay,
+        "adam_b1": config.adam_b1,
+        "adam_b2": config.adam_b2,
+        "adam_weight_decay": config.adam_weight_decay,
+        "muon_weight_dimension_numbers": _matrices,
+    }
 
 
 def _decayed(params: Any) -> Any:

@@ -3,27 +3,25 @@
 A `Program` allocates nothing, so that a step can be lowered for devices that are only described.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from octavo._tree import flatten_paths, path_str
+from octavo._tree import flatten_paths
 from octavo.data.packing import KEYS
 from octavo.inspect import Plan, Verification, plan, verify
 from octavo.models import ModelConfig, abstract_params
-from octavo.ops.vjp import ERROR_FEEDBACK
 from octavo.rules import QtRule, QuantizationRule, Schedule, recipe
 from octavo.train import distributed, sharding
 from octavo.train.config import Config
 from octavo.train.mesh import global_batch_size, make_mesh
 from octavo.train.optimizer import learning_rate_schedule, make_optimizer
 from octavo.train.quantization import training_schedule, with_communication
-from octavo.train.reduction import Reduction
+from octavo.train.reduction import AXIS, replica_gradients, replica_reductions, with_error_shardings
 from octavo.train.step import Batch, TrainState, TrainStep, make_loss, make_masks
 from octavo.transform import quantized, scheduled
 
@@ -100,7 +98,7 @@ class Program:
             accumulation=config.gradient_accumulation_steps,
             clip=config.gradient_clipping_threshold,
             halts=config.abort_on_nan_loss,
-            reduction=self.reduction,
+            replica_gradients=self.reductions and functools.partial(replica_gradients, reductions=self.reductions),
         )
 
     @property
@@ -122,13 +120,13 @@ class Program:
         """The first step of the stage that a step is in."""
         return self.schedule.stages[self.schedule.stage(step)][0]
 
-    @property
-    def reduction(self) -> Reduction | None:
-        """The quantized data-parallel all-reduce, if gradients are not reduced in float."""
+    @functools.cached_property
+    def reductions(self) -> Any:
+        """The quantized all-reduce of each gradient over replicas; None if gradients are reduced in float."""
         dtype = self.config.gradient_reduce_dtype
-        if not dtype or self.mesh.shape.get("data", 1) == 1:
+        if not dtype or self.mesh.shape.get(AXIS, 1) == 1:
             return None
-        return Reduction(self.mesh, self.param_specs, dtype, self.config.gradient_reduce_error_feedback)
+        return replica_reductions(self.mesh, self.param_specs, dtype, self.config.gradient_reduce_error_feedback)
 
     # Shapes.
 
@@ -169,7 +167,7 @@ class Program:
             # The raw key data, an ordinary array that can be saved and compared.
             key=jax.random.key_data(jax.random.key(self.config.init_weights_seed)),
             halted=jnp.bool_(False),
-            errors=self.reduction.errors(params) if self.reduction is not None else {},
+            errors=jax.tree.map(lambda r, p: r.init_error(p.shape), self.reductions, params) if self.reductions else {},
         )
 
     def make_masks(self, params: Any) -> dict[str, jax.Array]:
@@ -180,10 +178,13 @@ class Program:
     @functools.cached_property
     def _contracted_axes(self) -> dict[str, int]:
         """The contracted axis of each weight of a matmul, by path."""
-        rules = self.rules or recipe("int8")
-        sites = quantized(self.loss, rules, weights="params").sites(*self.loss_arguments)
+        sites = self._sites(self.rules or recipe("int8"))
         # Kernels are [..., in, out], stacked layers and experts in front.
         return {site.leaf: -2 for site in sites if site.leaf and site.config is not None}
+
+    def _sites(self, rules: Sequence[QuantizationRule]) -> Sequence[Any]:
+        low = quantized(self.loss, rules, weights="params", shardings=self.weight_shardings)
+        return low.sites(*self.loss_arguments)
 
     # Shardings.
 
@@ -205,29 +206,8 @@ class Program:
         """The sharding of each array of the state: optimizer and masks as their parameters, the rest replicated."""
         state = self.abstract_state
         found = sharding.tree_shardings(state, state.params, self.param_specs, self.mesh)
-        replicas = jax.tree.map(
-            lambda _, spec: NamedSharding(self.mesh, PartitionSpec("data", *spec)), state.params, self.param_specs
-        )
-        found = dataclasses.replace(found, errors={"copies": replicas}) if state.errors else found
-        return dataclasses.replace(found, quant=self._with_error_feedback_shardings(found.quant))
-
-    def _with_error_feedback_shardings(self, quant: Any) -> Any:
-        """The shardings of the quantization state, where error feedback is sharded as in its reduce-scatter."""
-        if not any(isinstance(rule, QtRule) and rule.reduce_feedback for rule in self.rules):
-            return quant
-        low = quantized(self.loss, self.rules, weights="params", shardings=self.weight_shardings)
-        sites = {f"{site.path}/{site.op_id}/{ERROR_FEEDBACK}/error": site for site in low.sites(*self.loss_arguments)}
-
-        def shard(path: Any, leaf: Any, replicated: NamedSharding) -> NamedSharding:
-            site = sites.get(path_str(path[1:]))
-            if site is None or site.placement.reduction is None:
-                return replicated
-            reduction = site.placement.reduction
-            weight = site.lhs if reduction.left else site.rhs
-            stacked = (None,) * (leaf.ndim - 1 - len(weight[0]))
-            return NamedSharding(self.mesh, PartitionSpec(*stacked, *reduction.error_spec))
-
-        return jax.tree_util.tree_map_with_path(shard, self.abstract_state.quant, quant)
+        feedback = any(isinstance(rule, QtRule) and rule.reduce_feedback for rule in self.rules)
+        return with_error_shardings(found, state, self.reductions, self._sites(self.rules) if feedback else ())
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -311,7 +291,7 @@ def abstract_train_state(config: Config, mesh: Any = None, *, vocab_size: int = 
     """
     program = Program(config, mesh, vocab_size=vocab_size)
     return jax.tree.map(
-        lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
         program.abstract_state,
         program.state_shardings,
     )

@@ -2,9 +2,9 @@
 
 import builtins
 import collections
+import functools
 import sys
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 _STEP = "perf/step_time_seconds"
@@ -59,7 +59,6 @@ class Progress:
 
     Args:
       total: The number of steps.
-      quiet: Whether only messages are printed.
       log_period: Steps between two log lines.
       log: Takes each line instead of stdout; there is no bar then.
 
@@ -73,86 +72,31 @@ class Progress:
     completed step: 2, loss: 3.500
     """
 
-    def __init__(
-        self, total: int, quiet: bool = False, *, log_period: int = 1, log: Callable[[str], None] | None = None
-    ):
-        if log_period < 1:
-            raise ValueError(f"log_period is the number of steps between log lines, at least 1; got {log_period}")
+    def __init__(self, total: int, *, log_period: int = 1, log: Callable[[str], None] | None = None):
+        self._total, self._period = total, log_period
         stdout = log is None or log is builtins.print
-        self._display = _choose(total, quiet, log_period, None if stdout else log)
+        # Flushed: a log is often a file that someone follows.
+        self._log = functools.partial(print, flush=True) if stdout else log
+        self._bar: Any = _make_bar() if stdout and sys.stdout.isatty() else None
+        if self._bar is not None:
+            self._task = self._bar.add_task("starting", total=total)
+        self._recent: collections.deque[float] = collections.deque(maxlen=20)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show that a step, counted from 0, is done."""
-        self._display.show(step, metrics)
-
-    def log(self, message: str) -> None:
-        """Print a message without breaking the bar."""
-        self._display.log(message)
-
-    def __enter__(self) -> "Progress":
-        self._display.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._display.stop()
-
-
-def _choose(total: int, quiet: bool, log_period: int, log: Callable[[str], None] | None) -> "_Log | _Live":
-    if not quiet and log is None and sys.stdout.isatty():
-        try:
-            return _Live(total)
-        except ModuleNotFoundError:  # rich is optional
-            pass
-    return _Log(total, None if quiet else log_period, log or _print)
-
-
-def _print(message: str) -> None:
-    # Flushed: a log is often a file that someone follows.
-    print(message, flush=True)
-
-
-class _Log:
-    """Lines; none for the steps if there is no period."""
-
-    def __init__(self, total: int, log_period: int | None, log: Callable[[str], None]):
-        self._total, self._period, self._log = total, log_period, log
-
-    def start(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-    def show(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._period and (step % self._period == 0 or step == self._total - 1):
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step + 1, description=self._description(step, metrics))
+        elif step % self._period == 0 or step == self._total - 1:
             self.log(log_line(step, metrics))
 
     def log(self, message: str) -> None:
-        self._log(message)
+        """Print a message without breaking the bar."""
+        if self._bar is not None:
+            self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._log(message)
 
-
-class _Live:
-    """A bar drawn by rich."""
-
-    def __init__(self, total: int):
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-        from rich.progress import Progress as Bar
-
-        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-        self._bar = Bar(*columns, refresh_per_second=4)
-        self._task = self._bar.add_task("starting", total=total)
-        self._total = total
-        self._recent: collections.deque[float] = collections.deque(maxlen=20)
-
-    def start(self) -> None:
-        self._bar.start()
-
-    def stop(self) -> None:
-        self._bar.stop()
-
-    def show(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def _description(self, step: int, metrics: Mapping[str, Any]) -> str:
         if metrics.get(_STEP) is not None:
             self._recent.append(float(metrics[_STEP]))
         parts = _format(((_LOSS, "loss {:.3f}"), (_STEP, "{:.3g} s/step"), (_TOKENS, "{:,.0f} tokens/s")), metrics)
@@ -160,10 +104,27 @@ class _Live:
             # The median: the first step also compiles.
             pace = sorted(self._recent)[len(self._recent) // 2]
             parts.append(f"{duration(pace * (self._total - step - 1))} left")
-        self._bar.update(self._task, completed=step + 1, description="  ".join(parts))
+        return "  ".join(parts)
 
-    def log(self, message: str) -> None:
-        self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
+    def __enter__(self) -> "Progress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _make_bar() -> Any:
+    """A bar drawn by rich, or None if it is not installed."""
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bar
+    except ModuleNotFoundError:
+        return None
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    return Bar(*columns, refresh_per_second=4)
 
 
 def duration(seconds: int | float) -> str:

@@ -6,7 +6,6 @@ and residuals are quantized again from float, and `fp8` is delayed scaling. Name
 recipe under both.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import jax
 from octavo import _sharding
 from octavo.compat.maxtext import aqt_int, constant_bounds
 from octavo.numerics import BlockFormat, get_format
-from octavo.ops import Matmul
+from octavo.ops import DotConfig, Matmul
 from octavo.rules import QtRule, QuantizationRule, Schedule, as_rules, recipe
 from octavo.train.config import Config, ConfigError
 from octavo.train.reduction import AXIS
@@ -28,6 +27,8 @@ _TWICE = (
 _EXPERTS = ("ragged_dot", "gmm")
 _AQT_BITS = {"int8": 8, "int4": 4}
 _AQT_NAMES = {"fp8": "fp8_gpu"}
+# The operands that the calibration methods of weights, activations and gradients apply to.
+_SIDES = {"weight": ("fwd_rhs", "dlhs_rhs"), "act": ("fwd_lhs", "drhs_rhs"), "bwd": ("dlhs_lhs", "drhs_lhs")}
 _AQT_FLOATS = ("fp8_full", "fp8_e4m3", "fp8_e5m2", "fp4")
 
 
@@ -112,23 +113,23 @@ def local_shards(config: Config) -> int:
 
 
 def _recipe_rules(config: Config) -> tuple[QuantizationRule, ...]:
-    name, exclude = config.quantization, _exclusion(config)
-    methods = _methods(config)
+    name, methods = config.quantization, _methods(config)
+    exclude = None if config.quantization_exclude == "none" else config.quantization_exclude
     if methods and (name == "intmp" or config.constant_bound_config):
         where = "quant_cfg_path (w_scale, a_scale, g_scale)" if name == "intmp" else "constant_bound_config"
         raise ValueError(f"quantization={name} has its ranges from {where}: leave the calibration methods out")
     if name == "intmp":
-        table = json.loads(Path(config.quant_cfg_path).read_text(encoding="utf8"))
-        rules = recipe(name, exclude=exclude, config=table)
+        rules = recipe(name, exclude=exclude, config=config.quant_cfg_path)
     elif not config.use_qwix_quantization and name in _AQT_BITS:
-        aqt = aqt_int(_AQT_BITS[name], local_shards(config)).with_operands(**_operand_changes(methods))
+        changes = {side: {"calibration": method} for name, method in methods.items() for side in _SIDES[name]}
+        aqt = aqt_int(_AQT_BITS[name], local_shards(config)).with_operands(**changes)
         rules = (*recipe(name, exclude=exclude)[:-1], _rule(aqt))
     elif name == "aqt_fp8_full" and config.constant_bound_config:
         rules = (*recipe(name, exclude=exclude)[:-1], _rule(constant_bounds(config.constant_bound_config)))
     else:
         aqt = not config.use_qwix_quantization
         rules = recipe(_AQT_NAMES.get(name, name) if aqt else name, exclude=exclude)
-        rules = tuple(_with_local_shards(rule.replace(**_applicable(rule, methods)), config) for rule in rules)
+        rules = tuple(_with_local_shards(_with_methods(rule, methods), config) for rule in rules)
         if aqt and name in _AQT_FLOATS:
             rules = tuple(rule if rule.skip else rule.replace(residual="original") for rule in rules)
     if config.use_manual_quantization:
@@ -136,45 +137,29 @@ def _recipe_rules(config: Config) -> tuple[QuantizationRule, ...]:
     return rules
 
 
-def _rule(config) -> QtRule:
+def _rule(config: DotConfig) -> QtRule:
     return QtRule(fwd=config.fwd, dlhs=config.dlhs, drhs=config.drhs, scope="weights")
 
 
-def _exclusion(config: Config) -> str | None:
-    return None if config.quantization_exclude == "none" else config.quantization_exclude
-
-
 def _methods(config: Config) -> dict[str, str]:
-    """The calibration methods that are not the default."""
+    """The calibration methods of weights, activations and gradients that are not the default."""
     methods = {
-        "weight_calibration_method": config.weight_quantization_calibration_method,
-        "act_calibration_method": config.act_quantization_calibration_method,
-        "bwd_calibration_method": config.bwd_quantization_calibration_method,
+        "weight": config.weight_quantization_calibration_method,
+        "act": config.act_quantization_calibration_method,
+        "bwd": config.bwd_quantization_calibration_method,
     }
     if config.quantization_calibration_method:
         methods = dict.fromkeys(methods, config.quantization_calibration_method)
     return {name: method for name, method in methods.items() if method != "absmax"}
 
 
-def _operand_changes(methods: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Calibration methods by the operands that they apply to."""
-    sides = {
-        "weight_calibration_method": ("fwd_rhs", "dlhs_rhs"),
-        "act_calibration_method": ("fwd_lhs", "drhs_rhs"),
-        "bwd_calibration_method": ("dlhs_lhs", "drhs_lhs"),
-    }
-    return {side: {"calibration": method} for name, method in methods.items() for side in sides[name]}
-
-
-def _applicable(rule: QuantizationRule, methods: dict[str, str]) -> dict[str, str]:
-    """The methods of the operands that a rule quantizes."""
+def _with_methods(rule: QuantizationRule, methods: dict[str, str]) -> QuantizationRule:
+    """A rule with the methods of the operands that it quantizes."""
     if rule.skip:
-        return {}
-    if not isinstance(rule, QtRule) or rule.bwd_qtype is None:
-        methods = {name: method for name, method in methods.items() if name != "bwd_calibration_method"}
-    if rule.act_qtype is None:
-        methods = {name: method for name, method in methods.items() if name != "act_calibration_method"}
-    return methods
+        return rule
+    formats = {"weight": rule.weight_qtype, "act": rule.act_qtype, "bwd": getattr(rule, "bwd_qtype", None)}
+    found = {name: method for name, method in methods.items() if name == "weight" or formats[name] is not None}
+    return rule.replace(**{f"{name}_calibration_method": method for name, method in found.items()})
 
 
 def _with_local_shards(rule: QuantizationRule, config: Config) -> QuantizationRule:

@@ -1,33 +1,39 @@
 """A run: a trainer with a directory, checkpoints, metrics, telemetry, signals and stopping conditions.
 
-`train` is the outline; `_Run` has the loop, and what happens between its steps.
+`train` is the outline; `_Run` has the loop, and what happens between its steps; `directory` has the files.
 """
 
 import dataclasses
 import functools
 import importlib
-import json
 import math
 import signal
 import time
-import warnings
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from octavo.checkpoint import CheckpointManager, CheckpointWarning
+from octavo.checkpoint import CheckpointManager
 from octavo.hlo import read_communication
-from octavo.rules import Schedule, rules_to_json
+from octavo.rules import Schedule
 from octavo.train import distributed
 from octavo.train.config import Config
-from octavo.train.directory import Log, describe, write_config, write_plan
+from octavo.train.directory import (
+    Log,
+    check_no_overwrite,
+    describe,
+    description,
+    restore,
+    save_quantized,
+    write_config,
+    write_plan,
+)
 from octavo.train.halt import HaltedError, StopSignal, explain_halt, stop_signals
-from octavo.train.metrics import MetricWriter, NoMetrics
+from octavo.train.metrics import MetricWriter
 from octavo.train.program import STOP
 from octavo.train.progress import Progress, eval_line
-from octavo.train.step import is_reset_on_remesh
-from octavo.train.telemetry import Telemetry, format_bounds, propose_bounds, range_warnings
+from octavo.train.telemetry import Telemetry, format_bounds, largest_magnitudes, range_warnings
 from octavo.train.trainer import Trainer
 
 DONE, TARGET, TERMINATED, INTERRUPTED = "done", "target", "terminated", "interrupted"
@@ -73,41 +79,59 @@ def train(config: Config, *, log: Log | None = None, mesh: Any = None, schedule:
     began, print_line = time.perf_counter(), log or functools.partial(print, flush=True)
     if not (main := distributed.is_main_process()):
         log = print_line = lambda _: None  # process 0 writes for all
-    directory = Path(config.run_directory)
     if config.enable_checkpointing:
         # Fail now if it is missing, not at the first save.
         importlib.import_module("orbax.checkpoint")
     with CheckpointManager(
-        directory / "checkpoints",
+        config.run_directory / "checkpoints",
         max_to_keep=config.max_num_checkpoints_to_keep,
         keep_period=config.keep_period,
         asynchronous=config.async_checkpointing,
     ) as checkpoints:
-        _check_no_overwrite(config, checkpoints)
+        check_no_overwrite(config, checkpoints)
         trainer = Trainer(config, mesh, schedule)
-        saved = _restore(trainer, checkpoints, print_line)
-        outcome = _finished(config, trainer.now, saved)
+        saved = restore(trainer, checkpoints, print_line)
+        outcome = _finished(trainer, saved)
         if outcome is not None:
             print_line(_finished_line(outcome, config))
         else:
             if main:
-                write_config(config, directory, print_line)
-                describe(trainer, directory, print_line)
+                write_config(config, print_line)
+                describe(trainer, print_line)
             if config.calibration and trainer.rules:
-                print_line(format_bounds(propose_bounds(trainer)))
-            writer = _metric_writer(config, trainer.now) if main else NoMetrics()
+                print_line(format_bounds(largest_magnitudes(trainer)))
+            writer = MetricWriter(
+                config.run_directory if main else None,
+                run_name=config.run_name,
+                tensorboard=config.enable_tensorboard,
+                extra_file=config.metrics_file,
+                start_step=trainer.now,
+            )
             bar = Progress(config.steps, log_period=config.log_period, log=log)
             with writer, bar as progress, stop_signals() as stop:
-                run = _Run(trainer, checkpoints, writer, progress, began, saved)
-                try:
-                    outcome = run.loop(stop)
-                except jax.errors.JaxRuntimeError as error:
-                    if not distributed.is_multiprocess():
-                        raise
-                    raise distributed.connection_lost(trainer.now, run.saved, error) from error
-        if outcome.complete:
-            _save_quantized(trainer, print_line)
+                outcome = _Run(trainer, checkpoints, writer, progress, began, saved).loop(stop)
+        if outcome.complete and config.save_quantized_params_path:
+            save_quantized(trainer, print_line)
     return outcome
+
+
+def _finished(trainer: Trainer, saved: dict[str, Any]) -> Outcome | None:
+    """The outcome of a run that has nothing left to do."""
+    loss, eval_loss = saved.get("loss"), saved.get("eval_loss")
+    if _reached_target(trainer.config, eval_loss):
+        return Outcome(trainer.now, TARGET, loss, eval_loss)
+    return Outcome(trainer.now, DONE, loss, eval_loss) if trainer.now >= trainer.config.steps else None
+
+
+def _finished_line(outcome: Outcome, config: Config) -> str:
+    if outcome.reason == TARGET:
+        reached = f"this run reached target_eval_loss={config.target_eval_loss:g} at step {outcome.step}"
+        return f"{reached}, with a loss of {outcome.eval_loss:.4f}; to continue, lower target_eval_loss"
+    return f"this run is complete at step {outcome.step}; to continue, raise steps={config.steps}"
+
+
+def _reached_target(config: Config, eval_loss: float | None) -> bool:
+    return eval_loss is not None and config.target_eval_loss > 0 and eval_loss <= config.target_eval_loss
 
 
 class _Run:
@@ -117,7 +141,7 @@ class _Run:
         self,
         trainer: Trainer,
         checkpoints: CheckpointManager,
-        writer: MetricWriter | NoMetrics,
+        writer: MetricWriter,
         progress: Progress,
         began: float,
         saved: dict[str, Any],
@@ -138,6 +162,15 @@ class _Run:
 
     def loop(self, stop: StopSignal) -> Outcome:
         """Train until the last step, a target or a signal."""
+        try:
+            reason = self.steps(stop)
+        except jax.errors.JaxRuntimeError as error:
+            if not self.multiprocess:
+                raise
+            raise distributed.connection_lost(self.trainer.now, self.saved, error) from error
+        return Outcome(self.trainer.now, reason, self.loss, self.eval_loss)
+
+    def steps(self, stop: StopSignal) -> str:
         config, trainer = self.config, self.trainer
         stage, reason = None, DONE
         for step in range(trainer.now, config.steps):
@@ -149,9 +182,11 @@ class _Run:
             # Metrics are read one step late, so that a device never waits for the host.
             self.report()
             self.pending = (step, metrics)
-            if self.telemetry.is_due(step) or self.evaluates(step) or self.saves(step):
+            if due := self.due(step):
                 self.report()
-                self.pause(step)
+                for task in due:
+                    task(step)
+                self.last = time.perf_counter()  # not included in step times
             if _reached_target(config, self.eval_loss):
                 reason = TARGET
             elif (by := self.stopped if self.multiprocess else stop.by) is not None and step + 1 < config.steps:
@@ -163,7 +198,17 @@ class _Run:
         if self.saved != trainer.now:
             self.save()
         self.checkpoints.wait_until_finished()
-        return Outcome(trainer.now, reason, self.loss, self.eval_loss)
+        return reason
+
+    def due(self, step: int) -> list[Callable[[int], None]]:
+        """The telemetry, evaluation and checkpoint that follow a step."""
+        config = self.config
+        tasks = (
+            (self.measure, self.telemetry.is_due(step)),
+            (self.evaluate, config.eval_interval > 0 and (step + 1) % config.eval_interval == 0),
+            (lambda _: self.save(), (step + 1) % config.checkpoint_period == 0),
+        )
+        return [task for task, is_due in tasks if is_due]
 
     def compile(self, step: int) -> None:
         """Compile the step of a stage before it is timed."""
@@ -180,7 +225,7 @@ class _Run:
             communication = read_communication(program.as_text())
             self.progress.log(f"in a step, {communication.line()}")
             if self.trainer.schedule.at(step)[0] and distributed.is_main_process():
-                write_plan(self.trainer.plan().with_communication(communication), Path(self.config.run_directory))
+                write_plan(self.trainer.plan().with_communication(communication), self.config.run_directory)
         self.last = time.perf_counter()
 
     def report(self) -> None:
@@ -195,8 +240,7 @@ class _Run:
         seconds, self.last = now - self.last, now
         if values.pop("halted"):
             self.checkpoints.wait_until_finished()
-            directory = Path(self.config.run_directory)
-            raise HaltedError(explain_halt(self.trainer, step, self.checkpoints.latest_step(), directory))
+            raise HaltedError(explain_halt(self.trainer, step, self.checkpoints.latest_step()))
         for name, used in (("z_loss", self.config.z_loss_multiplier), ("moe_lb_loss", self.config.num_experts > 1)):
             if not used:
                 del values[f"learning/{name}"]
@@ -213,22 +257,6 @@ class _Run:
         self.loss = values["learning/loss"]
         self.writer.write(step, values)
         self.progress.update(step, values)
-
-    def evaluates(self, step: int) -> bool:
-        return self.config.eval_interval > 0 and (step + 1) % self.config.eval_interval == 0
-
-    def saves(self, step: int) -> bool:
-        return (step + 1) % self.config.checkpoint_period == 0
-
-    def pause(self, step: int) -> None:
-        """Run telemetry, evaluation and checkpointing if due; not included in step times."""
-        if self.telemetry.is_due(step):
-            self.measure(step)
-        if self.evaluates(step):
-            self.evaluate(step)
-        if self.saves(step):
-            self.save()
-        self.last = time.perf_counter()
 
     def measure(self, step: int) -> None:
         started = time.perf_counter()
@@ -255,98 +283,12 @@ class _Run:
     def save(self) -> None:
         if not self.config.enable_checkpointing:
             return
-        trainer = self.trainer
-        extra = {
-            "seconds": time.perf_counter() - self.began,
-            "training_seconds": self.training,
-            "loss": self.loss,
-            "eval_loss": self.eval_loss,
-            "data": trainer.data.describe(),
-            **_description(trainer),
-        }
-        self.checkpoints.save(trainer.now, trainer.state, extra)
-        self.saved = trainer.now
-
-
-# Resuming.
-
-
-def _check_no_overwrite(config: Config, checkpoints: CheckpointManager) -> None:
-    if not config.enable_checkpointing and (steps := checkpoints.all_steps()):
-        raise ValueError(
-            f"{checkpoints.directory} has a checkpoint of step {steps[-1]}, and enable_checkpointing=false would "
-            "overwrite the metrics of that run: choose another run_name, or leave checkpoints enabled to resume it"
-        )
-
-
-def _restore(trainer: Trainer, checkpoints: CheckpointManager, log: Log) -> dict[str, Any]:
-    """Resume from the newest intact checkpoint, if there is one; returns the `extra` dictionary saved with it."""
-    if not trainer.config.enable_checkpointing:
-        return {}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CheckpointWarning)
-        found = checkpoints.restore(trainer.state, reinit=is_reset_on_remesh)
-    for warning in caught:
-        log(f"warning: {warning.message}")
-    if found is None:
-        return {}
-    trainer.resume(found.state)
-    log(f"resuming at step {found.step} of {trainer.config.steps}")
-    data = json.loads(json.dumps(trainer.data.describe()))
-    before = found.extra.get("data", data)
-    if changed := [name for name in {**before, **data} if before.get(name) != data.get(name)]:
-        log(f"warning: the data has changed, so the run will not continue as it would have: {', '.join(changed)}")
-    return found.extra
-
-
-def _finished(config: Config, step: int, saved: dict[str, Any]) -> Outcome | None:
-    """The outcome of a run that has nothing left to do."""
-    loss, eval_loss = saved.get("loss"), saved.get("eval_loss")
-    if _reached_target(config, eval_loss):
-        return Outcome(step, TARGET, loss, eval_loss)
-    return Outcome(step, DONE, loss, eval_loss) if step >= config.steps else None
-
-
-def _finished_line(outcome: Outcome, config: Config) -> str:
-    if outcome.reason == TARGET:
-        reached = f"this run reached target_eval_loss={config.target_eval_loss:g} at step {outcome.step}"
-        return f"{reached}, with a loss of {outcome.eval_loss:.4f}; to continue, lower target_eval_loss"
-    return f"this run is complete at step {outcome.step}; to continue, raise steps={config.steps}"
-
-
-def _reached_target(config: Config, eval_loss: float | None) -> bool:
-    return eval_loss is not None and config.target_eval_loss > 0 and eval_loss <= config.target_eval_loss
-
-
-def _metric_writer(config: Config, start_step: int) -> MetricWriter:
-    return MetricWriter(
-        config.run_directory,
-        run_name=config.run_name,
-        tensorboard=config.enable_tensorboard,
-        extra_file=config.metrics_file,
-        start_step=start_step,
-    )
-
-
-def _description(trainer: Trainer) -> dict[str, Any]:
-    """The configuration, the model and its rules, to read parameters without a trainer."""
-    rules, *_ = trainer.recipe_schedule.at(max(0, trainer.now - 1))
-    return {
-        "config": trainer.config.to_dict(),
-        "model": json.loads(trainer.model.replace(placement=()).to_json()),
-        "rules": json.loads(rules_to_json(rules)),
-    }
-
-
-def _save_quantized(trainer: Trainer, log: Log) -> None:
-    path = trainer.config.save_quantized_params_path
-    if not path:
-        return
-    params = trainer.quantized_params()
-    before, after = (sum(x.nbytes for x in jax.tree.leaves(p)) for p in (trainer.state.params, params))
-    with CheckpointManager(Path(path), asynchronous=False) as checkpoints:
-        checkpoints.save(trainer.now, {"params": params}, _description(trainer), force=True)
-    log(f"quantized parameters: {before / 2**20:.1f} MiB -> {after / 2**20:.1f} MiB, in {path}")
+        times = {"seconds": time.perf_counter() - self.began, "training_seconds": self.training}
+        losses = {"loss": self.loss, "eval_loss": self.eval_loss}
+        data = {"data": self.trainer.data.describe()}
+        extra = {**times, **losses, **data, **description(self.trainer)}
+        self.checkpoints.save(self.trainer.now, self.trainer.state, extra)
+        self.saved = self.trainer.now
 
 
 def _exp(loss: float) -> float:

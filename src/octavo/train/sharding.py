@@ -3,11 +3,10 @@
 The model is independent of them: the logical axes of a parameter are looked up by its path.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,6 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from octavo._sharding import names as names_of
 from octavo._tree import flatten_paths, path_str
 from octavo.models import ModelConfig, abstract_params
+from octavo.optim import ExpandedMoment, is_moment
+from octavo.qarray import shardings
 from octavo.train.config import Config, ConfigError
 from octavo.train.config.checks import DEFAULT_RULES, split_axes
 from octavo.train.mesh import global_batch_size
@@ -93,20 +94,24 @@ def param_specs(model: ModelConfig, mesh: Any, rules: Rules) -> Any:
 def tree_shardings(tree: Any, params: Any, specs: Any, mesh: Any) -> Any:
     """The shardings of a tree such as an optimizer's state.
 
-    A leaf is sharded as the parameter that its path ends with, if it has that parameter's shape; others are replicated.
+    A leaf is sharded as the parameter that its path ends with, if it has that parameter's shape, and so are the arrays
+    of a quantized moment, the scales along axes whose blocks divide among the devices; others are replicated.
     """
     by_path = flatten_paths(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     named = {name: (tuple(leaf.shape), by_path[name]) for name, leaf in flatten_paths(params).items()}
 
-    def sharding(path: Any, leaf: Any) -> NamedSharding:
+    def sharding(path: Any, leaf: Any) -> Any:
+        moment = leaf.codes if isinstance(leaf, ExpandedMoment) else leaf
         parts = path_str(path).split("/")
-        for start in range(len(parts)):
-            shape, spec = named.get("/".join(parts[start:]), ((), None))
-            if spec is not None and shape == tuple(leaf.shape):
-                return NamedSharding(mesh, spec)
-        return NamedSharding(mesh, PartitionSpec())
+        found = (named.get("/".join(parts[start:]), ((), None)) for start in range(len(parts)))
+        spec = next((spec for shape, spec in found if spec is not None and shape == tuple(moment.shape)), None)
+        where = NamedSharding(mesh, spec if spec is not None else PartitionSpec())
+        if not is_moment(leaf):
+            return where
+        codes = shardings(moment, where)
+        return codes if moment is leaf else ExpandedMoment(codes, codes.scale)
 
-    return jax.tree_util.tree_map_with_path(sharding, tree)
+    return jax.tree_util.tree_map_with_path(sharding, tree, is_leaf=is_moment)
 
 
 def batch_spec(config: Config, mesh: Any) -> PartitionSpec:
@@ -173,7 +178,8 @@ def _indivisible_batch(config: Config, mesh: Any) -> Iterator[str]:
 def _poorly_sharded(config: Config, model: ModelConfig, mesh: Any) -> Iterator[str]:
     found = shard_balance(model, mesh, axis_rules(config))
     if found.excess > config.sharding_tolerance:
-        copies = "; ".join(f"{name} {list(shape)} is replicated {n} times" for name, shape, n in found.replicated[:3])
+        largest = sorted(found.replicated, key=lambda entry: -math.prod(entry[1]))[:3]
+        copies = "; ".join(f"{name} {list(shape)} is replicated {n} times" for name, shape, n in largest)
         yield (
             f"a device holds {found.held:,} of {found.total:,} parameters, {100 * found.excess:.1f} % more than an "
             f"even share of {found.total / found.num_shards:,.0f} over {found.axes}, and sharding_tolerance="
@@ -181,18 +187,17 @@ def _poorly_sharded(config: Config, model: ModelConfig, mesh: Any) -> Iterator[s
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardBalance:
+class ShardBalance(NamedTuple):
     """How evenly parameters are sharded: of `total` a device holds `held`, at best `total / num_shards`.
 
-    `replicated` are the parameters that several devices of a replica hold, the largest first.
+    `replicated` are the parameters that several devices of a replica hold.
     """
 
     total: int
     held: int
     num_shards: int
     axes: str
-    replicated: tuple[tuple[str, tuple[int, ...], int], ...]
+    replicated: list[tuple[str, tuple[int, ...], int]]
 
     @property
     def excess(self) -> float:
@@ -212,8 +217,7 @@ def shard_balance(model: ModelConfig, mesh: Any, rules: Rules) -> ShardBalance:
         total, held = total + size, held + size // shards
         if shards < num_shards:
             replicated.append((name, tuple(leaf.shape), num_shards // shards))
-    replicated.sort(key=lambda entry: -math.prod(entry[1]))
-    return ShardBalance(total, held, num_shards, _format_axes(sharding, mesh), tuple(replicated))
+    return ShardBalance(total, held, num_shards, _format_axes(sharding, mesh), replicated)
 
 
 def _format_axes(axes: tuple[str, ...], mesh: Any) -> str:

@@ -53,14 +53,14 @@ class TrainState:
 
 def is_reset_on_remesh(path: tuple[str, ...]) -> bool:
     """Whether an array of the state is reset when a run resumes on another mesh: error feedback is per device."""
-    return path[0] == "errors" or ERROR_FEEDBACK in path
+    return ERROR_FEEDBACK in path
 
 
 # Loss.
 
 
 class Losses(NamedTuple):
-    """Sums over the tokens of a batch, so that microbatches add up; `weights` is the number of tokens."""
+    """Sums over the tokens of a batch, to be added over microbatches; `weights` is the number of tokens."""
 
     lm: jax.Array
     z: jax.Array
@@ -156,7 +156,7 @@ class TrainStep:
       accumulation: The number of microbatches of a batch.
       clip: The bound on the global norm of the gradients; 0: none.
       halts: Whether all updates stop after a step that is not finite. Such a step itself never updates anything.
-      reduction: The quantized data-parallel all-reduce, if gradients are not reduced in float.
+      replica_gradients: Computes the gradients of data-parallel replicas and all-reduces them in low precision.
     """
 
     loss: Scheduled
@@ -165,20 +165,19 @@ class TrainStep:
     accumulation: int = 1
     clip: float = 0.0
     halts: bool = True
-    reduction: Callable[..., Any] | None = None
+    replica_gradients: Callable[..., Any] | None = None
 
-    def gradients(self, state: TrainState, batch: Batch, *, step: int) -> tuple[Any, dict[str, Any], Losses, jax.Array]:
-        """(gradients, new quantization state, losses, loss) of a batch; `step` chooses the stage.
+    def gradients(
+        self, state: TrainState, batch: Batch, *, step: int, weights: Any = None, share: float = 1.0
+    ) -> tuple[Any, dict[str, Any], Losses, jax.Array]:
+        """(gradients, new quantization state, losses, loss) of a batch, or of rows of one; `step` chooses the stage.
 
         Microbatches count as one batch: losses are divided by the number of tokens in the batch. Each microbatch starts
         from the delayed-scaling histories of the previous step, and histories are combined by their maximum. Statistics
-        of static ranges and error feedback are carried from one microbatch to the next.
+        of static ranges and error feedback are carried from one microbatch to the next. Of the rows of a replica,
+        `weights` is the number of tokens in the global batch, and `share` their fraction of it.
         """
-        return self._gradients(state, batch, total_weights(batch), 1.0, step=step)
-
-    def _gradients(self, state: TrainState, batch: Batch, weights: Any, share: float, *, step: int) -> Any:
-        """Gradients of some rows. `weights`: tokens in the full batch; `share`: the fraction of it that they are."""
-        share = share / self.accumulation
+        weights, share = total_weights(batch) if weights is None else weights, share / self.accumulation
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         overwrite = state.quant.get(GRADIENT_STATE, {})
 
@@ -218,11 +217,11 @@ class TrainStep:
     def train(self, state: TrainState, batch: Batch, *, step: int) -> tuple[TrainState, Metrics]:
         """The state after a step, and its metrics."""
         errors = state.errors
-        if self.reduction is None:
+        if self.replica_gradients is None:
             gradients, quant, losses, loss = self.gradients(state, batch, step=step)
         else:
-            local = functools.partial(self._gradients, step=step)
-            gradients, quant, losses, loss, errors = self.reduction(local, state, batch, total_weights(batch))
+            local = functools.partial(self.gradients, step=step)
+            gradients, quant, losses, loss, errors = self.replica_gradients(local, state, batch, total_weights(batch))
         raw = optax.tree.norm(gradients)
         if self.clip > 0:
             gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.clip / jnp.maximum(raw, 1e-30)), gradients)

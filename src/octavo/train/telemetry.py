@@ -93,25 +93,20 @@ def _probe(low: Any, rows: int, state: TrainState, batch: Batch) -> Any:
 # Static bounds.
 
 
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """The largest magnitude of a class of tensors in any matmul, and a static range that holds it."""
+def fixed_method(largest: float) -> str:
+    """The calibration method of a static range that holds a magnitude.
 
-    largest: float
+    The range is a power of two, so that scales of float formats are exact.
 
-    @property
-    def method(self) -> str:
-        """The range as a calibration method: a power of two, so that scales of float formats are exact.
-
-        >>> Bound(0.9).method, Bound(100.0).method
-        ('fixed,-2,2', 'fixed,-128,128')
-        """
-        limit = 2.0 ** math.ceil(math.log2(self.largest * MARGIN)) if self.largest > 0 else 1.0
-        return f"fixed,-{limit:g},{limit:g}"
+    >>> fixed_method(0.9), fixed_method(100.0)
+    ('fixed,-2,2', 'fixed,-128,128')
+    """
+    limit = 2.0 ** math.ceil(math.log2(largest * MARGIN)) if largest > 0 else 1.0
+    return f"fixed,-{limit:g},{limit:g}"
 
 
-def propose_bounds(trainer: Trainer) -> dict[str, Bound]:
-    """Bounds for weights, activations and gradients, from the next batch; the trainer is not changed.
+def largest_magnitudes(trainer: Trainer) -> dict[str, float]:
+    """The largest magnitude of weights, activations and gradients in the next batch; the trainer is not changed.
 
     They are measured with dynamic ranges, so that bounds of the configuration do not clip them.
     """
@@ -124,13 +119,13 @@ def propose_bounds(trainer: Trainer) -> dict[str, Bound]:
         for s in operands.values():
             largest = float(np.max(np.asarray(s.largest_scale), initial=0.0)) * get_format(s.qtype).bound
             found[s.kind] = max(found.get(s.kind, 0.0), largest)
-    return {kind: Bound(largest) for kind, largest in found.items()}
+    return found
 
 
-def format_bounds(bounds: Mapping[str, Bound]) -> str:
-    """Proposed bounds as a log line, with the keys to set."""
-    reached = "; ".join(f"{kind}s reach {bound.largest:.3g}" for kind, bound in bounds.items())
-    keys = " ".join(f"{METHODS[kind]}={bound.method}" for kind, bound in bounds.items() if kind != "gradient")
+def format_bounds(largest: Mapping[str, float]) -> str:
+    """Static bounds for magnitudes as a log line, with the keys to set."""
+    reached = "; ".join(f"{kind}s reach {value:.3g}" for kind, value in largest.items())
+    keys = " ".join(f"{METHODS[kind]}={fixed_method(value)}" for kind, value in largest.items() if kind != "gradient")
     return f"calibration=auto: {reached}. Static bounds: {keys} (gradients change most: leave them dynamic)"
 
 

@@ -1,9 +1,9 @@
 """`quantized`: a function in low precision, made from one in float."""
 
-import dataclasses
 import functools
+import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,15 +11,20 @@ import numpy as np
 
 from octavo._typing import PRNGKeyArray
 from octavo.qarray import QArray, Quantizer, is_qarray
-from octavo.transform import jaxpr
-from octavo.transform.arguments import PARAMETERS, Weights, argument_names, leaf_paths, weight_names
 from octavo.transform.evaluate import evaluate
 from octavo.transform.frame import Context, Frame, Host, Key, Value
+from octavo.transform.jaxpr import Jaxpr
 from octavo.transform.provider import QtProvider, QuantizationProvider, tracing
-from octavo.transform.rearrange import as_array
 from octavo.transform.site import Site, site_quantizer
 from octavo.transform.state import check_calibrated, flatten_state, nest_state
-from octavo.transform.weights import ACTIVATION, Origin, parameter_origin
+from octavo.transform.weights import ACTIVATION, parameter_origin
+
+PARAMETERS = (
+    "params", "param", "parameters", "variables", "weights", "model", "module", "net", "network", "theta", "self",
+)  # fmt: skip
+"""Arguments with these names hold weights."""
+
+type Weights = str | int | Sequence[str | int] | Callable[[str, Any], bool] | None
 
 _ON_UNMATCHED = ("error", "warn", "ignore")
 
@@ -63,34 +68,12 @@ def quantized(
     return Quantized(fn, provider, weights, on_unmatched, shardings=shardings)
 
 
-class Inputs(NamedTuple):
-    """The flattened arguments of a call: arrays, which are traced, and static leaves."""
+class Traced(NamedTuple):
+    """A function as a jaxpr of the arrays among its arguments, and the values of those."""
 
-    leaves: list[Any]
-    tree: Any
-    names: list[str | None]
-    dynamic: list[bool]
-
-    @property
-    def arrays(self) -> list[Any]:
-        return [leaf for leaf, moves in zip(self.leaves, self.dynamic, strict=True) if moves]
-
-    @property
-    def abstract(self) -> list[Any]:
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, QArray) else x for x in self.arrays]
-
-    def origins(self) -> list[Origin]:
-        found = []
-        for leaf, name, moves in zip(self.leaves, self.names, self.dynamic, strict=True):
-            if moves:
-                found.append(ACTIVATION if name is None else parameter_origin(name, leaf.shape))
-        return found
-
-    def fill(self, arrays: list[Any]) -> Any:
-        """(args, kwargs) with these arrays."""
-        moving = iter(arrays)
-        full = [next(moving) if moves else leaf for leaf, moves in zip(self.leaves, self.dynamic, strict=True)]
-        return jax.tree.unflatten(self.tree, full)
+    jaxpr: Jaxpr
+    values: list[Value]
+    out_tree: Any
 
 
 class Quantized:
@@ -118,21 +101,11 @@ class Quantized:
         if hasattr(fn, "__name__"):
             functools.update_wrapper(self, fn, updated=())
 
-    @property
-    def strict_paths(self) -> bool:
-        """Whether rules match the path of a module only, and not the name of a weight."""
-        return bool(self._options["strict_paths"])
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.provider.stateful:
-            state = self._discover(args, kwargs)[1]
-            if state:
-                some = next(iter(state))
-                raise ValueError(
-                    f"{some.name} at {some.path!r} keeps state ({some.collection}), which goes in and comes out: "
-                    "state = q.init(*args); out, state = q.stateful(state)(*args)"
-                )
-        return self._run(args, kwargs, {}, None, True)[0]
+        return self._run(self._trace(args, kwargs), None, None, True)[0]
+
+    def __repr__(self) -> str:
+        return f"<{getattr(self.fn, '__name__', self.fn)} quantized by {list(self.provider.rules)}>"
 
     def init(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The initial state for arguments of these shapes, as nested dictionaries: collection, module path, name.
@@ -160,106 +133,169 @@ class Quantized:
         """
 
         def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-            return self._run(args, kwargs, dict(state or {}), key, update)
+            return self._run(self._trace(args, kwargs), state or {}, key, update)
 
         return call
 
     def sites(self, *args: Any, **kwargs: Any) -> list[Site]:
         """Every matmul of the function for arguments of these shapes."""
-        return list(self._discover(args, kwargs)[0].sites.values())
+        return list(self._discover(self._trace(args, kwargs))[0].values())
 
     def stored_quantizers(self, *args: Any, **kwargs: Any) -> dict[str, Quantizer]:
         """The quantizers of parameters, by name, for storing them in low precision."""
-        inputs = self._inputs(args, kwargs)
-        shapes = {n: leaf.shape for n, leaf in zip(inputs.names, inputs.leaves, strict=True) if n is not None}
+        traced = self._trace(args, kwargs)
+        shapes = {v.origin.leaves[0]: v.data.shape for v in traced.values if v.origin.leaves}
         found: dict[str, Quantizer] = {}
-        for site in self.sites(*args, **kwargs):
-            quantizer = site_quantizer(site, shapes)
-            if quantizer is not None:
+        for site in self._discover(traced)[0].values():
+            if (quantizer := site_quantizer(site, shapes)) is not None:
                 found.setdefault(site.leaf or "", quantizer)
         return found
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_qarray)
-        if self._names is not None:
-            names = self._names(args, kwargs)
-        else:
-            paths = leaf_paths(self.fn, args, kwargs)
-            arguments = [*argument_names(self.fn, len(args)), *kwargs]
-            names = weight_names(paths, leaves, self.weights, arguments)
-        dynamic = [isinstance(x, jax.Array | np.ndarray | QArray | jax.ShapeDtypeStruct) for x in leaves]
-        return Inputs(leaves, tree, names, dynamic)
+        named = weight_names(self.fn, args, kwargs, self.weights) if self._names is None else self._names(args, kwargs)
+        values = {
+            i: Value(x, ACTIVATION if name is None else parameter_origin(name, x.shape))
+            for i, (x, name) in enumerate(zip(leaves, named, strict=True))
+            if isinstance(x, jax.Array | np.ndarray | QArray | jax.ShapeDtypeStruct)
+        }
+        out_tree: Any = None
 
-    def _trace(self, inputs: Inputs) -> jaxpr.Traced:
         def fn(*arrays):
-            args, kwargs = inputs.fill(list(arrays))
-            return self.fn(*args, **kwargs)
+            nonlocal out_tree
+            given = dict(zip(values, arrays, strict=True))
+            args, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+            out, out_tree = jax.tree.flatten(self.fn(*args, **kwargs))
+            return out
 
-        leaves, tree = jax.tree.flatten((tuple(inputs.abstract), {}))
-        with tracing(self.provider):
-            return jaxpr.trace(fn, leaves, tree)
+        arrays = [v.data for v in values.values()]
+        abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, QArray) else x for x in arrays]
+        token = tracing.set(self.provider)
+        try:
+            return Traced(jax.make_jaxpr(fn)(*abstract), list(values.values()), out_tree)
+        finally:
+            tracing.reset(token)
 
-    def _context(self, **changes: Any) -> Context:
-        return Context(self.provider, evaluate, **self._options, cache=self._cache, **changes)
-
-    def _discover(self, args: tuple[Any, ...], kwargs: dict[str, Any], concrete: bool = False):
+    def _discover(self, traced: Traced, concrete: bool = False) -> tuple[dict[Any, Site], dict[Key, Any]]:
         """The sites and the initial state: as shapes, or if `concrete` as arrays."""
-        inputs = self._inputs(args, kwargs)
-        traced = self._trace(inputs)
-        context = dataclasses.replace(self._context(init=True, update=False), cache={})
+        context = Context(self.provider, evaluate, **self._options, init=True, update=False)
 
         def run(arrays):
             frame = Frame(context)
-            evaluate(traced.jaxpr, _values(arrays, inputs.origins()), frame)
+            evaluate(traced.jaxpr, [v._replace(data=x) for v, x in zip(traced.values, arrays, strict=True)], frame)
             return frame.new
 
-        state = jax.jit(run)(inputs.arrays) if concrete else jax.eval_shape(run, inputs.arrays)
-        self._check(context, traced)
-        return context, state
+        state = (jax.jit(run) if concrete else functools.partial(jax.eval_shape, run))([v.data for v in traced.values])
+        self._check(context)
+        return context.sites, state
 
     def _initial(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Key, Any]:
-        return self._discover(args, kwargs, concrete=True)[1]
+        return self._discover(self._trace(args, kwargs), concrete=True)[1]
 
     def _run(
-        self, args, kwargs, state: Mapping[str, Any], key: Any, update: bool | frozenset[str]
+        self,
+        traced: Traced,
+        state: Mapping[str, Any] | None,
+        key: Any,
+        update: bool | frozenset[str],
+        known: Mapping[Key, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        inputs = self._inputs(args, kwargs)
-        known = self._discover(args, kwargs)[1] if self.provider.stateful else {}
-        before = flatten_state(state, known)
-        context = self._context(update=update)
-        check_calibrated({k: v for k, v in before.items() if not context.updates(k.path)})
-        traced = self._trace(inputs)
+        """The result and the new state; `known` is the state that `_discover` found, if it was called."""
+        context = Context(self.provider, evaluate, **self._options, cache=self._cache, update=update)
+        before: dict[Key, Any] = {}
+        if self.provider.stateful:
+            known = self._discover(traced)[1] if known is None else known
+            if state is None and known:
+                some = next(iter(known))
+                raise ValueError(
+                    f"{some.name} at {some.path!r} keeps state ({some.collection}), which goes in and comes out: "
+                    "state = q.init(*args); out, state = q.stateful(state)(*args)"
+                )
+            before = flatten_state(state or {}, known)
+            check_calibrated({k: v for k, v in before.items() if not context.updates(k.path)})
         frame = Frame(context, state=before, key=key)
-        outs = evaluate(traced.jaxpr, _values(inputs.arrays, inputs.origins()), frame)
-        self._check(context, traced)
-        out = jax.tree.unflatten(traced.out_tree, [as_array(v.data) for v in outs])
-        return out, nest_state({**before, **frame.new})
+        outs = evaluate(traced.jaxpr, traced.values, frame)
+        self._check(context)
+        arrays = [v.data.dequantize() if isinstance(v.data, QArray) else v.data for v in outs]
+        new = nest_state({**before, **frame.new}) if self.provider.stateful else {}
+        return jax.tree.unflatten(traced.out_tree, arrays), new
 
-    def _check(self, context: Context, traced: jaxpr.Traced) -> None:
+    def _check(self, context: Context) -> None:
         """Raise if nothing would be quantized."""
-        sites = list(context.sites.values())
+        sites, name = list(context.sites.values()), getattr(self.fn, "__name__", "the function")
         if not self.provider.rules:
             return
         if self.weights is None and self._names is None and sites and not any(any(s.weights) for s in sites):
             raise ValueError(
-                f"no matmul of {getattr(self.fn, '__name__', 'the function')} has a weight: say which argument "
-                f"holds the weights, by naming it one of {', '.join(PARAMETERS[:6])} or by quantized(..., weights='its "
-                "name'); weights=() if there are none"
+                f"no matmul of {name} has a weight: say which argument holds the weights, by naming it one of "
+                f"{', '.join(PARAMETERS[:6])} or by quantized(..., weights='its name'); weights=() if there are none"
             )
-        if self.on_unmatched == "ignore" or context.cache:
+        matched = any(site.rule is not None or any(site.quantized) for site in sites)
+        if matched or self.on_unmatched == "ignore":
             return
-        if any(site.rule is not None or any(site.quantized) for site in sites):
-            return
-        if not sites:
-            reason = "it has no matmul (dot_general, convolution or ragged_dot)"
-        else:
+        reason = "it has no matmul (dot_general, convolution or ragged_dot)"
+        if sites:
             paths = sorted({site.leaf or site.path for site in sites})
             reason = f"no rule matches any of its {len(sites)} matmuls, at {', '.join(map(repr, paths[:5]))}"
-        message = f"quantizing {getattr(self.fn, '__name__', 'the function')} would change nothing: {reason}"
+        message = f"quantizing {name} would change nothing: {reason}"
         if self.on_unmatched == "error":
             raise ValueError(message)
         warnings.warn(message, stacklevel=4)
 
 
-def _values(arrays: list[Any], origins: list[Origin]) -> list[Value]:
-    return [Value(x, o) for x, o in zip(arrays, origins, strict=True)]
+def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+    """The names of positional arguments, from the signature where there is one."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = []
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}{i}" for i in range(count)]
+        elif parameter.kind is not parameter.KEYWORD_ONLY:
+            names.append(parameter.name)
+    return (names + [f"arg{i}" for i in range(len(names), count)])[:count]
+
+
+def weight_names(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], weights: Weights = None
+) -> list[str | None]:
+    """The name of each leaf of (args, kwargs) that is a weight; None for the others.
+
+    In an argument with a "params" collection only the leaves of that collection are weights, not batch statistics or
+    optimizer state, and their names begin below it.
+    """
+    arguments = argument_names(fn, len(args))
+    leaves = []
+    for keys, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_qarray):
+        path = [jax.tree_util.keystr((key,), simple=True) for key in keys]
+        leaves.append(((arguments[int(path[1])] if path[0] == "0" else path[1], *path[2:]), leaf))
+    chosen = None if weights is None or callable(weights) else _chosen(weights, [*arguments, *kwargs])
+    collections = {path[0] for path, _ in leaves if "params" in path[1:3]}
+    names: list[str | None] = []
+    for path, leaf in leaves:
+        in_params = "params" in path[1:3]
+        own = path[path.index("params", 1) + 1 if in_params else 1 :]
+        own = own[:-1] if own[-1:] in (("value",), ("raw_value",)) else own  # the content of boxes and NNX variables
+        name = "/".join(own) or path[0]
+        if not hasattr(leaf, "shape"):
+            is_weight = False
+        elif callable(weights):
+            is_weight = bool(weights(name, leaf))
+        elif chosen is not None:
+            is_weight = path[0] in chosen
+        else:
+            is_weight = in_params if path[0] in collections else path[0] in PARAMETERS or isinstance(leaf, QArray)
+        names.append(name if is_weight else None)
+    return names
+
+
+def _chosen(weights: str | int | Sequence[str | int], arguments: Sequence[str]) -> set[str]:
+    """The names of the arguments that hold weights."""
+    chosen = set()
+    for argument in [weights] if isinstance(weights, str | int) else weights:
+        if isinstance(argument, int) and not -len(arguments) <= argument < len(arguments):
+            raise ValueError(f"weights={argument} names no argument: there are {len(arguments)}")
+        chosen.add(arguments[argument] if isinstance(argument, int) else argument)
+    return chosen

@@ -2,175 +2,193 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from octavo import ops
 from octavo._typing import Array
 from octavo.distributed.expert_parallel import DispatchCall, dispatch
-from octavo.ops import marked_product
+from octavo.ops import ProductCall, marked_product
 from octavo.qarray import QArray
+from octavo.rules import find
 from octavo.transform import control_flow
-from octavo.transform.frame import Frame, Value
+from octavo.transform.frame import Frame, Operation, Value, current_operation
 from octavo.transform.jaxpr import (
     CUSTOM,
     MATMULS,
     Equation,
     Jaxpr,
+    Literal,
     bind,
     custom_body,
     equation_context,
     has_matmul,
-    is_literal,
+    scope,
 )
-from octavo.transform.provider import GEOMETRY, Operation, operating, product_options, run_product
 from octavo.transform.rearrange import as_array, rearrange
-from octavo.transform.resolve import find_rule, find_site, product_site
-from octavo.transform.site import Site
-from octavo.transform.weights import CONSTANT, Origin, propagate
+from octavo.transform.resolve import find_site
+from octavo.transform.site import GEOMETRY, Site, operand_axes
+from octavo.transform.state import gradient_state, static_ranges
+from octavo.transform.weights import CONSTANT, Origin, combine, propagate
+
+_OPTIONS = ("precision", "preferred_element_type", "out_sharding", "sharding")
 
 
 def evaluate(jaxpr: Jaxpr, values: list[Value], frame: Frame) -> list[Value]:
     """The results of a jaxpr for these values, quantized as the frame's rules say."""
     env: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
     env.update((var, Value(const, CONSTANT)) for var, const in zip(jaxpr.constvars, jaxpr.consts, strict=True))
-
-    def read(atom: Any) -> Value:
-        return Value(atom.val, CONSTANT) if is_literal(atom) else env[atom]
-
-    dead = _last_uses(jaxpr)
-    for number, eqn in enumerate(jaxpr.eqns):
-        outs = _step(eqn, [read(atom) for atom in eqn.invars], frame)
-        env.update(zip(eqn.outvars, outs, strict=True))
-        for var in dead[number]:
-            del env[var]
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-@functools.lru_cache(maxsize=1024)
-def _last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
-    """For each equation the variables that nothing reads after it, so that their memory is free."""
-    kept = {v for v in jaxpr.outvars if not is_literal(v)}
-    dead: list[list[Any]] = [[] for _ in jaxpr.eqns]
-    for number in reversed(range(len(jaxpr.eqns))):
-        eqn = jaxpr.eqns[number]
-        for atom in (*eqn.invars, *eqn.outvars):
-            if not is_literal(atom) and atom not in kept:
-                kept.add(atom)
-                dead[number].append(atom)
-    return dead
+    uses = ((atom, n) for n, eqn in enumerate(jaxpr.eqns) for atom in (*eqn.invars, *eqn.outvars))
+    last_use = {atom: n for atom, n in uses if not isinstance(atom, Literal)}
+    kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    for n, eqn in enumerate(jaxpr.eqns):
+        inputs = [Value(a.val, CONSTANT) if isinstance(a, Literal) else env[a] for a in eqn.invars]
+        with equation_context(eqn):
+            env.update(zip(eqn.outvars, _evaluate_equation(eqn, inputs, frame), strict=True))
+        for atom in (*eqn.invars, *eqn.outvars):  # a value that nothing reads any more is freed
+            if not isinstance(atom, Literal) and last_use[atom] == n and atom not in kept:
+                env.pop(atom, None)
+    return [Value(a.val, CONSTANT) if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
 
 
-def _step(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
+def _evaluate_equation(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
     name = eqn.primitive.name
     if name in MATMULS:
-        with equation_context(eqn):
-            return [_matmul(eqn, values, frame)]
+        return [_matmul(eqn, values, frame)]
     if name in CUSTOM:
-        if (own := _own_product(eqn, values, frame)) is not None:
-            return [own]
-        opened = any(rule.inside_custom for rule in frame.context.provider.rules)
-        if opened and has_matmul(custom_body(eqn), True):
-            return evaluate(custom_body(eqn), values, frame.inner(control_flow.scope(eqn), new=frame.new))
+        body, atoms = custom_body(eqn), eqn.invars[eqn.params["num_consts"] :]
+        marked = marked_product(body)
+        # Under vmap the arguments have other shapes, and the function stays opaque.
+        if marked is not None and marked.shapes == tuple(tuple(a.aval.shape) for a in atoms):  # pyrefly: ignore
+            return [(_dispatch if isinstance(marked.call, DispatchCall) else _matmul)(eqn, values, frame, marked)]
+        if frame.context.provider.inside_custom and has_matmul(body, True):
+            return evaluate(body, values, frame.inner(scope(eqn), new=frame.new))
     elif (rewrite := control_flow.REWRITES.get(name)) is not None and control_flow.needs_rewrite(eqn, values, frame):
-        with equation_context(eqn):
-            return rewrite(eqn, values, frame)
-    quantized = isinstance(values[0].data, QArray) if values else False
-    with equation_context(eqn):
-        if quantized:
-            outs = rearrange(eqn, values[0].data, [as_array(v.data) for v in values[1:]])
-            if outs is not None:
-                return [Value(*pair) for pair in zip(outs, propagate(eqn, [v.origin for v in values]), strict=True)]
+        return rewrite(eqn, values, frame)
+    outs: list[Any] | None = None
+    if values and isinstance(values[0].data, QArray):
+        outs = rearrange(eqn, values[0].data, [as_array(v.data) for v in values[1:]])
+    if outs is None:
         outs = bind(eqn, [as_array(v.data) for v in values])
     return [Value(*pair) for pair in zip(outs, propagate(eqn, [v.origin for v in values]), strict=True)]
 
 
-def _matmul(eqn: Equation, values: list[Value], frame: Frame) -> Value:
-    site = find_site(eqn, values, frame)
-    data = [_operand(v.data) for v in values]
-    origin = propagate(eqn, [v.origin for v in values[:2]])[0]
-    if not origin.is_weight and not origin.constant:
-        origin = Origin(module=site.path)
-    if site.config is None and not any(isinstance(x, QArray) for x in data[:2]):
-        return Value(bind(eqn, data)[0], origin)
-    frame.context.provider._used.update(() if site.rule is None else (site.rule,))
-    return Value(_call_operation(eqn, eqn.params, data, site, frame), origin)
+def _matmul(eqn: Equation, values: list[Value], frame: Frame, marked: ProductCall | None = None) -> Value:
+    """A matmul of JAX or, if `marked`, of `octavo.ops`.
+
+    One with its own config is kept, except that its weight may be a QArray.
+    """
+    call = None if marked is None else marked.call
+    first = 0 if call is None else eqn.params["num_consts"]
+    args = values[first:]
+    site = find_site(eqn, eqn.invars[first:], args, frame, call)
+    left, right = site.origins
+    known = call is None and (left.constant or left.leaves) and (right.constant or right.leaves)
+    origin = combine(site.origins) if known else Origin(module=site.path)
+    given = call is not None and call.config is not None
+    if not any(site.quantized) and (given or site.config is None):
+        return Value(bind(eqn, [as_array(v.data) for v in values])[0], origin)
+    # Numbers that are written into the program become arrays.
+    data = [v.data if isinstance(v.data, jax.Array | QArray) else jnp.asarray(v.data) for v in args]
+    if marked is not None and given:
+        return Value(marked.call.run(*jax.tree.unflatten(marked.tree, data)), origin)
+    provider = frame.context.provider
+    provider._used.update(() if site.rule is None else (site.rule,))
+    run = _run_override if site.op in provider.overrides else run_matmul
+    out, (shape, dtype) = run(site, frame, *data, params=site.params), site.out
+    if tuple(out.shape) != shape:
+        raise ValueError(f"{site.op_id} at {site.path!r} must give the shape {shape}, but gave {out.shape}")
+    return Value(jnp.asarray(out, dtype), origin)
 
 
-def _operand(data: Any) -> Any:
-    """An argument of an operation: numbers that are written into the program become arrays."""
-    return data if isinstance(data, QArray) else jnp.asarray(data)
-
-
-def _own_product(eqn: Equation, values: list[Value], frame: Frame) -> Value | None:
-    """A matmul of `octavo.ops`. One with its own config is kept, except that its weight may be a QArray."""
-    first = eqn.params["num_consts"]
-    atoms, args = eqn.invars[first:], values[first:]
-    marked = marked_product(custom_body(eqn))
-    # Under vmap the arguments have other shapes, and the function stays opaque.
-    if marked is None or marked.shapes != tuple(tuple(a.aval.shape) for a in atoms):  # pyrefly: ignore
-        return None
-    call = marked.call
-    if isinstance(call, DispatchCall):
-        return _dispatch(eqn, values, args, frame, call)
-    site = product_site(eqn, list(atoms[:2]), args[:2], frame, call)
-    origin = Origin(module=site.path)
-    with equation_context(eqn):
-        if not any(site.quantized) and (call.config is not None or site.config is None):
-            return Value(bind(eqn, [as_array(v.data) for v in values])[0], origin)
-        data = [_operand(v.data) for v in args]
-        if call.config is not None:
-            return Value(call.run(*jax.tree.unflatten(marked.tree, data)), origin)
-        frame.context.provider._used.update(() if site.rule is None else (site.rule,))
-        return Value(_call_operation(eqn, call.params, data, site, frame), origin)
-
-
-def _dispatch(eqn: Equation, values: list[Value], args: list[Value], frame: Frame, call: DispatchCall) -> Value:
+def _dispatch(eqn: Equation, values: list[Value], frame: Frame, marked: ProductCall) -> Value:
     """Tokens dispatched to experts, in the `dispatch_qtype` of the experts' rule."""
-    tokens, order, *anchor = args
+    tokens, order, *anchor = values[eqn.params["num_consts"] :]
     path = anchor[0].origin.module if anchor else None
-    rule = find_rule(path or "", "ragged_dot", frame.context)
+    rule = find(frame.context.provider.rules, path or "", "ragged_dot", weights=True)
     origin = Origin(module=tokens.origin.module)
-    with equation_context(eqn):
-        if rule is None or rule.dispatch_qtype is None:
-            return Value(bind(eqn, [as_array(v.data) for v in values])[0], origin)
-        config = dataclasses.replace(call.expert_parallel, qtype=rule.dispatch_qtype)
-        return Value(dispatch(as_array(tokens.data), order.data, config), origin)
+    if rule is None or rule.dispatch_qtype is None:
+        return Value(bind(eqn, [as_array(v.data) for v in values])[0], origin)
+    config = dataclasses.replace(marked.call.expert_parallel, qtype=rule.dispatch_qtype)
+    return Value(dispatch(as_array(tokens.data), order.data, config), origin)
 
 
-def _call_operation(eqn: Equation, params: Any, data: list[Any], site: Site, frame: Frame) -> Array:
-    """The result of the provider's operation, as the equation wants it."""
-    provider, context = frame.context.provider, frame.context
-    lhs, rhs, *rest = data
-    if site.op not in provider.overrides:
-        out = run_product(site, frame, lhs, rhs, *rest, params=params)
-    else:
-        call = functools.partial(_override, provider, site, params, lhs, rhs, *rest)
-        with operating(Operation(site, frame)):
-            out = call() if context.host is None else context.host(frame, site, call)
-    wanted: Any = eqn.outvars[0].aval
-    if tuple(out.shape) != tuple(wanted.shape):
-        raise ValueError(f"{site.op_id} at {site.path!r} must give the shape {wanted.shape}, but gave {out.shape}")
-    return jnp.asarray(out, wanted.dtype)
+def _options(params: Mapping[str, Any], rest: tuple[Any, ...]) -> dict[str, Any]:
+    """The keyword arguments of a matmul; `rest` are the operands after the first two."""
+    options = {name: params[name] for name in _OPTIONS if params.get(name) is not None}
+    if "window_strides" in params:
+        options |= {name: params[name] for name in GEOMETRY if name in params}
+    if len(rest) > 1 or params.get("group_offset") is not None:
+        options["group_offset"] = rest[1] if len(rest) > 1 else jnp.asarray(params["group_offset"])
+    return options
 
 
-def _override(provider: Any, site: Site, params: Any, lhs: Any, rhs: Any, *rest: Any) -> Array:
-    """The operation as a subclass of the provider defines it, with the arguments that its JAX namesake has."""
-    options = product_options(params)
+def run_matmul(site: Site, frame: Frame, lhs: Any, rhs: Any, *rest: Any, params: Mapping[str, Any]) -> Array:
+    """Run a matmul with the parameters of a JAX primitive, quantized by the config of its site."""
+    options, config, operands = _options(params, rest), site.config, (lhs, rhs)
+    op: Any = ops.dot_general
+    args: tuple[Any, ...] = (params.get("dimension_numbers"),)
+    if "window_strides" in params:
+        op, args = ops.conv_general_dilated, (params["window_strides"], params["padding"])
+    elif "ragged_dot_dimension_numbers" in params:
+        op, args = ops.ragged_dot_general, (rest[0], params["ragged_dot_dimension_numbers"])
+    if config is None:
+        return op(lhs, rhs, *args, **options)
+    stateful, quantized = frame.context.provider.stateful, any(isinstance(x, QArray) for x in operands)
+    axes = operand_axes(params, lhs.shape, rhs.shape) if stateful or quantized else ()
+    scaling: dict[str, Any] = static_ranges(site, frame, operands, axes) if stateful else {}
+    if quantized:
+        sides = zip(operands, (config.fwd.lhs, config.fwd.rhs), axes, ("lhs", "rhs"), strict=True)
+        codes = [
+            x
+            if operand is None or isinstance(x, QArray)
+            else operand.quantizer(x.ndim, **own).quantize(x, bounds=scaling.get(name))
+            for x, operand, own, name in sides
+        ]
+        return op(*codes, *args, **options)
+    if "window_strides" not in params:
+        options["placement"] = site.placement
+    if stateful:
+        scaling |= gradient_state(site, frame, lhs, rhs, params)
+    key = _rounding_key(site, frame) if config.stochastic else None
+    return op(lhs, rhs, *args, **options, config=config, key=key, scaling=scaling)
+
+
+def _rounding_key(site: Site, frame: Frame) -> Array:
+    """The random key of a matmul."""
+    key = frame.key_of(site.path, site.op_id)
+    if key is None and frame.context.init:
+        return jax.random.key(0)
+    if key is None:
+        raise ValueError(
+            f"{site.op_id} at {site.path!r} rounds stochastically and needs a random key: call "
+            "octavo.quantized(fn, rules).stateful(key=key)(...), or in a Flax model give the rng stream "
+            "'stochastic_rounding'"
+        )
+    return key
+
+
+def _run_override(site: Site, frame: Frame, lhs: Any, rhs: Any, *rest: Any, params: Mapping[str, Any]) -> Array:
+    """Run the operation of a subclass of the provider, with the arguments that its JAX namesake has."""
+    options, args = _options(params, rest), (lhs, rhs)
     if site.op == "einsum":
-        return provider.einsum(_subscripts(params["dimension_numbers"], lhs.ndim, rhs.ndim), lhs, rhs, **options)
-    if site.op == "dot_general":
-        return provider.dot_general(lhs, rhs, params["dimension_numbers"], **options)
-    if site.op == "conv_general_dilated":
-        geometry = {name: params[name] for name in GEOMETRY}
-        strides, padding = params["window_strides"], params["padding"]
-        return provider.conv_general_dilated(lhs, rhs, strides, padding, **geometry, **options)
-    sizes, *offset = rest
-    if offset or params.get("group_offset") is not None:
-        options["group_offset"] = offset[0] if offset else jnp.asarray(params["group_offset"])
-    numbers = params["ragged_dot_dimension_numbers"]
-    return getattr(provider, site.op)(lhs, rhs, sizes, dimension_numbers=numbers, **options)
+        args = (_subscripts(params["dimension_numbers"], lhs.ndim, rhs.ndim), lhs, rhs)
+    elif site.op == "dot_general":
+        args = (lhs, rhs, params["dimension_numbers"])
+    elif site.op == "conv_general_dilated":
+        args = (lhs, rhs, params["window_strides"], params["padding"])
+    else:
+        args = (lhs, rhs, rest[0])
+        options["dimension_numbers"] = params["ragged_dot_dimension_numbers"]
+    run = functools.partial(getattr(frame.context.provider, site.op), *args, **options)
+    token = current_operation.set(Operation(site, frame))
+    try:
+        return run() if frame.context.host is None else frame.context.host(frame, site, run)
+    finally:
+        current_operation.reset(token)
 
 
 def _subscripts(numbers: Any, lhs_ndim: int, rhs_ndim: int) -> str:

@@ -1,14 +1,14 @@
 """The context of an evaluation: rules, names, counters and state."""
 
+import contextvars
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 
 from octavo._typing import PRNGKeyArray
-from octavo.rules import QuantizationRule
 from octavo.transform.site import Site
 from octavo.transform.weights import Origin
 
@@ -27,26 +27,20 @@ class Key(NamedTuple):
     path: str
     name: str
 
-
-@runtime_checkable
-class Provider(Protocol):
-    """The part of `QuantizationProvider` that evaluation uses; a protocol, to avoid a circular import."""
-
-    rules: tuple[QuantizationRule, ...]
-    telemetry: bool
-    _used: set[QuantizationRule]
-    dot_general: Callable[..., Any]
-    einsum: Callable[..., Any]
-    conv_general_dilated: Callable[..., Any]
-    ragged_dot: Callable[..., Any]
-    gmm: Callable[..., Any]
-
     @property
-    def overrides(self) -> frozenset[str]: ...
+    def parts(self) -> tuple[str, ...]:
+        """Its path in nested dictionaries of state."""
+        return (self.collection, *filter(None, self.path.split("/")), self.name)
 
-    @property
-    def stateful(self) -> bool: ...
 
+class Operation(NamedTuple):
+    """The operation that a method of a provider replaces."""
+
+    site: Site
+    frame: "Frame"
+
+
+current_operation: contextvars.ContextVar[Operation | None] = contextvars.ContextVar("octavo_operation", default=None)
 
 type Host = Callable[["Frame", Site, Callable[[], Any]], Any]
 """Runs an overridden operation where a framework keeps state for it."""
@@ -56,7 +50,8 @@ type Host = Callable[["Frame", Site, Callable[[], Any]], Any]
 class Context:
     """What is the same for all frames of one call."""
 
-    provider: Provider
+    provider: Any
+    """The `QuantizationProvider`."""
     evaluate: Callable[[Any, list[Value], "Frame"], list[Value]]
     """Evaluates a jaxpr, and the bodies of loops and calls."""
     strict_paths: bool = False
@@ -70,14 +65,10 @@ class Context:
     update: bool | frozenset[str] = True
     """Whether statistics are updated; a set names the modules in which they are frozen."""
     host: Host | None = None
-    shardings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shardings: Mapping[str | None, Any] = dataclasses.field(default_factory=dict)
     """The shardings of weights by name, as far as they are known."""
     sites: dict[Any, Site] = dataclasses.field(default_factory=dict)
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def stateful(self) -> bool:
-        return self.provider.stateful
 
     def updates(self, path: str) -> bool:
         """Whether the statistics of a module are updated."""
@@ -93,6 +84,7 @@ class Frame:
     context: Context
     scope: str = ""
     counters: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    """The number of operations of each kind in each module so far, by which operations are named."""
     state: Mapping[Key, Any] = dataclasses.field(default_factory=dict)
     key: PRNGKeyArray | None = None
     manual_axes: tuple[str, ...] = ()
@@ -103,12 +95,6 @@ class Frame:
         """The frame of a body within this scope."""
         joined = "/".join(s for s in (self.scope, scope) if s)
         return dataclasses.replace(self, scope=joined, **{"new": {}, **changes})
-
-    def op_id(self, path: str, op: str) -> str:
-        """The id of the next operation of a kind in a module, such as "dot_general0"."""
-        number = self.counters.get((path, op), 0)
-        self.counters[path, op] = number + 1
-        return f"{op}{number}"
 
     def key_of(self, *names: str) -> PRNGKeyArray | None:
         """The random key of one operation."""

@@ -7,6 +7,7 @@ again) is here; the rest of the transformation uses the functions of this file.
 import contextlib
 import functools
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from octavo.ops import marked_product
 
 Jaxpr = core.Jaxpr
 Equation = core.JaxprEqn
+Literal = core.Literal
 
 MATMULS = {
     "dot_general": "dot_general",
@@ -29,27 +31,6 @@ MATMULS = {
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 OPAQUE = ("pallas_call", *CUSTOM)
 """Opaque calls: primitives with a custom derivative, and kernels."""
-
-
-class Traced(NamedTuple):
-    """A function as a jaxpr of its flattened arguments."""
-
-    jaxpr: Jaxpr
-    out_tree: Any
-
-
-def trace(fn: Callable[..., Any], leaves: Sequence[Any], in_tree: Any) -> Traced:
-    """The jaxpr of `fn(*args, **kwargs)`, whose flattened (args, kwargs) these leaves are."""
-    trees = []
-
-    def flat(*leaves):
-        args, kwargs = jax.tree.unflatten(in_tree, leaves)
-        out, tree = jax.tree.flatten(fn(*args, **kwargs))
-        trees.append(tree)
-        return out
-
-    jaxpr = jax.make_jaxpr(flat)(*leaves)
-    return Traced(jaxpr, trees[-1])
 
 
 def as_array_function(
@@ -81,11 +62,6 @@ def current_platform() -> str:
     return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 
 
-def is_literal(atom: Any) -> bool:
-    """Whether an input of an equation is a literal."""
-    return isinstance(atom, core.Literal)
-
-
 def bind(eqn: Equation, values: Sequence[Any]) -> list[Any]:
     """Bind the primitive of an equation to these values, within `equation_context`."""
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
@@ -100,14 +76,12 @@ def equation_context(eqn: Equation) -> Iterator[None]:
         yield
 
 
-@functools.lru_cache(maxsize=4096)
-def _scope(stack: Any) -> str:
-    return str(stack)
+_text = functools.lru_cache(maxsize=4096)(str)
 
 
 def scope(eqn: Equation) -> str:
     """The `jax.named_scope` names around an equation, joined by slashes."""
-    return _scope(eqn.source_info.name_stack)
+    return _text(eqn.source_info.name_stack)
 
 
 def bodies(eqn: Equation) -> list[Jaxpr]:
@@ -169,21 +143,27 @@ def custom_body(eqn: Equation) -> Jaxpr:
     return eqn.params["call_jaxpr"]
 
 
-@functools.lru_cache(maxsize=4096)
+# Weak references, since a jaxpr holds the tracers of its constants.
+_has_matmul: weakref.WeakKeyDictionary[Jaxpr, dict[bool, bool]] = weakref.WeakKeyDictionary()
+
+
 def has_matmul(jaxpr: Jaxpr, opaque: bool) -> bool:
     """Whether a jaxpr has a matmul, also in the bodies of loops and calls (and, if `opaque`, of opaque calls).
 
     Matmuls of `octavo.ops` with their own config count as well.
     """
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name in MATMULS or (name in CUSTOM and marked_product(custom_body(eqn))):
-            return True
-        if name == "pallas_call" or (name in CUSTOM and not opaque):
-            continue
-        if any(has_matmul(body, opaque) for body in bodies(eqn)):
-            return True
-    return False
+    found = _has_matmul.setdefault(jaxpr, {})
+    if opaque not in found:
+        found[opaque] = any(_is_or_has_matmul(eqn, opaque) for eqn in jaxpr.eqns)
+    return found[opaque]
+
+
+def _is_or_has_matmul(eqn: Equation, opaque: bool) -> bool:
+    name = eqn.primitive.name
+    if name in MATMULS or (name in CUSTOM and marked_product(custom_body(eqn))):
+        return True
+    closed = name == "pallas_call" or (name in CUSTOM and not opaque)
+    return not closed and any(has_matmul(body, opaque) for body in bodies(eqn))
 
 
 _WRAPPER = re.compile(r"^\w+\((.*)\)$")

@@ -1,7 +1,7 @@
 """The FLOPs of a matmul or convolution."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,16 +35,16 @@ def conv_flops(features: int, others: int, windows: Iterable[Window]) -> int:
     return 2 * features * others * math.prod(w.pairs() for w in windows)
 
 
-def matmul_flops(name: str, params: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> int:
-    """FLOPs of one execution of a matmul primitive, for these shapes."""
-    if name == "dot_general":
-        (_, contract), (_, batch) = params["dimension_numbers"]
-        return dot_flops(lhs, rhs, (*contract, *batch))
-    if name == "ragged_dot_general":
+def matmul_flops(params: Mapping[str, Any], lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> int:
+    """FLOPs of one execution of a matmul primitive with these parameters, for these shapes."""
+    if "ragged_dot_dimension_numbers" in params:
         numbers = params["ragged_dot_dimension_numbers"]
         (_, contract), (_, batch) = numbers.dot_dimension_numbers
         return dot_flops(lhs, rhs, (*contract, *batch, *numbers.rhs_group_dimensions))
     at = params["dimension_numbers"]
+    if "window_strides" not in params:
+        (_, contract), (_, batch) = at
+        return dot_flops(lhs, rhs, (*contract, *batch))
     axes = zip(at.lhs_spec[2:], at.rhs_spec[2:], at.out_spec[2:], strict=True)
     low = [pad for pad, _ in params["padding"]]
     moves = zip(params["window_strides"], low, params["lhs_dilation"], params["rhs_dilation"], strict=True)

@@ -5,8 +5,7 @@ from typing import Any, SupportsIndex
 
 from octavo._typing import PRNGKeyArray
 from octavo.rules.schedule import Schedule
-from octavo.transform.api import Quantized, quantized
-from octavo.transform.arguments import Weights
+from octavo.transform.api import Quantized, Weights, quantized
 from octavo.transform.frame import Key
 from octavo.transform.provider import QtProvider
 from octavo.transform.state import (

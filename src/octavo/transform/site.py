@@ -1,14 +1,20 @@
-"""A matmul in a function: its path, its operands, and its rule."""
+"""A matmul in a function: its path, its operands, and what the rules decide about it."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.ops import DotConfig, Placement
+import jax
+
+from octavo.ops import Conv, ConvDims, Dims, Dot, DotConfig, Placement, Product, Ragged
 from octavo.ops.product import UNPLACED
 from octavo.qarray import Quantizer
 from octavo.rules import QuantizationRule
+from octavo.transform.matmul_flops import matmul_flops
 from octavo.transform.weights import Origin, stored_quantizer
+
+GEOMETRY = ("lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count", "batch_group_count")
+"""The parameters of a convolution after its strides and padding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +25,19 @@ class Site:
     op: str
     op_id: str
     lhs: tuple[tuple[int, ...], str]
+    """The shape and dtype of the left operand."""
     rhs: tuple[tuple[int, ...], str]
     out: tuple[tuple[int, ...], str]
     origins: tuple[Origin, Origin]
-    numbers: Any
+    weights: tuple[bool, bool]
+    """Which operands count as weights: parameters, and constants multiplied by an activation."""
+    leaf: str | None
+    """The parameter that is an operand, if one is."""
+    rule_paths: tuple[str, ...]
+    """The paths that a rule may match: that of the module, and that of the parameter unless paths are strict."""
+    params: Mapping[str, Any]
+    """The parameters of the JAX primitive."""
     trips: int
-    flops: int
     quantized: tuple[bool, bool]
     """Which operands are QArrays already."""
     gradient: str | None = None
@@ -36,49 +49,47 @@ class Site:
     """The reason why it stays in float, if it does."""
 
     @property
-    def weights(self) -> tuple[bool, bool]:
-        """Which operands count as weights: parameters, and constants multiplied by an activation."""
-        left, right = self.origins
-        lhs, rhs = left.is_weight, right.is_weight
-        if not lhs and not rhs:
-            lhs, rhs = left.constant and not right.constant, right.constant and not left.constant
-        return lhs and not rhs, rhs
-
-    @property
-    def leaf(self) -> str | None:
-        """The parameter that is an operand, if one is."""
-        lhs, rhs = self.weights
-        origin = self.origins[1] if rhs else self.origins[0] if lhs else None
-        return origin.leaves[0] if origin is not None and origin.leaves else None
-
-    @property
-    def candidates(self) -> tuple[str, ...]:
-        """The paths that a rule may match: that of the module, and that of the parameter."""
-        return (self.path,) if self.leaf is None else (self.path, self.leaf)
+    def flops(self) -> int:
+        """The FLOPs of all executions."""
+        # With expert parallelism every device has a buffer for all rows, but each row is computed by one expert.
+        sharding = self.params.get("sharding")
+        copies = 1 if sharding is None else sharding.num_devices(sharding.experts)
+        return self.trips * matmul_flops(self.params, self.lhs[0], self.rhs[0], self.out[0]) // copies
 
 
 def site_quantizer(site: Site, shapes: Mapping[str, tuple[int, ...]]) -> Quantizer | None:
     """The quantizer of the stored parameter of a site; None if there is no parameter or it stays in float."""
-    lhs, rhs = site.weights
-    if site.config is None or not (lhs or rhs):
+    if site.config is None or site.leaf is None:
         return None
-    operand = site.config.fwd.rhs if rhs else site.config.fwd.lhs
-    origin = site.origins[1] if rhs else site.origins[0]
-    if operand is None or not origin.is_stored or site.leaf is None:
+    side = 1 if site.weights[1] else 0
+    operand, origin = (site.config.fwd.lhs, site.config.fwd.rhs)[side], site.origins[side]
+    if operand is None or not origin.is_stored:
         return None
     if site.config.fwd.rotate is not None or site.config.sparsity is not None:
         # The codes are those of the rotated or masked weight, so the stored weight stays in float.
         return None
-    shape = (site.rhs if rhs else site.lhs)[0]
-    how = operand.quantizer(len(shape), **operand_axes(site, right=rhs))
-    return stored_quantizer(how, origin, shape, len(shapes[site.leaf]))
+    shape = (site.lhs, site.rhs)[side][0]
+    quantizer = operand.quantizer(len(shape), **operand_axes(site.params, site.lhs[0], site.rhs[0])[side])
+    return stored_quantizer(quantizer, origin, shape, len(shapes[site.leaf]))
 
 
-def operand_axes(site: Site, *, right: bool) -> dict[str, tuple[int, ...]]:
-    """Which axes of an operand are contracted and which are batch axes."""
-    side = 1 if right else 0
-    if site.op == "conv_general_dilated":
-        spec = site.numbers.rhs_spec if right else site.numbers.lhs_spec
-        return {"contracting": tuple(a for a in range(len(spec)) if a != spec[0]), "batch": ()}
-    numbers = getattr(site.numbers, "dot_dimension_numbers", site.numbers)
-    return {"contracting": tuple(numbers[0][side]), "batch": tuple(numbers[1][side])}
+def operand_axes(params: Mapping[str, Any], lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[dict[str, Any], ...]:
+    """The contracted and batch axes of both operands, of these shapes, of a matmul with these parameters."""
+    if "window_strides" in params:
+        numbers = jax.lax.conv_dimension_numbers(lhs, rhs, params.get("dimension_numbers"))
+        specs = numbers.lhs_spec, numbers.rhs_spec
+        return tuple({"contracting": tuple(a for a in range(len(s)) if a != s[0]), "batch": ()} for s in specs)
+    ragged = params.get("ragged_dot_dimension_numbers")
+    contract, batch = params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+    sides = zip(contract, batch, (len(lhs), len(rhs)), strict=True)
+    return tuple({"contracting": tuple(a % n for a in c), "batch": tuple(a % n for a in b)} for c, b, n in sides)
+
+
+def matmul_product(params: Mapping[str, Any], lhs: tuple[int, ...], rhs: tuple[int, ...]) -> Product:
+    """The `Product` of a matmul with these parameters, for operands of these shapes."""
+    if "window_strides" in params:
+        geometry = {name: params[name] for name in GEOMETRY if name in params}
+        return Conv(ConvDims.of(lhs, rhs, params["window_strides"], params["padding"], **geometry))
+    if "ragged_dot_dimension_numbers" in params:
+        return Ragged()
+    return Dot(Dims.of(params["dimension_numbers"], len(lhs), len(rhs)))

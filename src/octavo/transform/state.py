@@ -1,21 +1,22 @@
 """State of operations (static ranges, delayed scaling, telemetry) and its form as a plain pytree."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from octavo import ops
+from octavo._tree import unflatten_paths
 from octavo._typing import Array
 from octavo.calibration import Bounds, RunningMean
-from octavo.ops import DotConfig, Operand
 from octavo.ops.telemetry import init_telemetry, telemetry_name
 from octavo.qarray import QArray, Quantizer
 from octavo.rules import QuantizationRule
 from octavo.transform.frame import Frame, Key
-from octavo.transform.site import Site
+from octavo.transform.site import Site, matmul_product
 
 QUANT_STATS = "quant_stats"
 GRADIENT_STATE = "_overwrite_with_gradient"
@@ -25,28 +26,24 @@ TELEMETRY = "telemetry"
 
 def nest_state(state: Mapping[Key, Any]) -> dict[str, Any]:
     """State by keys as nested dictionaries."""
-    tree: dict[str, Any] = {}
-    for key, value in state.items():
-        place = tree.setdefault(key.collection, {})
-        for part in key.path.split("/") if key.path else ():
-            place = place.setdefault(part, {})
-        place[key.name] = value
+    return unflatten_paths({key.parts: value for key, value in state.items()})
+
+
+def find_state(tree: Any, key: Key) -> Any:
+    """The state of a key in nested dictionaries; None if there is none."""
+    for part in key.parts:
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
     return tree
 
 
-def flatten_state(tree: Mapping[str, Any], known: Mapping[Key, Any]) -> dict[Key, Any]:
+def flatten_state(tree: Mapping[str, Any], known: Iterable[Key]) -> dict[Key, Any]:
     """The inverse of `nest_state` for these keys; raises if one is missing."""
-    state = {}
-    for key in known:
-        place: Any = tree.get(key.collection, {})
-        for part in (*(key.path.split("/") if key.path else ()), key.name):
-            place = place.get(part) if isinstance(place, Mapping) else None
-            if place is None:
-                raise ValueError(
-                    f"the state has no {key.collection}/{'/'.join(p for p in (key.path, key.name) if p)}: it was made "
-                    "for other rules or another function; initialize it again"
-                )
-        state[key] = place
+    state = {key: find_state(tree, key) for key in known}
+    if missing := [key for key, value in state.items() if value is None]:
+        raise ValueError(
+            f"the state has no {'/'.join(missing[0].parts)}: it was made for other rules or another function; "
+            "initialize it again"
+        )
     return state
 
 
@@ -97,22 +94,16 @@ def state_structure(state: Any) -> Any:
 
 
 def static_ranges(
-    site: Site,
-    frame: Frame,
-    config: DotConfig,
-    operands: Sequence[Any],
-    quantizer: Callable[[Operand, Any, int], Quantizer],
+    site: Site, frame: Frame, operands: Sequence[Any], axes: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The static range of each activation operand, updated by its present value."""
-    rule = site.rule
-    if rule is None or not rule.act_static_scale or site.gradient is not None:
+    rule, config = site.rule, site.config
+    if rule is None or config is None or not rule.act_static_scale or site.gradient is not None:
         return {}
     ranges = {}
-    for side, name in enumerate(("lhs", "rhs")):
-        operand = (config.fwd.lhs, config.fwd.rhs)[side]
-        if operand is None or site.weights[side] or isinstance(operands[side], QArray):
-            continue
-        ranges[name] = _static_range(frame, site, name, quantizer(operand, operands[side], side), operands[side], rule)
+    for side, (name, operand) in enumerate((("lhs", config.fwd.lhs), ("rhs", config.fwd.rhs))):
+        if operand is not None and not site.weights[side] and not isinstance(x := operands[side], QArray):
+            ranges[name] = _static_range(frame, site, name, operand.quantizer(x.ndim, **axes[side]), x, rule)
     return ranges
 
 
@@ -123,7 +114,10 @@ def _static_range(
     measured = quantizer.measure(jax.lax.stop_gradient(x))
     measured = {k: jnp.mean(v.astype(jnp.float32), axis=axes, keepdims=True) for k, v in measured.items()}
     if frame.manual_axes:
-        measured = {k: jax.lax.pmean(v, frame.manual_axes) for k, v in measured.items()}
+        # Axes along which the value is the same on all devices cannot be reduced together with the others.
+        varying = _varying_axes(x)
+        over = tuple(name for name in frame.manual_axes if name in varying) or frame.manual_axes
+        measured = {k: jax.lax.pmean(v, over) for k, v in measured.items()}
     tracker = RunningMean()
     key = Key(QUANT_STATS, site.path, f"{site.op_id}_{name}")
     state = frame.read(key, lambda: tracker.init(measured))
@@ -150,14 +144,27 @@ def _static_range(
     return tracker.read(state, measured)
 
 
-def telemetry_state(
-    site: Site, frame: Frame, config: DotConfig, operands: Sequence[Any]
-) -> dict[str, dict[str, Array]]:
-    """Zeros to add to the scaling of a matmul; their gradient is its telemetry."""
-    state = frame.read(Key(TELEMETRY, site.path, site.op_id), lambda: init_telemetry(config))
-    varying = [getattr(getattr(jax.typeof(x), "mat", None), "varying", frozenset()) for x in operands]
-    axes = tuple(sorted(frozenset().union(*varying)))
-    return {telemetry_name(name): _per_device(axes, zeros) if axes else zeros for name, zeros in state.items()}
+def gradient_state(site: Site, frame: Frame, lhs: Array, rhs: Array, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a matmul whose gradient is its new value: delayed scaling, error feedback and telemetry."""
+    config, reduction = site.config, site.placement.reduction
+    assert config is not None
+    state: dict[str, Any] = {}
+    if config.tracked or (reduction is not None and reduction.feedback):
+        init = lambda: ops.init_scaling(  # noqa: E731
+            config, lhs, rhs, matmul_product(params, lhs.shape, rhs.shape), placement=site.placement
+        )
+        state |= frame.read(Key(GRADIENT_STATE, site.path, site.op_id), init)
+    if frame.context.provider.telemetry:
+        # Zeros, whose gradient is the telemetry.
+        zeros = frame.read(Key(TELEMETRY, site.path, site.op_id), lambda: init_telemetry(config))
+        axes = tuple(sorted(_varying_axes(lhs) | _varying_axes(rhs)))
+        state |= {telemetry_name(name): _per_device(axes, x) if axes else x for name, x in zeros.items()}
+    return state
+
+
+def _varying_axes(x: Array) -> frozenset[str]:
+    """The manual mesh axes along which an array differs, as far as shard_map tracks them."""
+    return getattr(getattr(jax.typeof(x), "mat", None), "varying", frozenset())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

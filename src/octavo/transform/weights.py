@@ -30,7 +30,7 @@ class Origin:
     """The origin of a value: the parameters or the module that it was computed from.
 
     Attributes:
-        leaves: The names of the parameters that it was computed from, if it is a weight.
+        leaves: The names of the parameters that it was computed from, if it is a weight; else empty.
         axes: The factors of each axis, if it is one parameter rearranged.
         module: The path of the module that computed it, or that a parameter belongs to.
         constant: Whether it was computed from constants only.
@@ -42,10 +42,6 @@ class Origin:
     constant: bool = False
 
     @property
-    def is_weight(self) -> bool:
-        return bool(self.leaves)
-
-    @property
     def is_stored(self) -> bool:
         """Whether it is one parameter, only rearranged."""
         return len(self.leaves) == 1 and self.axes is not None
@@ -55,19 +51,19 @@ CONSTANT = Origin(constant=True)
 ACTIVATION = Origin()
 
 
-def parameter_origin(path: str, shape: Sequence[int], module: str | None = None) -> Origin:
+def parameter_origin(path: str, shape: Sequence[int]) -> Origin:
     """The origin of a parameter itself."""
     axes = tuple((Factor(axis, 1, size),) for axis, size in enumerate(shape))
-    return Origin((path,), axes, path.rpartition("/")[0] if module is None else module)
+    return Origin((path,), axes, path.rpartition("/")[0])
 
 
 def common_module(origins: Sequence[Origin]) -> str | None:
     """The innermost module that contains the modules of all these values, as far as they are known."""
-    paths = [o.module.split("/") for o in origins if o.module is not None]
-    if not paths:
-        return None
+    modules = list(dict.fromkeys(o.module for o in origins if o.module is not None))
+    if len(modules) < 2:
+        return modules[0] if modules else None
     shared = []
-    for parts in zip(*paths, strict=False):
+    for parts in zip(*(module.split("/") for module in modules), strict=False):
         if len(set(parts)) > 1:
             break
         shared.append(parts[0])
@@ -76,24 +72,24 @@ def common_module(origins: Sequence[Origin]) -> str | None:
 
 def combine(origins: Sequence[Origin]) -> Origin:
     """The origin of a value that is computed from values of these origins."""
-    if all(o.constant for o in origins):
-        return CONSTANT
     known = [o for o in origins if not o.constant]
-    if all(o.is_weight for o in known):
-        leaves = tuple(dict.fromkeys(leaf for o in known for leaf in o.leaves))
-        return Origin(leaves, None, known[0].module)
-    return Origin(module=common_module([o for o in known if not o.is_weight]))
+    activations = [o for o in known if not o.leaves]
+    if activations:
+        return activations[0] if len(activations) == 1 else Origin(module=common_module(activations))
+    if not known:
+        return CONSTANT
+    return Origin(tuple(dict.fromkeys(leaf for o in known for leaf in o.leaves)), None, known[0].module)
 
 
 def propagate(eqn: Any, origins: Sequence[Origin]) -> list[Origin]:
     """The origins of the results of an equation without a body."""
     name, first = eqn.primitive.name, origins[0] if origins else CONSTANT
-    if name in _KEEP and first.is_weight:
+    if name in _KEEP and first.leaves:
         axes = None if first.axes is None else _KEEP[name](first.axes, eqn)
         if name == "split" and isinstance(axes, list):
             return [dataclasses.replace(first, axes=a) for a in axes]
         return [dataclasses.replace(first, axes=axes) for _ in eqn.outvars]
-    if name == "gather" and first.is_weight:
+    if name == "gather" and first.leaves:
         return [_gathered(first, origins[1], eqn)]
     if name == "optimization_barrier":
         return list(origins)
@@ -195,7 +191,7 @@ _KEEP = {
 def _gathered(table: Origin, index: Origin, eqn: Any) -> Origin:
     """Matrices gathered from a stack are weights; rows looked up by data are activations."""
     kept = [size for size in eqn.params["slice_sizes"] if size > 1]
-    if len(kept) >= 2 or index.constant or index.is_weight:
+    if len(kept) >= 2 or index.constant or index.leaves:
         return dataclasses.replace(table, axes=None)
     return Origin(module=table.module)
 

@@ -3,12 +3,13 @@
 import contextlib
 import http.client
 import json
+import socket
 import time
 from urllib.parse import urlsplit
 
 
 @contextlib.contextmanager
-def connection(url, timeout=30):
+def connection(url, timeout=120):
     parts = urlsplit(url)
     found = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout)
     try:
@@ -43,6 +44,19 @@ def stream(url, path="/v1/completions", **body):
     assert lines.pop() == ""
     done = lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[: len(lines) - done]], done
+
+
+def opened(url, **body):
+    """A connection on which a request was sent and nothing read."""
+    parts = urlsplit(url)
+    data = json.dumps(body).encode()
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.settimeout(10)
+    sock.connect((parts.hostname, parts.port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    sock.sendall(f"{head}\r\n\r\n".encode() + data)
+    return sock
 
 
 def metric(url, name):

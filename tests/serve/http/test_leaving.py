@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from octavo.serve.http import Limits, bind, running, serve, url_of
-from tests.serve.http.client import call, connection, metric, post, stream, until
+from tests.serve.http.client import call, connection, metric, opened, post, stream, until
 from tests.serve.http.fake import FakeEngine, answer
 
 ROOT = Path(__file__).parents[3]
@@ -27,19 +27,6 @@ def engine():
     found = FakeEngine(slots=2)
     yield found
     found.gate.set()
-
-
-def opened(url, **body):
-    """A connection on which a request was sent and nothing read."""
-    parts = urlsplit(url)
-    data = json.dumps(body).encode()
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.settimeout(10)
-    sock.connect((parts.hostname, parts.port))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-    sock.sendall(f"{head}\r\n\r\n".encode() + data)
-    return sock
 
 
 @pytest.mark.parametrize("streaming", [False, True])

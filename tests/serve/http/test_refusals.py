@@ -230,3 +230,11 @@ def test_an_engine_that_fails_is_told_to_all(engine, caplog):
         assert metric(url, "octavo_engine_up") == 0
         assert metric(url, "octavo_queue_depth") == 0
     assert "out of memory" in caplog.text
+
+
+def test_an_engine_that_loses_slots_is_noticed(engine, monkeypatch, caplog):
+    monkeypatch.setattr(type(engine), "free_slots", 0)
+    with running(engine) as url:
+        assert post(url, prompt="a")[0] == 500
+        assert call(url, "/health")[0] == 503
+    assert "requests wait, but the engine has no free slot" in caplog.text

@@ -6,7 +6,8 @@ import pytest
 
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.limits import Limits
-from octavo.serve.http.requests import ChatCompletionRequest, CompletionRequest, parse
+from octavo.serve.http.parse import parse
+from octavo.serve.http.requests import ChatCompletionRequest, CompletionRequest
 
 LIMITS = Limits(choices=4, stops=2)
 HELLO = [{"role": "user", "content": "hi"}]

@@ -10,11 +10,6 @@ from octavo.files.gguf.types import TYPES, TensorType
 from octavo.qarray import QArray
 
 
-def encode(name: str, array: np.ndarray, kind: TensorType) -> np.ndarray:
-    """The bytes of floats as a ggml type; `name` is for errors."""
-    return ENCODERS[kind.name](name, np.ascontiguousarray(array))
-
-
 def _cast(dtype: np.dtype, limit: float) -> Callable[[str, np.ndarray], np.ndarray]:
     def cast(name: str, array: np.ndarray) -> np.ndarray:
         if array.dtype == dtype:
@@ -55,9 +50,9 @@ def _q8_0(name: str, array: np.ndarray) -> np.ndarray:
     blocks = _blocks_of(name, array, "Q8_0")
     scale = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)
     scaled = blocks * _inverse(scale)
-    whole = np.trunc(scaled)  # halves away from zero, like roundf
-    away = np.abs(scaled - whole) >= np.float32(0.5)
-    codes = whole + np.copysign(away.astype(np.float32), scaled)
+    truncated = np.trunc(scaled)  # halves away from zero, like roundf
+    away = np.abs(scaled - truncated) >= np.float32(0.5)
+    codes = truncated + np.copysign(away.astype(np.float32), scaled)
     return pack_q8_0(_half(name, scale), codes.astype(np.int8))
 
 
@@ -88,6 +83,7 @@ ENCODERS: dict[str, Callable[[str, np.ndarray], np.ndarray]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
 }
+"""Functions of the name of a tensor, for errors, and its contiguous values."""
 
 
 def encode_codes(name: str, q: QArray, kind: TensorType) -> np.ndarray:
@@ -102,7 +98,7 @@ def encode_codes(name: str, q: QArray, kind: TensorType) -> np.ndarray:
     tile = q.tile_shape
     if tile[-1] % kind.values:
         raise FileError(
-            f"tensor {name!r}: tiles of {tile[-1]} along the last axis do not hold whole blocks of {kind.values}"
+            f"tensor {name!r}: tiles of {tile[-1]} along the last axis are no multiple of blocks of {kind.values}"
         )
     exact = np.asarray(q.scale).astype(np.float32)
     scale = _half(name, exact)

@@ -90,11 +90,7 @@ def read_header(file: RegularFile) -> Header:
         if info.offset % alignment:
             raise at.error(f"tensor {_short(name)} is at offset {info.offset}, not a multiple of {alignment}")
         info = dataclasses.replace(info, offset=start + info.offset)
-        if info.offset + info.nbytes > file.size:
-            raise at.error(
-                f"is truncated: tensor {_short(name)} needs bytes {info.offset} to {info.offset + info.nbytes} "
-                f"of {file.size}"
-            )
+        file.check(info.offset, info.nbytes, f"tensor {_short(name)}")
         tensors[name] = info
     _check_overlap(tensors, at.error)
     return Header(version, alignment, metadata, tensors)
@@ -162,9 +158,7 @@ class _Cursor:
 
     def take(self, count: int, what: str) -> bytes:
         if self._next + count > len(self._buffer):
-            if count > self.left:
-                raise self.error(f"is truncated: {what} needs {count} bytes at {self.position}, {self.left} are left")
-            rest, ahead = self._buffer[self._next :], min(max(count, _CHUNK), self.left)
+            rest, ahead = self._buffer[self._next :], max(count, min(_CHUNK, self.left))
             self._start, self._next = self.position, 0
             self._buffer = rest + self._file.read(self._start + len(rest), ahead - len(rest), what)
         start, self._next = self._next, self._next + count

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo._names import did_you_mean
-from octavo.files.errors import FileError
+from octavo.files.errors import FileError, missing_tensor_error
 from octavo.files.gguf.header import Info, read_header
 from octavo.files.gguf.quantized import assemble
 from octavo.files.gguf.types import TYPES
@@ -56,11 +55,9 @@ class Gguf:
 
     def info(self, name: str) -> Info:
         """Type, shape (rows first, as in NumPy) and position of a tensor."""
-        try:
-            return self._header.tensors[name]
-        except KeyError:
-            hint = did_you_mean(name, self.names(), most=3, cutoff=0.4) or f"it has {len(self.names())} others"
-            raise FileError(f"{self.path}: has no tensor {name!r}; {hint.rstrip()}") from None
+        if name not in self._header.tensors:
+            raise missing_tensor_error(self.path, name, self._header.tensors)
+        return self._header.tensors[name]
 
     def read(self, name: str) -> np.ndarray:
         """A tensor as float32; integers and F64 keep their dtype."""

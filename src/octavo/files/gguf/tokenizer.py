@@ -1,15 +1,14 @@
 """The tokenizer in the metadata of a GGUF file, built with the `tokenizers` library."""
 
-import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from octavo._names import unknown_name
 from octavo.files.errors import FileError
-from octavo.files.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from octavo.files.gguf.pre_tokenizers import PRE_TOKENIZERS
 from octavo.files.gguf.reader import Gguf
-from octavo.numerics import nearest_names
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,34 +32,22 @@ _ENDS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class GgufTokenizer:
-    """A tokenizer and its settings in the file.
+class GgufTokenizer(NamedTuple):
+    """A tokenizer, and its settings in the file: those of `octavo.data.SubwordTokenizer`.
 
     `tokenizer.encode(text)` adds bos and eos as the file has it; `encode(text, add_special_tokens=False)` does not.
     Control tokens in the text count as such; `tokenizer.encode_special_tokens = True` makes them ordinary text.
-    `eos_ids` are all the ids that end an answer.
     """
 
     tokenizer: "Tokenizer"
-    model: str
-    pre: str
     bos_id: int | None
-    eos_id: int | None
     eos_ids: tuple[int, ...]
-    unknown_id: int | None
-    padding_id: int | None
+    """All the ids that end an answer."""
     add_bos: bool
-    add_eos: bool
-    chat_template: str | None
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, with bos and eos as the file has it."""
-        return self.tokenizer.encode(text).ids
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of ids, without control tokens."""
-        return self.tokenizer.decode(ids)
+    template: str | None
+    """The chat template."""
+    special: dict[str, str]
+    """The texts of `bos_token` and `eos_token`."""
 
 
 def tokenizer_of(file: Gguf | Mapping[str, Any]) -> GgufTokenizer:
@@ -152,7 +139,10 @@ class _Vocabulary:
 def _byte_level(vocabulary: _Vocabulary) -> tuple["Tokenizer", bool]:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    split = _split_of(vocabulary.pre)
+    if vocabulary.pre not in PRE_TOKENIZERS:
+        known = unknown_name(vocabulary.pre, list(PRE_TOKENIZERS))
+        raise FileError(f"tokenizer.ggml.pre {vocabulary.pre!r} is not known: {known}")
+    split = PRE_TOKENIZERS[vocabulary.pre]
     tokenizer = Tokenizer(models.BPE(vocabulary.ids, vocabulary.merges(), ignore_merges=split.ignore_merges))
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -160,12 +150,6 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple["Tokenizer", bool]:
     )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, split.add_bos
-
-
-def _split_of(pre: str) -> PreTokenizer:
-    if pre not in PRE_TOKENIZERS:
-        raise FileError(f"tokenizer.ggml.pre {pre!r} is not known: {nearest_names(pre, list(PRE_TOKENIZERS))}")
-    return PRE_TOKENIZERS[pre]
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> tuple["Tokenizer", bool]:
@@ -210,15 +194,14 @@ def _finish(vocabulary: _Vocabulary, tokenizer: "Tokenizer", add_bos: bool) -> G
     from tokenizers import AddedToken, processors
 
     texts = vocabulary.tokens
-    special = [AddedToken(texts[i], special=True, normalized=False) for i in vocabulary.of_kind(_CONTROL)]
-    special += [AddedToken(texts[i], special=True, normalized=False) for i in vocabulary.of_kind(_UNKNOWN)]
-    tokenizer.add_special_tokens(special)
+    control = vocabulary.of_kind(_CONTROL)
+    special = [*control, *vocabulary.of_kind(_UNKNOWN)]
+    tokenizer.add_special_tokens([AddedToken(texts[i], special=True, normalized=False) for i in special])
     tokenizer.add_tokens([AddedToken(texts[i], normalized=False) for i in vocabulary.of_kind(_USER)])
     bos, eos = vocabulary.id("bos"), vocabulary.id("eos")
     add_bos = vocabulary.flag("add_bos_token", add_bos) and bos is not None
     add_eos = vocabulary.flag("add_eos_token", False) and eos is not None
-    around = [texts[i] for i in (bos if add_bos else None, eos if add_eos else None) if i is not None]
-    if around:
+    if add_bos or add_eos:
         before, after = ["bos"] * add_bos, ["eos"] * add_eos
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[*before, "$A", *after],
@@ -230,18 +213,7 @@ def _finish(vocabulary: _Vocabulary, tokenizer: "Tokenizer", add_bos: bool) -> G
             ],
         )
     ends = [eos, vocabulary.id("eot"), vocabulary.id("eom")]
-    control = set(vocabulary.of_kind(_CONTROL))
     ends += [i for text in _ENDS if (i := vocabulary.ids.get(text)) in control]
-    return GgufTokenizer(
-        tokenizer=tokenizer,
-        model=vocabulary.model,
-        pre=vocabulary.pre,
-        bos_id=bos,
-        eos_id=eos,
-        eos_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
-        unknown_id=vocabulary.id("unknown"),
-        padding_id=vocabulary.id("padding"),
-        add_bos=add_bos,
-        add_eos=add_eos,
-        chat_template=vocabulary.template(),
-    )
+    eos_ids = tuple(dict.fromkeys(i for i in ends if i is not None))
+    special = {name: texts[i] for name, i in (("bos_token", bos), ("eos_token", eos)) if i is not None}
+    return GgufTokenizer(tokenizer, bos, eos_ids, add_bos, vocabulary.template(), special)

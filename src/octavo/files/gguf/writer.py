@@ -14,11 +14,11 @@ from typing import IO, Any
 import numpy as np
 
 from octavo._io import atomic_file
+from octavo._names import unknown_name
 from octavo.files.errors import FileError
-from octavo.files.gguf.encode import ENCODERS, encode, encode_codes
+from octavo.files.gguf.encode import ENCODERS, encode_codes
 from octavo.files.gguf.header import ALIGNMENT, ARRAY, MAGIC, MAX_NAME, MAX_RANK, SCALARS, STRING
 from octavo.files.gguf.types import TYPES, TensorType
-from octavo.numerics import nearest_names
 from octavo.qarray import QArray
 
 _NUMBERS: dict[Any, int] = {dtype: number for number, dtype in SCALARS.items()}
@@ -43,7 +43,7 @@ class Tensor:
     def __post_init__(self):
         known = [*ENCODERS, *(name for name, kind in TYPES.items() if not kind.quantized and name not in ENCODERS)]
         if self.kind not in known:
-            raise FileError(f"tensors of type {self.kind!r} cannot be written: {nearest_names(self.kind, known)}")
+            raise FileError(f"tensors of type {self.kind!r} cannot be written: {unknown_name(self.kind, known)}")
         if self.shape is None:
             if not hasattr(self.values, "shape"):
                 raise FileError("a tensor that is loaded later needs its shape")
@@ -61,8 +61,6 @@ def write_gguf(
     path: str | os.PathLike[str],
     metadata: Mapping[str, Any],
     tensors: Mapping[str, Tensor | np.ndarray],
-    *,
-    alignment: int = ALIGNMENT,
 ) -> None:
     """Write a GGUF file of version 3.
 
@@ -71,18 +69,17 @@ def write_gguf(
       metadata: Bools, strings, numbers (ints become uint32, or as wide as they need; floats float32; NumPy scalars keep
         their type), NumPy arrays, and lists of one type of these.
       tensors: By name. Arrays keep their dtype, which ggml must have; `Tensor` converts.
-      alignment: Of the tensors in the file.
     """
     entries = {
         name: value if isinstance(value, Tensor) else _untyped_tensor(name, value) for name, value in tensors.items()
     }
-    head = _head(dict(metadata), entries, alignment)
+    head = _head(metadata, entries)
     with atomic_file(path) as file:
         file.write(head)
-        _pad(file, alignment)
+        _pad(file)
         for name, entry in entries.items():
             _write_tensor(file, name, entry)
-            _pad(file, alignment)
+            _pad(file)
 
 
 def _untyped_tensor(name: str, array: Any) -> Tensor:
@@ -93,17 +90,13 @@ def _untyped_tensor(name: str, array: Any) -> Tensor:
     raise FileError(f"tensor {name!r}: ggml has no type for {dtype}; give Tensor(values, kind)")
 
 
-def _head(metadata: dict[str, Any], entries: Mapping[str, Tensor], alignment: int) -> bytes:
-    if alignment < 8 or alignment & (alignment - 1):
-        raise FileError(f"the alignment is a power of two from 8 on, got {alignment}")
-    said = metadata.get("general.alignment", alignment)
-    if said != alignment:
-        raise FileError(f"general.alignment is {said!r} in the metadata, but the file is to have {alignment}")
-    if alignment != ALIGNMENT or "general.alignment" in metadata:
-        metadata["general.alignment"] = np.uint32(alignment)
+def _head(metadata: Mapping[str, Any], entries: Mapping[str, Tensor]) -> bytes:
+    if (alignment := metadata.get("general.alignment", ALIGNMENT)) != ALIGNMENT:
+        raise FileError(f"general.alignment is {alignment!r} in the metadata, but files are written with {ALIGNMENT}")
     parts = [MAGIC, struct.pack("<IQQ", 3, len(entries), len(metadata))]
     for key, value in metadata.items():
-        parts += [_text(key, "a key", MAX_NAME), _typed_value(value, f"metadata {key!r}")]
+        number, data = _encode_value(value, f"metadata {key!r}")
+        parts += [_text(key, "a key", MAX_NAME), struct.pack("<I", number), data]
     offset = 0
     for name, entry in entries.items():
         shape, kind = entry.shape or (), entry.type
@@ -114,12 +107,12 @@ def _head(metadata: dict[str, Any], entries: Mapping[str, Tensor], alignment: in
         parts.append(_text(name, "a name", MAX_NAME))
         parts.append(struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind.number, offset))
         nbytes = kind.nbytes(math.prod(shape))
-        offset += nbytes + -nbytes % alignment
+        offset += nbytes + -nbytes % ALIGNMENT
     return b"".join(parts)
 
 
-def _pad(file: IO[bytes], alignment: int) -> None:
-    file.write(b"\0" * (-file.tell() % alignment))
+def _pad(file: IO[bytes]) -> None:
+    file.write(b"\0" * (-file.tell() % ALIGNMENT))
 
 
 def _write_tensor(file: IO[bytes], name: str, entry: Tensor) -> None:
@@ -139,7 +132,7 @@ def _write_tensor(file: IO[bytes], name: str, entry: Tensor) -> None:
         raise FileError(f"tensor {name!r}: {kind.name} is made of numbers, got {array.dtype}")
     flat = np.ascontiguousarray(array).reshape(-1)
     for first in range(0, flat.size, _VALUES_AT_ONCE):
-        file.write(encode(name, flat[first : first + _VALUES_AT_ONCE], kind))
+        file.write(ENCODERS[kind.name](name, flat[first : first + _VALUES_AT_ONCE]))
 
 
 def _text(text: str, what: str, limit: int | None = None) -> bytes:
@@ -147,11 +140,6 @@ def _text(text: str, what: str, limit: int | None = None) -> bytes:
     if limit is not None and not 0 < len(data) <= limit:
         raise FileError(f"{what} has 1 to {limit} bytes, got {len(data)}")
     return struct.pack("<Q", len(data)) + data
-
-
-def _typed_value(value: Any, what: str) -> bytes:
-    number, data = _encode_value(value, what)
-    return struct.pack("<I", number) + data
 
 
 def _encode_value(value: Any, what: str) -> tuple[int, bytes]:

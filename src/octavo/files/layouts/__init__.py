@@ -5,7 +5,7 @@ codes and scales of the file, or as an array where it is not quantized.
 """
 
 from octavo.files.layouts.awq import Awq
-from octavo.files.layouts.base import Layout, TensorFile, WeightInfo, get_layout, layout_of, layouts, register_layout
+from octavo.files.layouts.base import Layout, TensorFile, WeightInfo, get_layout, layout_of, register_layout
 from octavo.files.layouts.compressed_tensors import CompressedTensors
 from octavo.files.layouts.fp8 import Fp8
 from octavo.files.layouts.gptq import Gptq
@@ -24,6 +24,5 @@ __all__ = [
     "WeightInfo",
     "get_layout",
     "layout_of",
-    "layouts",
     "register_layout",
 ]

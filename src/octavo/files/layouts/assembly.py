@@ -33,8 +33,9 @@ def checked_shape(file: TensorFile, name: str, dtypes: Sequence[np.dtype], rank:
     return info.shape
 
 
-def check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], why: str) -> None:
-    """Raise unless a tensor has the shape that other tensors imply."""
+def check_tensor(file: TensorFile, name: str, dtypes: Sequence[np.dtype], wanted: tuple[int, ...], why: str) -> None:
+    """Raise unless a tensor exists with one of the dtypes and the shape that other tensors imply."""
+    shape = checked_shape(file, name, dtypes, len(wanted))
     if shape != wanted:
         raise FileError(f"{name!r} has the shape {list(shape)} but {why} imply {list(wanted)}; is the file damaged?")
 
@@ -126,9 +127,9 @@ def _quantized(codes: np.ndarray, scale: np.ndarray, qtype: str, outer_scale: An
     return QArray(jnp.asarray(codes), jnp.asarray(scale), qtype=qtype, outer_scale=outer, dtype=dtype, **rest)
 
 
-def check_integers(name: str, shape: tuple[int, ...], scheme: Scheme, widths: Sequence[int]) -> None:
+def check_integers(name: str, q: QArray, widths: Sequence[int]) -> None:
     """Raise unless a weight is an integer matrix with scales per output and full group of inputs."""
-    fmt = scheme.qtype
+    fmt, shape, scheme = q.qtype, q.shape, Scheme.of(q)
     if not isinstance(fmt, IntFormat) or fmt.unit != 1.0 or not fmt.preserve_zero or fmt.bits not in widths:
         kinds = ", ".join(f"{n}" for n in widths)
         raise FileError(f"{name!r} is {fmt.name}; this layout holds integers of {kinds} bits")

@@ -17,7 +17,6 @@ from octavo.files.layouts.base import Layout, register_layout
 from octavo.files.layouts.config import choice, count, one_scheme, strings
 from octavo.files.layouts.qweight import QweightLayout, part_name
 from octavo.files.layouts.scheme import Scheme
-from octavo.files.safetensors import Info
 from octavo.qarray import QArray
 
 _ORDER = np.asarray([0, 2, 4, 6, 1, 3, 5, 7])
@@ -49,25 +48,15 @@ class Awq(QweightLayout):
 
     @classmethod
     def write(cls, name: str, q: QArray) -> dict[str, np.ndarray]:
-        cls.write_info(name, q.shape, Scheme.of(q))
+        check_integers(name, q, (4,))
+        if q.shape[0] % 8:
+            raise FileError(f"{name!r} {list(q.shape)}: awq packs outputs in eights; leave this weight in float")
         fields, zeros, scale = unsigned_codes(q)
         zeros = np.full(scale.shape, 8, np.uint8) if zeros is None else zeros
         return {
             part_name(name, "qweight"): _pack(fields.T),
             part_name(name, "qzeros"): _pack(zeros.T),
             part_name(name, "scales"): np.ascontiguousarray(scale.T),
-        }
-
-    @classmethod
-    def write_info(cls, name: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Info]:
-        check_integers(name, shape, scheme, (4,))
-        (out, size), groups = shape, scheme.counts(shape)[1]
-        if out % 8:
-            raise FileError(f"{name!r} {list(shape)}: awq packs outputs in eights; leave this weight in float")
-        return {
-            part_name(name, "qweight"): Info.make(np.int32, (size, out // 8)),
-            part_name(name, "qzeros"): Info.make(np.int32, (groups, out // 8)),
-            part_name(name, "scales"): Info.make(scheme.scale_dtype, (groups, out)),
         }
 
     @classmethod

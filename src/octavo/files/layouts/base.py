@@ -3,15 +3,15 @@
 import abc
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
+from octavo._names import unknown_name
 from octavo.files.errors import FileError
 from octavo.files.layouts.scheme import Scheme
 from octavo.files.safetensors import Info
-from octavo.numerics import nearest_names
 from octavo.qarray import QArray
 
 
@@ -29,16 +29,13 @@ class TensorFile(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightInfo:
+class WeightInfo(Info):
     """A weight of the float model: the dtype of its values, its shape, and the bytes of all its tensors in the file.
 
     `quantized` says whether the file has codes for it, read as a `QArray` except where the layout documents otherwise.
     """
 
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    nbytes: int
-    quantized: bool
+    quantized: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,10 +111,10 @@ class Layout(abc.ABC):
         """The shape and dtype of a weight, without reading it."""
         if not self.is_quantized(file, name):
             plain = file.info(name)
-            return WeightInfo(plain.dtype, plain.shape, plain.nbytes, False)
+            return WeightInfo(plain.dtype, plain.shape, plain.nbytes)
         shape = self._shape(file, name)
         ending = next(e for e in self.code_suffixes.values() if name.endswith(e))
-        base = name.removesuffix(ending) if ending else name
+        base = name.removesuffix(ending)
         parts = {base + part for part in (*self.code_suffixes, *self.code_suffixes.values(), *self.part_suffixes)}
         total = sum(file.info(part).nbytes for part in parts if part in file)
         return WeightInfo(values_dtype(file.info(self._scale(file, name)).dtype), shape, total, True)
@@ -135,11 +132,6 @@ class Layout(abc.ABC):
     @classmethod
     def write(cls, name: str, q: QArray) -> dict[str, np.ndarray]:
         """The tensors of a weight of shape [out, in]."""
-        raise FileError(f"{name!r}: the layout {cls.method!r} is only read; write {_writable()}")
-
-    @classmethod
-    def write_info(cls, name: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Info]:
-        """The dtypes and shapes of the tensors that `write` returns."""
         raise FileError(f"{name!r}: the layout {cls.method!r} is only read; write {_writable()}")
 
     @classmethod
@@ -172,11 +164,6 @@ def register_layout(kind: type[Layout]) -> type[Layout]:
     return kind
 
 
-def layouts() -> dict[str, type[Layout]]:
-    """The layouts by their `quant_method`."""
-    return dict(_layouts)
-
-
 def get_layout(method: str) -> type[Layout]:
     """The layout of a `quant_method`.
 
@@ -185,7 +172,7 @@ def get_layout(method: str) -> type[Layout]:
     'Gptq'
     """
     if method not in _layouts:
-        raise FileError(f"quant_method {method!r} is not one Octavo reads; {nearest_names(method, list(_layouts))}")
+        raise FileError(f"quant_method {method!r} is not one Octavo reads; {unknown_name(method, list(_layouts))}")
     return _layouts[method]
 
 
@@ -198,7 +185,4 @@ def layout_of(quantization_config: Mapping[str, Any]) -> Layout:
 
 
 def _writable() -> str:
-    return " or ".join(sorted(name for name, kind in _layouts.items() if kind.write.__func__ is not _READ_ONLY))
-
-
-_READ_ONLY: Callable[..., Any] = Layout.write.__func__  # pyrefly: ignore
+    return " or ".join(sorted(name for name, kind in _layouts.items() if "write" in vars(kind)))

@@ -23,24 +23,29 @@ from octavo.files.layouts.assembly import (
     WORDS,
     block_weight,
     check_groups,
-    check_shape,
+    check_integers,
+    check_tensor,
     checked_shape,
     fp4_weight,
     integer_weight,
+    unsigned_codes,
 )
 from octavo.files.layouts.base import Layout, TensorFile, register_layout
 from octavo.files.layouts.compressed_tensors_config import Group, make_config, parse_groups
-from octavo.files.layouts.compressed_tensors_write import tensor_infos, to_tensors
 from octavo.files.layouts.config import strings
 from octavo.files.layouts.fp8 import FLOAT8
 from octavo.files.layouts.scheme import Scheme
-from octavo.files.safetensors import Info
+from octavo.numerics import IntFormat
 from octavo.qarray import QArray
 
 _BYTE = np.dtype(np.uint8)
 _INT8 = np.dtype(np.int8)
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+_SHAPES = (np.dtype(np.int64), np.dtype(np.int32))
+_FP8 = tuple(dtype.name for dtype in FLOAT8)
+_FP4_SCALES = {"nvfp4": _E4M3, "mxfp4": _BYTE}
+"""The dtypes of the scales of the formats with two codes to a byte."""
 
 
 @register_layout
@@ -108,7 +113,7 @@ class CompressedTensors(Layout):
         bits = self.group(name).integer_bits(name)
         out, size = packed[0], packed[1] * 32 // bits
         if f"{name}_shape" in file:
-            check_shape(f"{name}_shape", checked_shape(file, f"{name}_shape", _SHAPES, 1), (2,), "matrices")
+            check_tensor(file, f"{name}_shape", _SHAPES, (2,), "matrices")
             given = file.read(f"{name}_shape").tolist()
             if given[0] != out or given[1] < 0 or -(-given[1] * bits // 32) != packed[1]:
                 raise FileError(f"{name}_shape says {given}, which is not what fits the words {list(packed)}")
@@ -133,7 +138,7 @@ class CompressedTensors(Layout):
         group = -(-size // max(1, groups)) if groups <= 1 else self.group(name).group_size(name)
         g_idx = None
         if f"{name}_g_idx" in file:
-            check_shape(f"{name}_g_idx", checked_shape(file, f"{name}_g_idx", WORDS, 1), (size,), "the codes")
+            check_tensor(file, f"{name}_g_idx", WORDS, (size,), "the codes")
             g_idx = file.read(f"{name}_g_idx")
             g_idx = None if -1 in g_idx else g_idx  # -1 means no reordering
         g_idx = check_groups(name, g_idx, size, group, groups)
@@ -144,15 +149,15 @@ class CompressedTensors(Layout):
         part = f"{name}_zero_point"
         if part not in file:
             return None
-        shape = checked_shape(file, part, (*WORDS, _INT8), None)
+        checked_shape(file, part, (*WORDS, _INT8), None)
         if file.info(part).dtype in WORDS:
-            check_shape(part, shape, (-(-out * bits // 32), groups), "the scales")
+            check_tensor(file, part, WORDS, (-(-out * bits // 32), groups), "the scales")
             return streams.unpack(file.read(part).T, bits, out).T
         plain = file.read(part).astype(np.int16) + (1 << (bits - 1))
         if plain.size == 1:
             plain = plain.reshape(1, 1)
-        elif plain.shape != (out, groups):
-            check_shape(part, shape, (out, groups), "the scales")
+        else:
+            check_tensor(file, part, (_INT8,), (out, groups), "the scales")
         return np.broadcast_to(plain.astype(np.uint8), (out, groups))
 
     def _read_unpacked(self, file: TensorFile, name: str) -> QArray:
@@ -162,12 +167,7 @@ class CompressedTensors(Layout):
         weight, scale = file.read(name), file.read(self._scale(file, name))
         zeros = None
         if weight.dtype == _INT8 and f"{name}_zero_point" in file:
-            check_shape(
-                f"{name}_zero_point",
-                checked_shape(file, f"{name}_zero_point", (_INT8,), None),
-                scale.shape,
-                "the scales",
-            )
+            check_tensor(file, f"{name}_zero_point", (_INT8,), scale.shape, "the scales")
             zeros = file.read(f"{name}_zero_point")
             zeros = zeros if zeros.any() else None
         scale = scale.view(_E8M0) if scale.dtype == _BYTE else scale
@@ -178,34 +178,57 @@ class CompressedTensors(Layout):
 
     def _read_fp4(self, file: TensorFile, name: str) -> QArray:
         out, size = self._shape(file, name)
-        scales = checked_shape(file, f"{name}_scale", (_E4M3, _BYTE, _E8M0), 2)
+        checked_shape(file, f"{name}_scale", (_E4M3, _BYTE, _E8M0), 2)
         packed, scale = file.read(f"{name}_packed"), file.read(f"{name}_scale")
-        if scale.dtype != _E4M3:
-            check_shape(f"{name}_scale", scales, (out, size // 32), "the codes")
+        tile = 16 if scale.dtype == _E4M3 else 32
+        check_tensor(file, f"{name}_scale", (scale.dtype,), (out, size // tile), "the codes")
+        if tile == 32:
             return fp4_weight(packed, scale.view(_E8M0), "mxfp4")
-        check_shape(f"{name}_scale", scales, (out, size // 16), "the codes")
-        check_shape(f"{name}_global_scale", checked_shape(file, f"{name}_global_scale", FLOATS, 1), (1,), "the scales")
-        whole = file.read(f"{name}_global_scale").astype(np.float32)
-        if not (np.isfinite(whole[0]) and whole[0] > 0):
-            raise FileError(f"{name}_global_scale is {whole[0]}; scales cannot be divided by it")
-        return fp4_weight(packed, scale, "nvfp4", outer=(np.float32(1) / whole).reshape(1, 1))
-
-    # Writing.
+        check_tensor(file, f"{name}_global_scale", FLOATS, (1,), "the scales")
+        divisor = file.read(f"{name}_global_scale").astype(np.float32)
+        if not (np.isfinite(divisor[0]) and divisor[0] > 0):
+            raise FileError(f"{name}_global_scale is {divisor[0]}; scales cannot be divided by it")
+        return fp4_weight(packed, scale, "nvfp4", outer=(np.float32(1) / divisor).reshape(1, 1))
 
     @classmethod
     def write(cls, name: str, q: QArray) -> dict[str, np.ndarray]:
-        return to_tensors(name, q)
-
-    @classmethod
-    def write_info(cls, name: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Info]:
-        return tensor_infos(name, shape, scheme)
+        if q.ndim != 2:
+            raise FileError(f"{name!r} is {list(q.shape)}; compressed-tensors holds matrices [out, in]")
+        scale = np.asarray(q.scale)
+        if q.qtype.name in _FP4_SCALES:
+            return _write_fp4(name, q, scale.view(_FP4_SCALES[q.qtype.name]))
+        if q.qtype.name in _FP8:
+            codes = np.asarray(q.qvalue)[: q.shape[0], : q.shape[1]]
+            return {name: codes, f"{name}_scale": scale.reshape(1) if scale.size == 1 else scale}
+        if not isinstance(q.qtype, IntFormat):
+            kinds = ", ".join(["int2 to int8", "uint2", "uint4", "uint8", *_FP8, *_FP4_SCALES])
+            raise FileError(f"{name!r} is {q.qtype.name}; compressed-tensors is written for {kinds}")
+        check_integers(name, q, range(2, 9))
+        fields, zeros, scale = unsigned_codes(q)
+        found = {
+            f"{name}_packed": streams.pack(fields, q.qtype.bits, np.int32),
+            f"{name}_scale": np.ascontiguousarray(scale),
+            f"{name}_shape": np.asarray(q.shape, np.int64),
+        }
+        if zeros is not None:
+            packed = streams.pack(np.ascontiguousarray(zeros.T), q.qtype.bits, np.int32)
+            found[f"{name}_zero_point"] = np.ascontiguousarray(packed.T)
+        return found
 
     @classmethod
     def config_for(cls, schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
         return make_config(schemes)
 
 
-_SHAPES = (np.dtype(np.int64), np.dtype(np.int32))
+def _write_fp4(name: str, q: QArray, scale: np.ndarray) -> dict[str, np.ndarray]:
+    rows, tile = Scheme.of(q).tile
+    if rows != 1 or q.shape[1] % tile:
+        raise FileError(f"{name!r} {list(q.shape)}: {q.qtype.name} is written in whole tiles of {tile} inputs")
+    found = {f"{name}_packed": np.asarray(q.pack(axis=-1).qvalue), f"{name}_scale": scale}
+    if q.qtype.name == "nvfp4":
+        outer = np.float32(1) if q.outer_scale is None else np.asarray(q.outer_scale).astype(np.float32)
+        found[f"{name}_global_scale"] = (np.float32(1) / outer).reshape(1)
+    return found
 
 
 def _rows(scale: np.ndarray, out: int) -> tuple[int, int]:

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from octavo._names import unknown_name
 from octavo.files.errors import FileError
 from octavo.files.layouts.base import matches
 from octavo.files.layouts.config import choice, count, module_of, strings
 from octavo.files.layouts.fp8 import parse_block
 from octavo.files.layouts.scheme import Scheme
-from octavo.numerics import nearest_names
 
 FORMATS = (
     "dense",
@@ -87,7 +87,7 @@ def parse_groups(config: Mapping[str, Any]) -> tuple[Group, ...]:
 
 def _known(fmt: Any) -> None:
     if fmt is not None and fmt not in FORMATS:
-        raise FileError(f"compressed-tensors format {fmt!r} is not read; {nearest_names(str(fmt), list(FORMATS))}")
+        raise FileError(f"compressed-tensors format {fmt!r} is not read; {unknown_name(str(fmt), list(FORMATS))}")
 
 
 def format_name(scheme: Scheme) -> str:
@@ -99,33 +99,23 @@ def format_name(scheme: Scheme) -> str:
 
 def make_config(schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
     """The configuration for weights of these schemes: one group for each scheme, by name if there are several."""
-    modules: dict[tuple[str, str], list[str]] = {}
-    arguments: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, scheme in schemes.items():
         if scheme is not None:
-            args = _weights(scheme)
-            key = (format_name(scheme), repr(args))
-            modules.setdefault(key, []).append(module_of(name))
-            arguments[key] = (format_name(scheme), args)
-    if not modules:
+            rest = {"input_activations": None, "output_activations": None, "format": format_name(scheme)}
+            group = {"targets": [], "weights": _weights(scheme), **rest}
+            found.setdefault(repr(group), group)["targets"].append(module_of(name))
+    groups = list(found.values())
+    if not groups:
         raise FileError(f"none of {len(schemes)} weights is quantized; write a float model without a layout")
-    several = len(modules) > 1
-    groups = {
-        f"group_{i}": {
-            "targets": names if several else ["Linear"],
-            "weights": arguments[key][1],
-            "input_activations": None,
-            "output_activations": None,
-            "format": arguments[key][0],
-        }
-        for i, (key, names) in enumerate(modules.items())
-    }
-    formats = {group["format"] for group in groups.values()}
+    if len(groups) == 1:
+        groups[0]["targets"] = ["Linear"]
+    formats = {group["format"] for group in groups}
     return {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": groups,
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         "ignore": [module_of(name) for name, scheme in schemes.items() if scheme is None],
         "kv_cache_scheme": None,
     }

@@ -41,13 +41,13 @@ def module_of(weight: str) -> str:
 
 
 def one_scheme(method: str, schemes: Mapping[str, Scheme | None]) -> tuple[Scheme, list[str]]:
-    """The common scheme of all quantized weights, except for the dtype of scales, and the modules in float."""
+    """The common scheme of all quantized weights, and the modules in float."""
     plain = [module_of(name) for name, scheme in schemes.items() if scheme is None]
-    found = {(s.format, s.tile, s.zero_point): (name, s) for name, s in schemes.items() if s is not None}
+    found = {scheme: name for name, scheme in schemes.items() if scheme is not None}
     if not found:
         raise FileError(f"{method}: none of {len(schemes)} weights is quantized; write a float model without a layout")
     if len(found) > 1:
-        (a, one), (b, other) = list(found.values())[:2]
+        (one, a), (other, b) = list(found.items())[:2]
         both = f"{a!r} is {one} and {b!r} {other}"
         raise FileError(f"{method} has one scheme for all weights but {both}; write compressed-tensors")
-    return next(iter(found.values()))[1], plain
+    return next(iter(found)), plain

@@ -21,7 +21,6 @@ from octavo.files.layouts.base import Layout, register_layout
 from octavo.files.layouts.config import choice, count, one_scheme, strings
 from octavo.files.layouts.qweight import QweightLayout, part_name
 from octavo.files.layouts.scheme import Scheme
-from octavo.files.safetensors import Info
 from octavo.qarray import QArray
 
 _BITS = (2, 3, 4, 8)
@@ -59,8 +58,10 @@ class Gptq(QweightLayout):
 
     @classmethod
     def write(cls, name: str, q: QArray) -> dict[str, np.ndarray]:
-        cls.write_info(name, q.shape, Scheme.of(q))
+        check_integers(name, q, _BITS)
         bits = q.qtype.bits
+        if q.shape[0] * bits % 32 or q.shape[1] * bits % 32:
+            raise FileError(f"{name!r} {list(q.shape)}: gptq packs {bits} bits into 32; leave this weight in float")
         fields, zeros, scale = unsigned_codes(q)
         # Asymmetric weights are "gptq_v2": readers of the other format differ on what a zero point of 0 is.
         zeros = np.full(scale.shape, 2 ** (bits - 1) - 1, np.uint8) if zeros is None else zeros
@@ -69,20 +70,6 @@ class Gptq(QweightLayout):
             part_name(name, "qzeros"): streams.pack(np.ascontiguousarray(zeros.T), bits, np.int32),
             part_name(name, "scales"): np.ascontiguousarray(scale.T),
             part_name(name, "g_idx"): (np.arange(q.shape[1]) // q.tile_shape[1]).astype(np.int32),
-        }
-
-    @classmethod
-    def write_info(cls, name: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Info]:
-        check_integers(name, shape, scheme, _BITS)
-        out, size = shape
-        bits, groups = scheme.qtype.bits, scheme.counts(shape)[1]
-        if out * bits % 32 or size * bits % 32:
-            raise FileError(f"{name!r} {list(shape)}: gptq packs {bits} bits into 32; leave this weight in float")
-        return {
-            part_name(name, "qweight"): Info.make(np.int32, (size * bits // 32, out)),
-            part_name(name, "qzeros"): Info.make(np.int32, (groups, out * bits // 32)),
-            part_name(name, "scales"): Info.make(scheme.scale_dtype, (groups, out)),
-            part_name(name, "g_idx"): Info.make(np.int32, (size,)),
         }
 
     @classmethod

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from octavo.files.errors import FileError
-from octavo.files.layouts.assembly import check_shape, checked_shape, fp4_weight
+from octavo.files.layouts.assembly import check_tensor, checked_shape, fp4_weight
 from octavo.files.layouts.base import Layout, TensorFile, register_layout
 from octavo.files.layouts.config import strings
 from octavo.qarray import QArray
@@ -43,8 +43,7 @@ class Mxfp4(Layout):
         shape = checked_shape(file, f"{name}_blocks", _BYTES, None)
         if len(shape) < 3 or shape[-1] != 16:
             raise FileError(f"{name}_blocks is {list(shape)}, not [..., out, groups, 16]; is this another layout?")
-        scales = checked_shape(file, f"{name}_scales", _BYTES, len(shape) - 1)
-        check_shape(f"{name}_scales", scales, shape[:-1], "the blocks")
+        check_tensor(file, f"{name}_scales", _BYTES, shape[:-1], "the blocks")
         return (*shape[:-2], 32 * shape[-2])
 
     def _read(self, file: TensorFile, name: str) -> QArray:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from octavo.files.layouts.assembly import FLOATS, WORDS, check_groups, check_shape, checked_shape, integer_weight
+from octavo.files.layouts.assembly import FLOATS, WORDS, check_groups, check_tensor, checked_shape, integer_weight
 from octavo.files.layouts.base import Layout, TensorFile
 from octavo.qarray import QArray
 
@@ -33,9 +33,9 @@ class QweightLayout(Layout):
     def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]:
         out, size = self._code_shape(*checked_shape(file, part_name(name, "qweight"), WORDS, 2))
         scales, zeros = part_name(name, "scales"), part_name(name, "qzeros")
-        shape = checked_shape(file, scales, FLOATS, 2)
-        check_shape(scales, shape, (shape[0], out), "the codes")
-        check_shape(zeros, checked_shape(file, zeros, WORDS, 2), (shape[0], -(-out * self.bits // 32)), "the scales")
+        groups = checked_shape(file, scales, FLOATS, 2)[0]
+        check_tensor(file, scales, FLOATS, (groups, out), "the codes")
+        check_tensor(file, zeros, WORDS, (groups, -(-out * self.bits // 32)), "the scales")
         return out, size
 
     def _read(self, file: TensorFile, name: str) -> QArray | np.ndarray:
@@ -46,7 +46,7 @@ class QweightLayout(Layout):
         scales = np.ascontiguousarray(file.read(part_name(name, "scales")).T)
         g_idx = None
         if ".g_idx" in self.part_suffixes and (part := part_name(name, "g_idx")) in file:
-            check_shape(part, checked_shape(file, part, WORDS, 1), (size,), "the codes")
+            check_tensor(file, part, WORDS, (size,), "the codes")
             g_idx = file.read(part)
         group = size if self.group_size == -1 else self.group_size
         g_idx = check_groups(name, g_idx, size, group, scales.shape[1])

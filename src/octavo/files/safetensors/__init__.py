@@ -2,6 +2,6 @@
 
 from octavo.files.safetensors.dtypes import Info
 from octavo.files.safetensors.read import SafeTensors
-from octavo.files.safetensors.write import Lazy, Writer, write
+from octavo.files.safetensors.write import Lazy, write
 
-__all__ = ["Info", "Lazy", "SafeTensors", "Writer", "write"]
+__all__ = ["Info", "Lazy", "SafeTensors", "write"]

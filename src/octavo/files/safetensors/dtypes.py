@@ -10,9 +10,9 @@ import math
 import ml_dtypes
 import numpy as np
 
+from octavo._names import unknown_name
 from octavo.files.bits import pack, unpack
 from octavo.files.errors import FileError
-from octavo.numerics import nearest_names
 
 # In the order of the reference implementation, which sorts tensors by it, last first, so that all are aligned.
 _TYPES = {
@@ -87,7 +87,7 @@ def name_of(dtype: np.dtype) -> str:
     """The name of a dtype in safetensors."""
     if dtype not in _NAMES:
         hint = "pack the codes, see octavo.files.layouts" if dtype.name in ("int2", "int4", "uint2", "uint4") else ""
-        raise FileError(f"safetensors has no dtype for {dtype.name}; {hint or nearest_names(dtype.name, list(DTYPES))}")
+        raise FileError(f"safetensors has no dtype for {dtype.name}; {hint or unknown_name(dtype.name, list(DTYPES))}")
     return _NAMES[dtype]
 
 

@@ -9,9 +9,9 @@ import json
 import math
 from typing import Any
 
+from octavo._names import unknown_name
 from octavo.files.errors import FileError
 from octavo.files.safetensors.dtypes import DTYPES, LARGEST, Info, bits_of
-from octavo.numerics import nearest_names
 
 LIMIT = 100_000_000  # bytes; the reference implementation's
 MAX_RANK = 64  # NumPy's
@@ -56,17 +56,17 @@ def load_object(text: bytes, where: str) -> dict[str, Any]:
         if len(table) != len(items):
             names = [name for name, _ in items]
             twice = next(name for name in names if names.count(name) > 1)
-            raise _InvalidJsonError(f"has the key {twice[:200]!r} twice")
+            raise FileError(f"{where} has the key {twice[:200]!r} twice; {_DAMAGED}")
         return table
 
     def constant(name: str) -> Any:
-        raise _InvalidJsonError(f"has {name}, which is not JSON")
+        raise FileError(f"{where} has {name}, which is not JSON; {_DAMAGED}")
 
     try:
         table = json.loads(text.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
         json.dumps(table, ensure_ascii=False).encode("utf-8")
-    except _InvalidJsonError as invalid:
-        raise FileError(f"{where} {invalid}; {_DAMAGED}") from None
+    except FileError:
+        raise
     except RecursionError:
         raise FileError(f"{where} is nested too deeply; {_DAMAGED}") from None
     except ValueError as error:  # Also raised for invalid UTF-8, or a number of thousands of digits.
@@ -76,16 +76,12 @@ def load_object(text: bytes, where: str) -> dict[str, Any]:
     return table
 
 
-class _InvalidJsonError(Exception):
-    pass
-
-
 def _entry(value: Any, where: str) -> Entry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise FileError(f"{where} has dtype, shape and data_offsets, got {_short(value)}; {_DAMAGED}")
     kind, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(kind, str) or kind not in DTYPES:
-        raise FileError(f"{where} has the unknown dtype {_short(kind)}; {nearest_names(str(kind)[:40], list(DTYPES))}")
+        raise FileError(f"{where} has the unknown dtype {_short(kind)}; {unknown_name(str(kind)[:40], list(DTYPES))}")
     if not _counts(shape) or len(shape) > MAX_RANK:
         raise FileError(f"{where} has the shape {_short(shape)}, not a list of up to {MAX_RANK} sizes; {_DAMAGED}")
     if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:

@@ -6,12 +6,10 @@ where accessing a map beyond the end kills the process.
 
 import os
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
-from octavo._names import did_you_mean
-from octavo.files.errors import FileError
+from octavo.files.errors import FileError, missing_tensor_error
 from octavo.files.regular import RegularFile
 from octavo.files.safetensors.dtypes import Info, decode
 from octavo.files.safetensors.header import LIMIT, load_object, parse
@@ -85,12 +83,11 @@ class SafeTensors:
 
     def read(self, name: str) -> np.ndarray:
         """A tensor, as a new array."""
-        return self._shard(name).read(name)
+        return self._shard(name).read_tensor(name)
 
     def _shard(self, name: str) -> "_Shard":
         if name not in self._where:
-            hint = did_you_mean(name, self._where, most=3, cutoff=0.6) or f"it has {len(self._where)} others"
-            raise FileError(f"{self.path} has no tensor {name!r}; {hint.rstrip()}")
+            raise missing_tensor_error(self.path, name, self._where)
         return self._where[name]
 
     def close(self) -> None:
@@ -101,34 +98,30 @@ class SafeTensors:
     def __enter__(self) -> "SafeTensors":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class _Shard:
+class _Shard(RegularFile):
     """One open file."""
 
     def __init__(self, path: Path):
-        self.path = path
-        self._file = RegularFile(path)
+        super().__init__(path)
         try:
-            length = int.from_bytes(self._file.read(0, 8, "the length of the header"), "little")
+            length = int.from_bytes(self.read(0, 8, "the length of the header"), "little")
             if length > LIMIT:
                 raise FileError(f"{path}: a header of {length} bytes is over {LIMIT}; is this safetensors?")
-            text = bytes(self._file.read(8, length, "the header"))
+            text = bytes(self.read(8, length, "the header"))
             self._start = 8 + length
-            self.metadata, self.entries = parse(text, self._file.size - self._start, str(path))
+            self.metadata, self.entries = parse(text, self.size - self._start, str(path))
         except BaseException:
             self.close()
             raise
 
-    def read(self, name: str) -> np.ndarray:
+    def read_tensor(self, name: str) -> np.ndarray:
         entry, what = self.entries[name], f"tensor {name!r}"
-        data = self._file.read(self._start + entry.start, entry.info.nbytes, what)
+        data = self.read(self._start + entry.start, entry.info.nbytes, what)
         return decode(np.frombuffer(data, np.uint8), entry.kind, entry.info.shape, f"{self.path}: {what}")
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def find_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:

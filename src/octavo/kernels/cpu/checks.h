@@ -1,4 +1,4 @@
-// What the custom calls check of their operands. Every size comes from the buffers themselves.
+// Validation of the custom calls' operands. Every size is read from the buffers themselves.
 #pragma once
 
 #include <string>

@@ -2,8 +2,8 @@
 //
 //   x += out(attention(rotate(query_key_value(norm(x)))));  x += wo(silu(gate(norm(x))) * up(norm(x)))
 //
-// Between the products of a layer lie a few thousand operations. As programs of their own, each with threads to be
-// woken, they and the products took twice as long as reading the weights does.
+// Between its matmuls a layer has only a few thousand operations. As separate programs, each of which wakes threads,
+// they and the matmuls took twice as long as reading the weights.
 
 #include <algorithm>
 #include <string>

@@ -1,4 +1,4 @@
-// Products of few rows with a quantized matrix, as XLA custom calls: checks, and the choice of instructions.
+// Matmuls of a few rows and a quantized matrix, as XLA custom calls: validation, and the choice of instruction set.
 
 #include <memory>
 #include <string>
@@ -19,7 +19,7 @@ template <typename Problem>
 struct ProblemJob : Job {
   Problem problem;
   void (*function)(const Problem&, int64_t, int64_t) = nullptr;
-  // What is made of x before the work begins.
+  // Conversions of x, computed before the matmul.
   std::vector<float> even, odd;
   std::vector<int32_t> pairs;
   std::vector<int16_t> wide;
@@ -157,7 +157,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(octavo_int_matvec, octavo::int_matvec,
                                   .Attr<std::string_view>("isa")
                                   .Attr<int32_t>("threads"));
 
-// The names of the versions that this processor runs, from the slowest to the fastest, apart by spaces.
+// The names of the versions that this processor supports, slowest first, separated by spaces.
 extern "C" const char* octavo_versions() {
   static const std::string names = [] {
     const octavo::Version* found[octavo::kMostVersions];

@@ -1,4 +1,4 @@
-// What one product is made of, and the versions of it that a machine may choose from.
+// The arguments of one matmul, and its implementations for the instruction sets of a machine.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ enum class ScaleType { kF32, kBF16, kF16 };
 // y[M, N] = x[M, K] . w, with w as [K, N] ("columns") or as [N, K] ("rows").
 struct FloatProblem {
   const float* x = nullptr;
-  // For packed codes in rows: x with its even and its odd places apart, each [M, (K + 1) / 2].
+  // For packed codes in rows: x with its even and its odd columns separated, each [M, (K + 1) / 2].
   const float* even = nullptr;
   const float* odd = nullptr;
   const uint8_t* codes = nullptr;
@@ -22,7 +22,7 @@ struct FloatProblem {
   int64_t from = 0, until = 0;    // the part of K that is summed, an even number of values before it
   int64_t groups = 1, group = 0;  // groups of `group` values each along K
   bool packed = false;            // two 4-bit codes to a byte along K, the first in the low half
-  float table[16] = {};           // what 4-bit codes stand for
+  float table[16] = {};           // the values of 4-bit codes
 };
 
 struct IntProblem {
@@ -33,7 +33,7 @@ struct IntProblem {
   int64_t m = 0, k = 0, n = 0;
 };
 
-// Attention of one new token in each row to what its slot holds: heads of the query, one after the other.
+// Attention of one new token in each row to the KV cache of its slot, for consecutive query heads.
 struct AttendProblem {
   const float* mixed = nullptr;  // [M, (heads + 2 * kv_heads) * dim]: queries, keys, values
   const int32_t* positions = nullptr;
@@ -44,19 +44,19 @@ struct AttendProblem {
   int64_t limit = 0;  // positions from here on give NaN
 };
 
-// One version. Products compute the outputs of the columns (or rows of w) from `begin` to `end`, those of floats and
-// columns for a part of K; `attend` the outputs of the heads of all rows, counted through.
+// One implementation. Matmuls compute the outputs of the columns (or rows of w) from `begin` to `end`, those of floats
+// and columns for a part of K; `attend` computes the outputs of heads, numbered over all rows.
 struct Version {
   const char* name;
   void (*float_columns)(const FloatProblem&, int64_t begin, int64_t end);
   void (*float_rows)(const FloatProblem&, int64_t begin, int64_t end);
   void (*int_columns)(const IntProblem&, int64_t begin, int64_t end);
   void (*int_rows)(const IntProblem&, int64_t begin, int64_t end);
-  // y = x + the sum of `count` parts that lie `stride` apart; x may be null
+  // y = x + the sum of `count` parts that are `stride` apart; x may be null
   void (*sum)(const float* x, const float* parts, int64_t count, int64_t stride, int64_t size, float* y);
   // y = x / sqrt(mean x^2 + epsilon) * scale
   void (*norm)(const float* x, const float* scale, float epsilon, int64_t size, float* y);
-  // Turns pairs (x_i, x_{i + half}) by angles, and multiplies them by a factor.
+  // Rotates pairs (x_i, x_{i + half}) by angles, and multiplies them by a factor.
   void (*rotate)(float* x, const float* cos, const float* sin, float factor, int64_t half);
   void (*attend)(const AttendProblem&, int64_t begin, int64_t end);
   // y = silu(gate) * up
@@ -96,8 +96,8 @@ inline float scale_at(const void* scale, ScaleType type, int64_t i) {
   return value;
 }
 
-// Has a line of w on its way to the second-level cache: into the first level, where there is room for little, memory
-// gave 12 GB/s on two cores of a Zen 4 instead of 21.
+// Prefetches a line of w to the second-level cache. Prefetching to the small first level gave 12 GB/s on two cores of a
+// Zen 4 instead of 21.
 inline void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 // Rows of x from m0: rows beyond the last repeat it, and are not stored.

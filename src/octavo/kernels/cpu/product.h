@@ -1,6 +1,6 @@
-// Sharing the product with a matrix [K, N] among threads.
+// Distributing the matmul with a matrix [K, N] over threads.
 //
-// Each takes some rows of the matrix, which lie together in memory, and all columns. Some columns of all rows would
+// Each takes some rows of the matrix, which are contiguous in memory, and all columns. Some columns of all rows would
 // need no sum at the end, but each row of them is on another page: on a virtual machine with small pages, two threads
 // were then no faster than one.
 #pragma once
@@ -43,7 +43,7 @@ struct Team {
   }
 };
 
-// How K is cut, which depends on the shape alone: so do the bits of the sums.
+// The partition of K, which depends on the shape alone, and so do the bits of the sums.
 struct Parts {
   int64_t rows, count;  // about six, of whole blocks of rows
   explicit Parts(int64_t k) : rows(std::max<int64_t>(64, (k + 191) / 192 * 32)), count((k + rows - 1) / rows) {}
@@ -54,7 +54,7 @@ inline void multiply(const FloatProblem& p, const Version& how, Team team, float
   constexpr int64_t kUnit = 64;  // columns: a line of codes
   const Parts cut(p.k);
   const int64_t cost = p.m * p.n * (p.packed ? (p.k + 1) / 2 : p.k), units = (p.n + kUnit - 1) / kUnit;
-  // Where parts are too few for the threads, columns are cut as well.
+  // Where there are fewer parts than threads, columns are partitioned as well.
   const int64_t wanted = (2 * workers(cost, team.threads, team.pool) + cut.count - 1) / cut.count;
   const int64_t width = (units + std::min(wanted, units) - 1) / std::min(wanted, units) * kUnit;
   const int64_t strips = (p.n + width - 1) / width;

@@ -1,8 +1,8 @@
-// Sharing a product among XLA's threads.
+// Distributing a job over XLA's threads.
 //
 // The caller works too, and waits only for pieces that another thread has begun: a pool that is busy with other work
-// delays nothing. Waking a sleeping thread takes as long as a small product does, so one that has helped stays awake
-// for a moment, in case that the next layer follows.
+// delays nothing. Waking a sleeping thread takes as long as a small matmul, so a helper stays awake for a moment in
+// case the next layer follows.
 #pragma once
 
 #include <atomic>
@@ -29,8 +29,8 @@ inline void breathe() {
 
 constexpr int64_t kMostPieces = 64;
 
-// A product, cut into pieces that are computed in any order. Each thread has neighbouring ones, whose data lie
-// together, and takes those of others when its own are done.
+// A job in pieces that are computed in any order. Each thread has adjacent ones, whose data is contiguous, and takes
+// those of other threads when its own are done.
 class Job {
  public:
   virtual ~Job() = default;
@@ -134,7 +134,7 @@ class Bench {
 // Less than this is done before another thread is awake.
 constexpr int64_t kSmall = 32 << 10;
 
-// How many threads work on what reads about `cost` bytes; `limit` forces a number.
+// The number of threads for a job that reads about `cost` bytes; `limit` forces a number.
 template <typename Pool>
 int64_t workers(int64_t cost, int64_t limit, Pool& pool) {
   return limit > 0 ? limit : (cost < kSmall ? 1 : pool.num_threads());
@@ -147,7 +147,7 @@ void share(const std::shared_ptr<Job>& job, int64_t size, int64_t unit, int64_t 
   int64_t threads = workers(cost, limit, pool);
   threads = threads < units ? threads : units;
   threads = threads < 1 ? 1 : threads;
-  // Several pieces for each thread, since another program may hold one of them up.
+  // Several pieces for each thread, since another program may delay one of them.
   const int64_t most = 4 * threads < kMostPieces ? 4 * threads : kMostPieces;
   const int64_t pieces = threads == 1 ? 1 : (most < units ? most : units);
   job->cut(size, (units + pieces - 1) / pieces * unit, threads);

@@ -1,4 +1,4 @@
-// The same products and the rest of a layer for several instruction sets, compiled here and nowhere else.
+// The kernels compiled for several instruction sets.
 
 #include "versions.h"
 
@@ -34,7 +34,7 @@ constexpr Version kVersion = {"portable", float_columns, float_rows, int_columns
 #undef OCTAVO_UNROLL
 
 #ifdef OCTAVO_X86
-// Sums stay in registers only if the loops over them are unrolled whole.
+// Sums stay in registers only if the loops over them are fully unrolled.
 #define OCTAVO_UNROLL _Pragma("GCC unroll 8")
 OCTAVO_TARGET("avx2,fma,f16c")
 namespace avx2 {

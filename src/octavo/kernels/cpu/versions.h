@@ -1,4 +1,4 @@
-// Which instruction sets there are functions for, and which of them this processor runs.
+// The instruction sets with kernels, and which of them this processor supports.
 #pragma once
 
 #include <string_view>
@@ -9,7 +9,7 @@ namespace octavo {
 
 constexpr int kMostVersions = 4;
 
-// Those that this processor runs, from the slowest to the fastest; returns how many.
+// The versions that this processor supports, slowest first; returns their number.
 int versions(const Version** found);
 
 // The one of that name, or the fastest for an empty one; null if there is none.

@@ -11,49 +11,24 @@
 All are bit-exact for integers. Forcing a lowering that does not apply raises, with the reason.
 """
 
-from typing import Any, Protocol, runtime_checkable
+import math
 
 import jax
 
 from octavo._names import unknown_name
 from octavo._typing import Array
-from octavo.ops.codes import ArrayOrQArray
-from octavo.ops.dims import Dims
-from octavo.ops.lowerings.cpu_ffi import CpuFfi
-from octavo.ops.lowerings.problem import DotProblem
+from octavo.ops.lowerings.cpu_ffi import FEWEST_WEIGHTS, CpuFfi
 from octavo.ops.lowerings.split_float import SplitFloat
 from octavo.ops.lowerings.xla import Xla
+from octavo.ops.operands import ArrayOrQArray, Dims, DotProblem, MatmulOptions
 from octavo.qarray import QArray
 
+type Lowering = CpuFfi | SplitFloat | Xla
+"""A lowering of a quantized dot: it can `run` and `describe` a problem; some give a `reason` why they do not apply."""
 
-@runtime_checkable
-class Lowering(Protocol):
-    """A lowering of a quantized dot."""
-
-    name: str
-
-    def reason(self, p: DotProblem) -> str | None:
-        """The reason it does not apply; None if it does."""
-        ...
-
-    def is_default(self, p: DotProblem) -> bool:
-        """Whether "auto" chooses it where it applies."""
-        ...
-
-    def run(self, p: DotProblem) -> Array: ...
-
-    def describe(self, p: DotProblem) -> str:
-        """A short description for the plan."""
-        ...
-
-
-LOWERINGS: dict[str, tuple[Lowering, ...]] = {
-    "auto": (CpuFfi(), SplitFloat(), Xla("auto")),
-    "plain": (Xla("plain"),),
-    "rows": (SplitFloat(), Xla("rows")),
-    "kernel": (CpuFfi(),),
-}
-NAMES = (*LOWERINGS, "tokamax")
+KERNEL, SPLIT_FLOAT = CpuFfi(), SplitFloat()
+XLA = {name: Xla(name) for name in ("auto", "plain", "rows")}
+NAMES = (*XLA, "kernel", "tokamax")
 
 
 def lowerings() -> tuple[str, ...]:
@@ -67,39 +42,36 @@ def check_name(name: str) -> None:
         raise ValueError(f"lowering is one of {NAMES}, got {name!r}: {unknown_name(name, NAMES)}")
 
 
-def multiply(
-    lhs: ArrayOrQArray,
-    rhs: ArrayOrQArray,
-    dims: Dims,
-    *,
-    dtype: Any,
-    precision: Any = None,
-    out_sharding: Any = None,
-    lowering: str = "auto",
-    accumulator: str | None = None,
-) -> Array:
-    """The dot of two operands, each an array or a QArray, in `dtype`."""
+def multiply(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims, options: MatmulOptions) -> Array:
+    """The dot of two operands, each an array or a QArray, in `options.dtype`."""
+    if 0 in (*lhs.shape, *rhs.shape):
+        lhs, rhs = (x.dequantize(options.dtype) if isinstance(x, QArray) else x for x in (lhs, rhs))
     if not isinstance(lhs, QArray) and not isinstance(rhs, QArray):
-        check_name(lowering)
-        return jax.lax.dot_general(
-            lhs, rhs, dims.numbers, precision=precision, preferred_element_type=dtype, out_sharding=out_sharding
-        )
-    problem = DotProblem(lhs, rhs, dims, dtype, precision, out_sharding, accumulator)
-    return choose(problem, lowering).run(problem)
+        check_name(options.lowering)
+        kinds = {"precision": options.precision, "preferred_element_type": options.dtype}
+        return jax.lax.dot_general(lhs, rhs, dims.numbers, **kinds, out_sharding=options.out_sharding)
+    problem = DotProblem(lhs, rhs, dims, options)
+    return choose(problem).run(problem)
 
 
-def choose(problem: DotProblem, name: str) -> Lowering:
+def choose(p: DotProblem) -> Lowering:
     """Choose the lowering of a dot; raises with the reason if a forced one does not apply."""
-    check_name(name)
-    reason = "it is for ragged dots"
-    for lowering in LOWERINGS.get(name, ()):
-        reason = lowering.reason(problem)
-        if reason is None and (name == lowering.name or lowering.is_default(problem)):
-            return lowering
-    raise ValueError(f"lowering={name!r}: {reason}; lowering='auto' takes another way where it must")
+    name = p.options.lowering
+    if name in ("kernel", "tokamax"):
+        reason = "it is for ragged dots" if name == "tokamax" else KERNEL.reason(p)
+        if reason is not None:
+            raise ValueError(f"lowering={name!r}: {reason}; lowering='auto' takes another way where it must")
+        return KERNEL
+    if name not in XLA:
+        check_name(name)
+    if name == "auto" and math.prod(p.rhs.shape) >= FEWEST_WEIGHTS and KERNEL.reason(p) is None:
+        return KERNEL
+    if name != "plain" and not isinstance(p.lhs, QArray) and SPLIT_FLOAT.reason(p) is None:
+        return SPLIT_FLOAT
+    return XLA[name]
 
 
 def describe(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims, lowering: str = "auto") -> str:
     """A short description of the lowering that `multiply` chooses."""
-    problem = DotProblem(lhs, rhs, dims, None)
-    return choose(problem, lowering).describe(problem)
+    problem = DotProblem(lhs, rhs, dims, MatmulOptions(None, lowering=lowering))
+    return choose(problem).describe(problem)

@@ -11,56 +11,42 @@ output feature (per group) of them is enough.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from octavo._typing import Array
-from octavo.ops import codes
-from octavo.ops.codes import ArrayOrQArray
+from octavo.ops.operands import ArrayOrQArray, Codes, MatmulOptions, accumulation_kind, dequantize, unpack, wider
 from octavo.ops.products.conv_dims import ConvDims
-from octavo.qarray import QArray
 
 
-def convolve(
-    lhs: ArrayOrQArray,
-    rhs: ArrayOrQArray,
-    dims: ConvDims,
-    *,
-    dtype: Any,
-    precision: Any = None,
-    out_sharding: Any = None,
-    accumulator: str | None = None,
-) -> Array:
-    """The convolution in `dtype`."""
-    float_conv = functools.partial(
-        _float_conv, dims=dims, precision=precision, out_sharding=out_sharding, accumulator=accumulator
-    )
-    lhs, rhs = codes.unpack(lhs), codes.unpack(rhs)
-    kind = codes.accumulation_kind(lhs, rhs)
-    if kind is None or not _is_outer(lhs, dims.lhs[0]) or not _is_outer(rhs, dims.rhs[0]):
-        return float_conv(*codes.dequantize(lhs, rhs)).astype(dtype)
+def convolve(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: ConvDims, options: MatmulOptions) -> Array:
+    """The convolution in `options.dtype`; `options.lowering` applies to dots only."""
+    lhs, rhs = unpack(lhs), unpack(rhs)
+    left, right = Codes(lhs), Codes(rhs)
+    kind = accumulation_kind(left, right)
+    sides = (left, dims.lhs[0]), (right, dims.rhs[0])
+    outer = all(side.is_constant_along(a) for side, axis in sides for a in range(lhs.ndim) if a != axis)
+    if kind is None or not outer:
+        return _float_conv(*dequantize(lhs, rhs), dims, options).astype(options.dtype)
     if kind == "int":
-        assert isinstance(lhs, QArray)
-        assert isinstance(rhs, QArray)
-        left, right = codes.integers(lhs), codes.integers(rhs)
-        out = dims(left, right, dtype=jnp.int32, out_sharding=out_sharding)
+        sharding = options.out_sharding
+        out = dims(left.integers(), right.integers(), dtype=jnp.int32, out_sharding=sharding)
         # With explicit shardings each of these convolutions needs an out_sharding; they are small, so replicated.
-        conv = functools.partial(dims, dtype=jnp.int32, out_sharding=None if out_sharding is None else PartitionSpec())
-        out = _correct(out, left, right, lhs, rhs, dims, conv).astype(jnp.float32)
+        conv = functools.partial(dims, dtype=jnp.int32, out_sharding=None if sharding is None else PartitionSpec())
+        out = _correct(out, left, right, dims, conv).astype(jnp.float32)
     else:
         if kind == "native" and lhs.qvalue.dtype != rhs.qvalue.dtype:  # pyrefly: ignore
             kind = jnp.bfloat16  # lax convolves operands of one dtype; e4m3 and e5m2 are both exact in bfloat16
-        out = float_conv(codes.values(lhs, kind), codes.values(rhs, kind))
-        out = out.astype(codes.wider(out.dtype, jnp.dtype(jnp.float32)))
-    scales = [codes.scale(x, codes=kind == "int") for x in (lhs, rhs)]
-    if scales[0] is not None:
-        out = out * per_example(scales[0], dims, out.shape).astype(out.dtype)
-    if scales[1] is not None:
-        out = out * per_feature(scales[1], dims, out.shape).astype(out.dtype)
-    return out.astype(dtype)
+        out = _float_conv(left.values(kind), right.values(kind), dims, options)
+        out = out.astype(wider(out.dtype, jnp.dtype(jnp.float32)))
+    if (scale := left.scale(is_codes=kind == "int")) is not None:
+        out = out * per_example(scale, dims, out.shape).astype(out.dtype)
+    if (scale := right.scale(is_codes=kind == "int")) is not None:
+        out = out * per_feature(scale, dims, out.shape).astype(out.dtype)
+    return out.astype(options.dtype)
 
 
 def per_example(part: Array, dims: ConvDims, out_shape: tuple[int, ...]) -> Array:
@@ -99,50 +85,36 @@ def _place(part: Array, dims: ConvDims) -> Array:
     )
 
 
-def _is_outer(x: ArrayOrQArray, axis: int) -> bool:
-    """Whether scales and zero points vary along this axis only."""
-    if not isinstance(x, QArray):
-        return True
-    parts = [part for part in (x.scale, x.zero_point, x.outer_scale) if part is not None]
-    return all(size == 1 for part in parts for a, size in enumerate(part.shape) if a != axis)
-
-
-def _correct(
-    out: Array, left: Array, right: Array, lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: ConvDims, conv
-) -> Array:
+def _correct(out: Array, left: Codes, right: Codes, dims: ConvDims, conv: Callable[[Array, Array], Array]) -> Array:
     """Add the correction terms of zero points to an integer convolution of codes."""
-    zl, zr = codes.zero_point(lhs), codes.zero_point(rhs)
-    if zl is None and zr is None:
-        return out
-    one_each = _ones(left, dims.lhs[0], dims.batch_groups)
-    one_out = _ones(right, dims.rhs[0], dims.groups)
+    zl, zr = left.zero_point(), right.zero_point()
+    one_each = _ones(left.x, dims.lhs[0], dims.batch_groups)
+    one_out = _ones(right.x, dims.rhs[0], dims.groups)
     zl = None if zl is None else per_example(zl, dims, out.shape)
     zr = None if zr is None else per_feature(zr, dims, out.shape)
     spread = functools.partial(jnp.repeat, repeats=out.shape[dims.out[1]] // dims.groups, axis=dims.out[1])
     if zl is not None:
-        out = out - zl * conv(one_each, right)
+        out = out - zl * conv(one_each, right.integers())
     if zr is not None:
-        out = out - zr * spread(conv(left, one_out))
+        out = out - zr * spread(conv(left.integers(), one_out))
     if zl is not None and zr is not None:
         out = out + zl * zr * spread(conv(one_each, one_out))
     return out
 
 
-def _ones(like: Array, axis: int, size: int) -> Array:
+def _ones(like: ArrayOrQArray, axis: int, size: int) -> Array:
     return jnp.ones([size if a == axis else n for a, n in enumerate(like.shape)], jnp.int8)
 
 
-def _float_conv(
-    lhs: Array, rhs: Array, *, dims: ConvDims, precision: Any, out_sharding: Any, accumulator: str | None
-) -> Array:
+def _float_conv(lhs: Array, rhs: Array, dims: ConvDims, options: MatmulOptions) -> Array:
     """A convolution of floats of one dtype, widened first on CPUs, which emulate narrower floats."""
-    wide = codes.wider(lhs.dtype, jnp.dtype(jnp.float32))
-    dtype = wide if accumulator is None else jnp.dtype(accumulator)
-    conv = functools.partial(dims, dtype=dtype, precision=precision, out_sharding=out_sharding)
+    wide = wider(lhs.dtype, jnp.dtype(jnp.float32))
+    dtype = wide if options.accumulator is None else jnp.dtype(options.accumulator)
+    conv = functools.partial(dims, precision=options.precision, out_sharding=options.out_sharding)
     if lhs.dtype == wide:
-        return dims(lhs, rhs, precision=precision, out_sharding=out_sharding).astype(dtype)
+        return conv(lhs, rhs).astype(dtype)
 
     def widened(lhs: Array, rhs: Array) -> Array:
-        return dims(lhs.astype(wide), rhs.astype(wide), precision=precision, out_sharding=out_sharding).astype(dtype)
+        return conv(lhs.astype(wide), rhs.astype(wide)).astype(dtype)
 
-    return jax.lax.platform_dependent(lhs, rhs, cpu=widened, default=conv)
+    return jax.lax.platform_dependent(lhs, rhs, cpu=widened, default=functools.partial(conv, dtype=dtype))

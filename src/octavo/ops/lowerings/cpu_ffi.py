@@ -10,15 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
-from octavo import kernels
+from octavo import _sharding, kernels
 from octavo._typing import Array
 from octavo.numerics import Format, IntFormat
-from octavo.ops.codes import ArrayOrQArray, element, stored_shape
-from octavo.ops.dims import Dims
-from octavo.ops.layout import is_explicit, is_large, is_partitioned, is_transposed
-from octavo.ops.lowerings.problem import DotProblem
 from octavo.ops.lowerings.xla import Xla, multiply_codes
+from octavo.ops.operands import Dims, DotProblem, MatmulOptions, element
 from octavo.qarray import QArray
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -28,30 +26,34 @@ _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 MOST_ROWS, MOST_FLOAT_ROWS = 16, 64
 
 
+# A smaller matrix fits in the cache, and its matmul takes less time than starting a custom call.
+FEWEST_WEIGHTS = 1 << 15
+
+
 class CpuFfi:
     """A few rows times a large quantized matrix on CPUs; other platforms use XLA's dot."""
 
-    name = "kernel"
-
     def reason(self, p: DotProblem) -> str | None:
-        if p.out_sharding is not None:
+        lhs, rhs, accumulator = p.lhs, p.rhs, p.options.accumulator
+        if p.options.out_sharding is not None:
             return "the kernel knows no shardings"
-        if isinstance(p.lhs, QArray) and isinstance(p.rhs, QArray):
-            return self._integer_reason(p)
-        if p.accumulator is not None and jnp.dtype(p.accumulator) != jnp.float32:
-            return f"the kernel accumulates in float32, not in {p.accumulator}"
-        return unsupported(p.lhs, p.rhs, p.dims)
-
-    def _integer_reason(self, p: DotProblem) -> str | None:
-        if not p.is_integer:
-            return "of two QArrays the kernel multiplies integers without tiles alone"
-        assert p.split is not None
-        if any(is_explicit(x.qvalue) for x in p.operands if isinstance(x, QArray)):
-            return "the kernel knows no shardings"
-        return unsupported_axes(p.split.left.shape, p.split.dims)
-
-    def is_default(self, p: DotProblem) -> bool:
-        return is_large(p.split.right.shape if p.is_integer and p.split is not None else p.rhs.shape)
+        if isinstance(lhs, QArray) and isinstance(rhs, QArray):
+            if p.split is None or p.split.kind != "int":
+                return "of two QArrays the kernel multiplies integers without tiles alone"
+            if _sharding.explicit(lhs.qvalue) or _sharding.explicit(rhs.qvalue):
+                return "the kernel knows no shardings"
+            return _unsupported_axes(p.split.left.shape, p.split.dims, MOST_ROWS)
+        if accumulator is not None and jnp.dtype(accumulator) != jnp.float32:
+            return f"the kernel accumulates in float32, not in {accumulator}"
+        if isinstance(lhs, QArray) or not isinstance(rhs, QArray):
+            return "the kernel multiplies a float array by a QArray, in this order"
+        if lhs.dtype not in _FLOATS:
+            return f"the kernel takes rows of float32, bfloat16 or float16, not {lhs.dtype}"
+        if (reason := _unsupported_axes(lhs.shape, p.dims, MOST_FLOAT_ROWS)) is not None:
+            return reason
+        if _sharding.explicit(lhs) or _sharding.explicit(rhs.qvalue):
+            return "the kernel does not know explicit shardings"
+        return _unsupported_codes(rhs, p.dims)
 
     def run(self, p: DotProblem) -> Array:
         if isinstance(p.lhs, QArray):
@@ -59,9 +61,9 @@ class CpuFfi:
         assert isinstance(p.rhs, QArray)
 
         def elsewhere(lhs: Array, rhs: QArray) -> Array:
-            return _XLA.run(DotProblem(lhs, rhs, p.dims, jnp.float32, p.precision))
+            return _XLA.run(DotProblem(lhs, rhs, p.dims, MatmulOptions(jnp.float32, p.options.precision)))
 
-        return _product(p.lhs, p.rhs, p.dims, elsewhere).astype(p.dtype)
+        return _product(p.lhs, p.rhs, p.dims, elsewhere).astype(p.options.dtype)
 
     def describe(self, p: DotProblem) -> str:
         if jax.default_backend() != "cpu":
@@ -75,25 +77,28 @@ class CpuFfi:
 _XLA = Xla("auto")
 
 
-def unsupported(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims) -> str | None:
-    """The reason the kernel does not support this dot of a float array and a QArray; None if it does."""
-    if isinstance(lhs, QArray) or not isinstance(rhs, QArray):
-        return "the kernel multiplies a float array by a QArray, in this order"
-    if lhs.dtype not in _FLOATS:
-        return f"the kernel takes rows of float32, bfloat16 or float16, not {lhs.dtype}"
-    if (reason := unsupported_axes(lhs.shape, dims, most=MOST_FLOAT_ROWS)) is not None:
-        return reason
-    if is_explicit(lhs) or is_explicit(rhs.qvalue):
-        return "the kernel does not know explicit shardings"
-    return _unsupported_codes(rhs, dims)
+def is_partitioned() -> bool:
+    """Whether the traced program will be partitioned over devices, judging by the current mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(
+        size > 1 and kind != AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )
 
 
-def unsupported_axes(shape: tuple[int, ...], dims: Dims, *, most: int = MOST_ROWS) -> str | None:
+def is_transposed(dims: Dims) -> bool | None:
+    """False for a matrix [K, N], True for [N, K], None for any other order of axes."""
+    every = tuple(range(dims.rhs_ndim))
+    if dims.rhs_contract + dims.rhs_remaining == every:
+        return False
+    return True if dims.rhs_remaining + dims.rhs_contract == every else None
+
+
+def _unsupported_axes(shape: tuple[int, ...], dims: Dims, most: int) -> str | None:
     """The reason the kernel does not support these axes and this shape of `lhs`; None if it does."""
     if not kernels.available():
         return kernels.status()
     if is_partitioned():
-        return "XLA cannot cut the kernel over the devices of the mesh: use jax.shard_map"
+        return "XLA cannot partition the kernel over the devices of the mesh: use jax.shard_map"
     rows = math.prod(shape[a] for a in dims.lhs_remaining)
     if dims.lhs_batch:
         return "the kernel has no batch axes"
@@ -220,12 +225,12 @@ def _of_zero_points(x: Array, q: QArray, scale: Array, dims: Dims) -> Array:
 
 
 def _depth(q: QArray, dims: Dims) -> int:
-    return math.prod(stored_shape(q)[a] for a in dims.rhs_contract)
+    return math.prod(q._stored_shape[a] for a in dims.rhs_contract)
 
 
 def _group(q: QArray, part: Any, dims: Dims) -> int:
     """How many adjacent values along the flattened contraction share an entry."""
-    shape, group, split = stored_shape(q), 1, False
+    shape, group, split = q._stored_shape, 1, False
     for axis in reversed(dims.rhs_contract):
         if not split:
             group *= shape[axis] // part.shape[axis]
@@ -235,7 +240,7 @@ def _group(q: QArray, part: Any, dims: Dims) -> int:
 
 def _matrix(q: QArray, part: Array, dims: Dims, groups: int = 0) -> Array:
     """A scale or zero point in the kernel's layout: [groups, N], or [N, groups] for [N, K]."""
-    shape = stored_shape(q)
+    shape = q._stored_shape
     contract = [part.shape[a] for a in dims.rhs_contract]
     first = next((i for i in reversed(range(len(contract))) if contract[i] > 1), None)
     wanted = dict(zip(dims.rhs_contract, contract, strict=True))

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from octavo._typing import Array
-from octavo.ops.codes import wider
-from octavo.ops.dims import Dims
 from octavo.ops.lowerings import check_name, tokamax
 from octavo.ops.lowerings.xla import integer_dot
+from octavo.ops.operands import Dims, MatmulOptions, wider
 
 ITERATIONS = "octavo.iterations."
 _ROWS_BY_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
@@ -107,21 +106,21 @@ def group_absmax(x: Array, rows: Rows) -> Array:
     return jnp.zeros((rows.sizes.shape[0], x.shape[1]), x.dtype).at[blocks.group].max(most)
 
 
-def rows_by_groups(lhs: Array, rhs: Array, rows: Rows, *, contract: int, precision: Any, lowering: str) -> Array:
+def rows_by_groups(lhs: Array, rhs: Array, rows: Rows, options: MatmulOptions, *, contract: int) -> Array:
     """[m, k] x [g, k, n] -> [m, n], or with `contract` 2 of [g, n, k]: int8 to int32, floats to float32.
 
     The result is undefined for rows of no group.
     """
     if lhs.dtype == jnp.int8:
-        return _rows_by_groups(lhs, rhs, rows.sizes, contract, precision, lowering)
-    return _float_rows_by_groups(*_alike(lhs, rhs), rows.sizes, contract, precision, lowering)
+        return _rows_by_groups(lhs, rhs, rows.sizes, contract, options)
+    return _float_dot(contract, options, *_alike(lhs, rhs), rows.sizes)
 
 
-def rows_by_rows(lhs: Array, rhs: Array, rows: Rows, *, precision: Any, lowering: str) -> Array:
+def rows_by_rows(lhs: Array, rhs: Array, rows: Rows, options: MatmulOptions) -> Array:
     """[m, k] x [m, n] -> [g, k, n]: int8 to int32, floats to float32."""
     if lhs.dtype == jnp.int8:
-        return _rows_by_rows(lhs, rhs, rows.sizes, precision, lowering)
-    return _float_rows_by_rows(*_alike(lhs, rhs), rows.sizes, precision, lowering)
+        return _rows_by_rows(lhs, rhs, rows.sizes, options)
+    return _float_dot(None, options, *_alike(lhs, rhs), rows.sizes)
 
 
 def _alike(lhs: Array, rhs: Array) -> tuple[Array, Array]:
@@ -131,36 +130,30 @@ def _alike(lhs: Array, rhs: Array) -> tuple[Array, Array]:
     return lhs.astype(common), rhs.astype(common)
 
 
-def _rows_by_groups(lhs: Array, rhs: Array, sizes: Array, contract: int, precision: Any, lowering: str) -> Array:
+def _rows_by_groups(lhs: Array, rhs: Array, sizes: Array, contract: int, options: MatmulOptions) -> Array:
     numbers = lax.RaggedDotDimensionNumbers((((1,), (contract,)), ((), ())), (0,), (0,))
 
     # In jax 0.12, vmap of a ragged dot requires every operand to be batched along its first axis.
     @jax.custom_batching.sequential_vmap
     def plain(lhs: Array, rhs: Array, sizes: Array) -> Array:
         return lax.ragged_dot_general(
-            lhs, rhs, sizes, numbers, precision=precision, preferred_element_type=_accumulator(lhs)
+            lhs, rhs, sizes, numbers, precision=options.precision, preferred_element_type=_accumulator(lhs)
         )
 
-    blocks = functools.partial(_blocks_by_groups, contract=contract, precision=precision)
-    return _choose(lowering, plain, blocks, lhs, rhs, sizes, numbers=numbers, precision=precision)
+    blocks = functools.partial(_blocks_by_groups, contract=contract, precision=options.precision)
+    return _choose(options, plain, blocks, lhs, rhs, sizes, numbers)
 
 
-def _rows_by_rows(lhs: Array, rhs: Array, sizes: Array, precision: Any, lowering: str) -> Array:
+def _rows_by_rows(lhs: Array, rhs: Array, sizes: Array, options: MatmulOptions) -> Array:
     @jax.custom_batching.sequential_vmap
     def plain(lhs: Array, rhs: Array, sizes: Array) -> Array:
         # Rows of no group may hold anything; do not rely on kernels to ignore them.
         rows = Rows(lhs.shape[0], sizes)
-        return lax.ragged_dot_general(
-            rows.keep(lhs),
-            rows.keep(rhs),
-            sizes,
-            _ROWS_BY_ROWS,
-            precision=precision,
-            preferred_element_type=_accumulator(lhs),
-        )
+        kinds = {"precision": options.precision, "preferred_element_type": _accumulator(lhs)}
+        return lax.ragged_dot_general(rows.keep(lhs), rows.keep(rhs), sizes, _ROWS_BY_ROWS, **kinds)
 
-    blocks = functools.partial(_blocks_by_blocks, precision=precision)
-    return _choose(lowering, plain, blocks, lhs, rhs, sizes, numbers=_ROWS_BY_ROWS, precision=precision)
+    blocks = functools.partial(_blocks_by_blocks, precision=options.precision)
+    return _choose(options, plain, blocks, lhs, rhs, sizes, _ROWS_BY_ROWS)
 
 
 def _accumulator(x: Array) -> Any:
@@ -168,18 +161,20 @@ def _accumulator(x: Array) -> Any:
 
 
 def _choose(
-    lowering: str, plain: Any, blocks: Any, lhs: Array, rhs: Array, sizes: Array, *, numbers: Any, precision: Any
+    options: MatmulOptions, plain: Any, blocks: Any, lhs: Array, rhs: Array, sizes: Array, numbers: Any
 ) -> Array:
-    if lowering in ("plain", "rows"):
-        return (plain if lowering == "plain" else blocks)(lhs, rhs, sizes)
-    check_name(lowering)
-    if lowering == "kernel":
-        raise ValueError(f"lowering={lowering!r}: ragged products have no kernel; lowering='auto' takes another way")
+    name = options.lowering
+    if name in ("plain", "rows"):
+        return (plain if name == "plain" else blocks)(lhs, rhs, sizes)
+    check_name(name)
+    if name == "kernel":
+        raise ValueError(f"lowering={name!r}: ragged products have no kernel; lowering='auto' takes another way")
     reason = tokamax.unsupported(lhs, rhs)
-    if lowering == "tokamax" and reason is not None:
+    if name == "tokamax" and reason is not None:
         raise ValueError(f"lowering='tokamax': {reason}; lowering='auto' takes another way where it must")
     if reason is None:
-        kernel = functools.partial(tokamax.ragged_dot, numbers=numbers, precision=precision, dtype=_accumulator(lhs))
+        kinds = {"precision": options.precision, "dtype": _accumulator(lhs)}
+        kernel = functools.partial(tokamax.ragged_dot, numbers=numbers, **kinds)
         return lax.platform_dependent(lhs, rhs, sizes, cpu=blocks, tpu=kernel, cuda=kernel, default=plain)
     return lax.platform_dependent(lhs, rhs, sizes, cpu=blocks, default=plain)
 
@@ -253,43 +248,28 @@ def _zeros(shape: tuple[int, ...], *like: Array) -> Array:
 # A while loop has no reverse-mode derivative, but each operation is linear in either operand.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _float_rows_by_groups(lhs, rhs, sizes, contract, precision, lowering):
-    return _rows_by_groups(lhs, rhs, sizes, contract, precision, lowering)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _float_dot(contract: int | None, options: MatmulOptions, lhs: Array, rhs: Array, sizes: Array) -> Array:
+    """`rows_by_groups` of floats, or without `contract` their `rows_by_rows`."""
+    if contract is None:
+        return _rows_by_rows(lhs, rhs, sizes, options)
+    return _rows_by_groups(lhs, rhs, sizes, contract, options)
 
 
-def _float_rows_by_groups_fwd(lhs, rhs, sizes, contract, precision, lowering):
-    return _float_rows_by_groups(lhs, rhs, sizes, contract, precision, lowering), (lhs, rhs, sizes)
+def _float_dot_fwd(contract: int | None, options: MatmulOptions, lhs: Array, rhs: Array, sizes: Array):
+    return _float_dot(contract, options, lhs, rhs, sizes), (lhs, rhs, sizes)
 
 
-def _float_rows_by_groups_bwd(contract, precision, lowering, saved, g):
+def _float_dot_bwd(contract: int | None, options: MatmulOptions, saved: Any, g: Array):
     lhs, rhs, sizes = saved
     rows = Rows(lhs.shape[0], sizes)
-    how = {"precision": precision, "lowering": lowering}
-    dlhs = rows.keep(rows_by_groups(g, rhs, rows, contract=3 - contract, **how))
-    drhs = rows_by_rows(lhs, g, rows, **how) if contract == 1 else rows_by_rows(g, lhs, rows, **how)
-    return dlhs.astype(lhs.dtype), drhs.astype(rhs.dtype), None
+    if contract is None:
+        dlhs = rows_by_groups(rhs, g, rows, options, contract=2)
+        drhs = rows.keep(rows_by_groups(lhs, g, rows, options, contract=1))
+    else:
+        dlhs = rows_by_groups(g, rhs, rows, options, contract=3 - contract)
+        drhs = rows_by_rows(*((lhs, g) if contract == 1 else (g, lhs)), rows, options)
+    return rows.keep(dlhs).astype(lhs.dtype), drhs.astype(rhs.dtype), None
 
 
-_float_rows_by_groups.defvjp(_float_rows_by_groups_fwd, _float_rows_by_groups_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _float_rows_by_rows(lhs, rhs, sizes, precision, lowering):
-    return _rows_by_rows(lhs, rhs, sizes, precision, lowering)
-
-
-def _float_rows_by_rows_fwd(lhs, rhs, sizes, precision, lowering):
-    return _float_rows_by_rows(lhs, rhs, sizes, precision, lowering), (lhs, rhs, sizes)
-
-
-def _float_rows_by_rows_bwd(precision, lowering, saved, g):
-    lhs, rhs, sizes = saved
-    rows = Rows(lhs.shape[0], sizes)
-    how = {"precision": precision, "lowering": lowering}
-    dlhs = rows.keep(rows_by_groups(rhs, g, rows, contract=2, **how))
-    drhs = rows.keep(rows_by_groups(lhs, g, rows, contract=1, **how))
-    return dlhs.astype(lhs.dtype), drhs.astype(rhs.dtype), None
-
-
-_float_rows_by_rows.defvjp(_float_rows_by_rows_fwd, _float_rows_by_rows_bwd)
+_float_dot.defvjp(_float_dot_fwd, _float_dot_bwd)

@@ -15,10 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array, Float
-from octavo.ops import codes as operands
-from octavo.ops.dims import Dims
-from octavo.ops.lowerings.problem import DotProblem
 from octavo.ops.lowerings.xla import float_dot, integer_dot, scale_result
+from octavo.ops.operands import Dims, DotProblem
 
 MOST_ROWS = 2
 
@@ -26,10 +24,8 @@ MOST_ROWS = 2
 class SplitFloat:
     """A dot of one or two float rows with symmetric integer codes."""
 
-    name = "split_float"
-
     def reason(self, p: DotProblem) -> str | None:
-        if p.split is None or not operands.is_weight_only(*p.operands):
+        if p.split is None or p.split.left.format or not p.split.right.is_int8 or p.split.right.has_zero_point:
             return "it splits a float operand that meets symmetric integer codes, in the order of activation and weight"
         if p.split.dims != p.dims:
             return "it knows no tiles along the contraction"
@@ -37,10 +33,6 @@ class SplitFloat:
         if p.dims.lhs_batch or not 0 < rows <= MOST_ROWS or math.prod(p.lhs.shape) == 0:
             return f"it is for 1 to {MOST_ROWS} rows without batch axes, got an operand of shape {p.lhs.shape}"
         return None
-
-    def is_default(self, p: DotProblem) -> bool:
-        del p
-        return True
 
     def run(self, p: DotProblem) -> Array:
         assert p.split is not None

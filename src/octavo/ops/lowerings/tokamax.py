@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from octavo import _sharding
 from octavo._typing import Array
-from octavo.ops.layout import is_explicit, is_partitioned
+from octavo.ops.lowerings.cpu_ffi import is_partitioned
 
 _DTYPES = (jnp.int8, jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
@@ -21,7 +22,7 @@ def unsupported(lhs: Array, rhs: Array) -> str | None:
         return f"tokamax's kernels run on TPUs and GPUs, and this process computes on {jax.default_backend()}"
     if importlib.util.find_spec("tokamax") is None:
         return "tokamax is not installed: pip install tokamax"
-    if is_explicit(lhs) or is_explicit(rhs) or is_partitioned() or not _is_local():
+    if _sharding.explicit(lhs) or _sharding.explicit(rhs) or is_partitioned() or not _is_local():
         return "XLA cannot partition the kernel: use jax.shard_map, or one device"
     if lhs.dtype != rhs.dtype or lhs.dtype not in _DTYPES:
         return f"tokamax multiplies int8, bfloat16, float32 or float8 of one dtype, not {lhs.dtype} with {rhs.dtype}"

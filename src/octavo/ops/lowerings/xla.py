@@ -17,13 +17,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 
 from octavo import _sharding
 from octavo._typing import Array
-from octavo.ops import codes
-from octavo.ops.dims import Dims
-from octavo.ops.layout import by_rows, is_explicit
-from octavo.ops.lowerings.problem import DotProblem, Side, Split
+from octavo.ops.operands import Codes, Dims, DotProblem, Split, dequantize
 
 type IntegerDot = Callable[[Array, Array, Dims], Array]
 
@@ -34,47 +34,41 @@ class Xla:
     def __init__(self, name: str):
         self.name = name
 
-    def reason(self, p: DotProblem) -> str | None:
-        del p
-        return None
-
-    def is_default(self, p: DotProblem) -> bool:
-        del p
-        return True
-
     def run(self, p: DotProblem) -> Array:
         return multiply_codes(p, functools.partial(integer_dot, lowering=self.name))
 
     def describe(self, p: DotProblem) -> str:
         if p.split is None:
             return "dequantized"
-        if p.is_integer:
-            return "int8 -> int32"
-        return "float8" if p.split.kind == "native" else f"exact in {p.split.kind}"
+        return {"int": "int8 -> int32", "native": "float8"}.get(p.split.kind, f"exact in {p.split.kind}")
 
 
 def multiply_codes(p: DotProblem, integer_dot: IntegerDot) -> Array:
     """The dot of codes with a scaled result, or the dot of dequantized operands."""
-    s = p.split
+    s, options = p.split, p.options
     if s is None:
-        lhs, rhs = codes.dequantize(*p.operands)
-        return float_dot(lhs, rhs, p.dims, p.precision, p.out_sharding, p.accumulator).astype(p.dtype)
-    out_sharding = p.out_sharding
-    if s.left.has_zero_point or s.right.has_zero_point:
-        out_sharding = _sharding.plain(out_sharding)  # an unreduced result supports no subtraction
-    if p.is_integer:
-        integers = s.left.integers(), s.right.integers()
-        left, right, out_sharding = _split_shardings(*integers, s.dims, p.dims, out_sharding)
-        if out_sharding is not None or is_explicit(left) or is_explicit(right):
-            out = _plain_dot(left, right, s.dims, out_sharding)
-        else:
-            out = integer_dot(left, right, s.dims)
-        out = _correct(out, s.left, s.right, s.dims).astype(jnp.float32)
+        lhs, rhs = dequantize(*p.operands)
+        out = float_dot(lhs, rhs, p.dims, options.precision, options.out_sharding, options.accumulator)
+        return out.astype(options.dtype)
+    sharding, is_integer = options.out_sharding, s.kind == "int"
+    has_zero_points = s.left.has_zero_point or s.right.has_zero_point
+    if has_zero_points:
+        sharding = _sharding.plain(sharding)  # an unreduced result supports no subtraction
+    if is_integer:
+        left, right = s.left.integers(), s.right.integers()
     else:
-        values = s.left.values(s.kind), s.right.values(s.kind)
-        left, right, out_sharding = _split_shardings(*values, s.dims, p.dims, out_sharding)
-        out = float_dot(left, right, s.dims, p.precision, out_sharding, p.accumulator).astype(jnp.float32)
-    return scale_result(p, s, out, is_codes=isinstance(s.kind, str))
+        left, right = s.left.values(s.kind), s.right.values(s.kind)
+    if len(s.dims.lhs_batch) > len(p.dims.lhs_batch):
+        left, right, sharding = _split_shardings(left, right, s.dims, p.dims, sharding)
+    if not is_integer:
+        out = float_dot(left, right, s.dims, options.precision, sharding, options.accumulator)
+    elif sharding is not None or _sharding.explicit(left) or _sharding.explicit(right):
+        out = _plain_dot(left, right, s.dims, sharding)
+    else:
+        out = integer_dot(left, right, s.dims)
+    if is_integer and has_zero_points:
+        out = _correct(out, s.left, s.right, s.dims)
+    return scale_result(p, s, out.astype(jnp.float32), is_codes=isinstance(s.kind, str))
 
 
 def scale_result(p: DotProblem, s: Split, out: Array, *, is_codes: bool) -> Array:
@@ -82,15 +76,15 @@ def scale_result(p: DotProblem, s: Split, out: Array, *, is_codes: bool) -> Arra
     for side in (s.left, s.right):
         scale = side.scale(is_codes=is_codes)
         if scale is not None:
-            out = out * _sharding.reshard_for_broadcast(_beside(scale, s.dims, after=side is s.right), out)
-    counts = tuple(range(len(p.dims.lhs_batch), len(s.dims.lhs_batch)))
-    if counts and p.accumulator is None:
+            out = out * _sharding.reshard_for_broadcast(_to_result_axes(scale, s.dims, right=side is s.right), out)
+    counts, accumulator = tuple(range(len(p.dims.lhs_batch), len(s.dims.lhs_batch))), p.options.accumulator
+    if counts and accumulator is None:
         out = jnp.sum(out, axis=counts)
     elif counts:
         # jnp.sum would accumulate in float32; with one tile per device this sum is an all-reduce, in `accumulator`.
-        zero = jnp.zeros((), p.accumulator)
-        out = jax.lax.reduce(out.astype(p.accumulator), zero, jax.lax.add, counts)
-    return _sharding.reshard_if_explicit(out.astype(p.dtype), p.out_sharding)
+        out = jax.lax.reduce(out.astype(accumulator), jnp.zeros((), accumulator), jax.lax.add, counts)
+    out = out.astype(p.options.dtype)
+    return out if p.options.out_sharding is None else _sharding.reshard_if_explicit(out, p.options.out_sharding)
 
 
 def _split_shardings(lhs: Array, rhs: Array, split: Dims, dims: Dims, wanted: Any) -> tuple[Array, Array, Any]:
@@ -99,8 +93,6 @@ def _split_shardings(lhs: Array, rhs: Array, split: Dims, dims: Dims, wanted: An
     Apart from the tile axes that is `wanted`, without the mesh axes that tiles use.
     """
     first, last = len(dims.lhs_batch), len(split.lhs_batch)
-    if first == last:
-        return lhs, rhs, wanted
     if (left := _sharding.explicit(lhs)) is None or (right := _sharding.explicit(rhs)) is None:
         return lhs, rhs, None
     ours, theirs = list(_sharding.partitions(left, lhs.ndim)), list(_sharding.partitions(right, rhs.ndim))
@@ -115,36 +107,40 @@ def _split_shardings(lhs: Array, rhs: Array, split: Dims, dims: Dims, wanted: An
     return lhs, rhs, wanted
 
 
-def _beside(part: Array, dims: Dims, *, after: bool = False) -> Array:
+def _to_result_axes(part: Array, dims: Dims, *, right: bool = False) -> Array:
     """A scale in split form, broadcastable against the result [batch, lhs remaining, rhs remaining]."""
-    batch = dims.rhs_batch if after else dims.lhs_batch
-    remaining = dims.rhs_remaining if after else dims.lhs_remaining
-    contract = dims.rhs_contract if after else dims.lhs_contract
-    part = jnp.transpose(part, (*batch, *remaining, *contract))
-    lead, kept = part.shape[: len(batch)], part.shape[len(batch) : len(batch) + len(remaining)]
-    others = (1,) * len(dims.lhs_remaining if after else dims.rhs_remaining)
-    return part.reshape(*lead, *others, *kept) if after else part.reshape(*lead, *kept, *others)
+    batch = dims.rhs_batch if right else dims.lhs_batch
+    remaining = dims.rhs_remaining if right else dims.lhs_remaining
+    lead, kept = [part.shape[a] for a in batch], [part.shape[a] for a in remaining]
+    long = [a for a in (*batch, *remaining) if part.shape[a] > 1]
+    if long != sorted(long):
+        part = jnp.transpose(part, (*batch, *remaining, *(dims.rhs_contract if right else dims.lhs_contract)))
+    others = (1,) * len(dims.lhs_remaining if right else dims.rhs_remaining)
+    return part.reshape(*lead, *others, *kept) if right else part.reshape(*lead, *kept, *others)
 
 
-def _correct(out: Array, left: Side, right: Side, dims: Dims) -> Array:
+def _correct(out: Array, left: Codes, right: Codes, dims: Dims) -> Array:
     """Add the correction terms of zero points to an integer dot of codes."""
     zl, zr = left.zero_point(), right.zero_point()
     at = lambda part: _sharding.reshard_for_broadcast(part, out)  # noqa: E731
     if zl is not None:
         sums = jnp.sum(right.integers().astype(jnp.int32), axis=dims.rhs_contract, keepdims=True)
-        out = out - at(_beside(zl, dims)) * at(_beside(sums, dims, after=True))
+        out = out - at(_to_result_axes(zl, dims)) * at(_to_result_axes(sums, dims, right=True))
     if zr is not None:
         sums = jnp.sum(left.integers().astype(jnp.int32), axis=dims.lhs_contract, keepdims=True)
-        out = out - at(_beside(zr, dims, after=True)) * at(_beside(sums, dims))
+        out = out - at(_to_result_axes(zr, dims, right=True)) * at(_to_result_axes(sums, dims))
     if zl is not None and zr is not None:
         depth = math.prod(left.integers().shape[a] for a in dims.lhs_contract)
-        out = out + depth * at(_beside(zl, dims)) * at(_beside(zr, dims, after=True))
+        out = out + depth * at(_to_result_axes(zl, dims)) * at(_to_result_axes(zr, dims, right=True))
     return out
 
 
 def integer_dot(lhs: Array, rhs: Array, dims: Dims, *, lowering: str = "auto") -> Array:
     """An int8 x int8 -> int32 dot."""
-    if lowering == "plain":
+    last, first = dims.rhs_remaining + dims.rhs_contract, dims.rhs_contract + dims.rhs_remaining
+    in_order = (*range(lhs.ndim),) == dims.lhs_remaining + dims.lhs_contract and (*range(rhs.ndim),) in (first, last)
+    # XLA itself reshapes these to a matmul in the form that is fast on CPUs.
+    if lowering == "plain" or (in_order and math.prod(lhs.shape[a] for a in dims.lhs_remaining) >= 8):
         return _plain_dot(lhs, rhs, dims)
     if lowering == "rows":
         return _rows_dot(lhs, rhs, dims)
@@ -153,44 +149,40 @@ def integer_dot(lhs: Array, rhs: Array, dims: Dims, *, lowering: str = "auto") -
 
 
 def _plain_dot(lhs: Array, rhs: Array, dims: Dims, out_sharding: Any = None) -> Array:
-    numbers, kinds = dims.numbers, {"preferred_element_type": jnp.int32, "out_sharding": out_sharding}
-    return jax.lax.dot_general(lhs, rhs, numbers, **kinds)
+    kinds = {"preferred_element_type": jnp.int32, "out_sharding": out_sharding}
+    return jax.lax.dot_general(lhs, rhs, dims.numbers, **kinds)
 
 
 def _rows_dot(lhs: Array, rhs: Array, dims: Dims) -> Array:
+    """The dot as a matmul of two matrices, or of two batches of them, of which the left contracts its last axis."""
     batch = [lhs.shape[a] for a in dims.lhs_batch]
     left = [lhs.shape[a] for a in dims.lhs_remaining]
     right = [rhs.shape[a] for a in dims.rhs_remaining]
-    depth = math.prod(lhs.shape[a] for a in dims.lhs_contract)
-    lhs = _arrange(lhs, (*dims.lhs_batch, *dims.lhs_remaining, *dims.lhs_contract))
-    lhs = lhs.reshape(math.prod(batch), math.prod(left), depth)
+    depth, rows, columns = math.prod(lhs.shape[a] for a in dims.lhs_contract), math.prod(left), math.prod(right)
+    lead = [math.prod(batch)] if math.prod(batch) != 1 else []
+    first = len(lead)
+    lhs = _arrange(lhs, (*dims.lhs_batch, *dims.lhs_remaining, *dims.lhs_contract)).reshape(*lead, rows, depth)
     # The right operand may have its contracted axes first or last; it is transposed only if they are neither.
-    last = (*dims.rhs_batch, *dims.rhs_remaining, *dims.rhs_contract)
-    first = (*dims.rhs_batch, *dims.rhs_contract, *dims.rhs_remaining)
-    is_last = last == tuple(range(rhs.ndim))
-    rhs = rhs if is_last else _arrange(rhs, first)
-    columns = math.prod(right)
-    rhs = rhs.reshape(math.prod(batch), columns, depth) if is_last else rhs.reshape(math.prod(batch), depth, columns)
-    rows = lhs.shape[1]
-    swapped = rows < 8 and is_last and math.prod(batch) == 1
+    is_last = (*dims.rhs_batch, *dims.rhs_remaining, *dims.rhs_contract) == tuple(range(rhs.ndim))
+    rhs = rhs if is_last else _arrange(rhs, (*dims.rhs_batch, *dims.rhs_contract, *dims.rhs_remaining))
+    rhs = rhs.reshape(*lead, columns, depth) if is_last else rhs.reshape(*lead, depth, columns)
+    swapped = rows < 8 and is_last and not lead
     if rows < 8:
         # Fewer than eight rows miss the fast path and run at a tenth of float32's speed; padding is cheaper.
-        lhs = jnp.pad(lhs, ((0, 0), (0, (4 if swapped and rows <= 4 else 8) - rows), (0, 0)))
+        lhs = jnp.pad(lhs, (*[(0, 0)] * first, (0, (4 if swapped and rows <= 4 else 8) - rows), (0, 0)))
+    dot = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.int32)
     if swapped:
         # A row-major matrix needs no repacking if it is the left operand.
-        numbers = (((1,), (1,)), ((), ()))
-        out = jax.lax.dot_general(rhs[0], lhs[0], numbers, preferred_element_type=jnp.int32).T[None]
-    elif math.prod(batch) == 1:
-        numbers = (((1,), (1 if is_last else 0,)), ((), ()))
-        out = jax.lax.dot_general(lhs[0], rhs[0], numbers, preferred_element_type=jnp.int32)[None]
+        out = dot(rhs, lhs, (((1,), (1,)), ((), ()))).T
     else:
-        numbers = (((2,), (2 if is_last else 1,)), ((0,), (0,)))
-        out = jax.lax.dot_general(lhs, rhs, numbers, preferred_element_type=jnp.int32)
-    return out[:, :rows].reshape(*batch, *left, *right)
+        contract = ((first + 1,), (first + 1 if is_last else first,))
+        out = dot(lhs, rhs, (contract, (tuple(range(first)), tuple(range(first)))))
+    out = jax.lax.slice_in_dim(out, 0, rows, axis=first) if rows < 8 else out
+    return out.reshape(*batch, *left, *right)
 
 
 def _arrange(x: Array, order: tuple[int, ...]) -> Array:
-    return x if order == tuple(range(x.ndim)) else by_rows(jnp.transpose(x, order))
+    return x if order == tuple(range(x.ndim)) else row_major(jnp.transpose(x, order))
 
 
 def float_dot(
@@ -215,3 +207,43 @@ def float_dot(
         return dot(lhs.astype(jnp.float32), rhs.astype(jnp.float32))
 
     return jax.lax.platform_dependent(lhs, rhs, cpu=widened, default=dot)
+
+
+_row_major = core.Primitive("octavo_row_major")
+_row_major.def_impl(lambda x, **_: x)
+_row_major.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_row_major, lambda ctx, x, **_: [x])
+
+
+def _lower_row_major(lowered_for: str) -> Any:
+    constrain = mlir.lower_fun(lambda x, *, order: with_layout_constraint(x, Layout(order)), multiple_results=False)
+
+    def lower(ctx: Any, x: Any, *, order: tuple[int, ...], platform: str) -> Any:
+        # jax.export does not support the constraint. On TPUs it saves a copy, on CPUs slow forms of dots depend on it.
+        exporting = lowered_for == "tpu" and ctx.module_context.lowering_parameters.for_export
+        return constrain(ctx, x, order=order) if platform == lowered_for and not exporting else [x]
+
+    return lower
+
+
+mlir.register_lowering(_row_major, _lower_row_major("cpu"), platform="cpu")
+mlir.register_lowering(_row_major, _lower_row_major("tpu"), platform="tpu")
+ad.deflinear(_row_major, lambda g, **_: [g])
+
+
+def _batch_row_major(args: Any, dims: Any, *, order: tuple[int, ...], platform: str) -> tuple[Array, int]:
+    (x,), (at,) = args, dims
+    return _row_major.bind(x, order=(at, *(axis + (axis >= at) for axis in order)), platform=platform), at
+
+
+batching.primitive_batchers[_row_major] = _batch_row_major
+
+
+def row_major(x: Array, *, platform: str = "cpu") -> Array:
+    """Constrain an array to row-major order on one platform; a no-op on the others.
+
+    On CPUs this materializes it, as a fusion barrier. On TPUs it is the layout in which a fusion writes it.
+    """
+    if x.size <= 1 or _sharding.explicit(x) is not None:
+        return x
+    return _row_major.bind(x, order=tuple(range(x.ndim)), platform=platform)

@@ -22,7 +22,7 @@ type Pads = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class ConvDims:
-    """The arguments of `lax.conv_general_dilated` besides its operands, resolved for their shapes.
+    """The arguments of `lax.conv_general_dilated` without its operands, resolved for their shapes.
 
     `lhs` names the axes (example, feature, *spatial) of the input, `out` those of the output and `rhs` the axes
     (output feature, input feature, *spatial) of the kernel. `sizes` has (input, kernel, output) of each spatial axis.
@@ -54,17 +54,8 @@ class ConvDims:
         """From the arguments of `lax.conv_general_dilated`, which raises its own errors for invalid ones."""
 
         def conv(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-            return jax.lax.conv_general_dilated(
-                lhs,
-                rhs,
-                window_strides,
-                padding,
-                lhs_dilation,
-                rhs_dilation,
-                dimension_numbers,
-                feature_group_count,
-                batch_group_count,
-            )
+            axes = (lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, batch_group_count)
+            return jax.lax.conv_general_dilated(lhs, rhs, window_strides, padding, *axes)
 
         shapes = [jax.ShapeDtypeStruct(tuple(shape), jnp.float32) for shape in (lhs_shape, rhs_shape)]
         out_shape = jax.eval_shape(conv, *shapes).shape
@@ -95,14 +86,8 @@ class ConvDims:
         self, lhs: Array, rhs: Array, *, dtype: Any = None, precision: Any = None, out_sharding: Any = None
     ) -> Array:
         """The convolution of two arrays of one dtype, accumulated in `dtype`."""
-        return jax.lax.conv_general_dilated(
-            lhs,
-            rhs,
-            **self.params,
-            precision=precision,
-            preferred_element_type=dtype,
-            out_sharding=out_sharding,
-        )
+        kinds = {"precision": precision, "preferred_element_type": dtype, "out_sharding": out_sharding}
+        return jax.lax.conv_general_dilated(lhs, rhs, **self.params, **kinds)
 
     @property
     def params(self) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec
 
 from octavo import _sharding
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
-from octavo.ops.api import dot_general, init_scaling
-from octavo.ops.codes import ArrayOrQArray
 from octavo.ops.config import DotConfig
-from octavo.ops.vjp import Scaling
+from octavo.ops.operands import ArrayOrQArray, widen_integer
+from octavo.ops.product import Scaling
+from octavo.ops.products.dot import dot_general, init_scaling
 from octavo.qarray import QArray
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -123,7 +123,7 @@ def pairwise(
     terms, out, arrays = _parse(subscripts, operands)
     if preferred_element_type is None and len(arrays) > 1:
         dtypes = [x.dtype for x in arrays]
-        preferred_element_type = dtypes[0] if len(set(dtypes)) == 1 else jnp.result_type(*dtypes)
+        preferred_element_type = widen_integer(dtypes[0] if len(set(dtypes)) == 1 else jnp.result_type(*dtypes))
     kinds = {"precision": precision, "preferred_element_type": preferred_element_type}
     pool = [_Term(_drop_ones(x, term, terms, arrays), i) for i, (term, x) in enumerate(zip(terms, arrays, strict=True))]
     steps = _path([p.indices for p in pool], out, [p.x.shape for p in pool], optimize)

@@ -15,18 +15,15 @@ import numpy as np
 
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import AbsMax
-from octavo.ops.codes import ArrayOrQArray
-from octavo.ops.config import DotConfig, Matmul, Operand
-from octavo.ops.dims import Dims
-from octavo.ops.layout import materialize
+from octavo.ops.config import DotConfig, Operand
 from octavo.ops.lowerings.grouped import Rows, group_absmax
 from octavo.ops.lowerings.ragged import multiply_groups, multiply_rows, multiply_rows_reduced
-from octavo.ops.marker import mark
-from octavo.ops.product import Product, Transpose, quantize_operands
+from octavo.ops.lowerings.xla import row_major
+from octavo.ops.operands import ArrayOrQArray, Dims, MatmulOptions
+from octavo.ops.product import Product, Transpose, mark
 from octavo.ops.products.conv import NO_SMOOTHING
 from octavo.ops.scales import full_scale, without_scale
 from octavo.ops.telemetry import measure_fit
-from octavo.ops.vjp import Scaling
 from octavo.qarray import QArray
 
 NUMBERS = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
@@ -55,9 +52,7 @@ class _Grouped:
 class Ragged(_Grouped, Product):
     """[m, k] x [g, k, n] -> [m, n]; the group axis counts as a remaining axis."""
 
-    @property
-    def dims(self) -> Dims:
-        return Dims(2, 3, (1,), (1,))
+    dims = Dims(2, 3, (1,), (1,))
 
     @property
     def params(self) -> dict[str, Any]:
@@ -76,18 +71,8 @@ class Ragged(_Grouped, Product):
     def out_shape(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
         return (lhs[0], rhs[2])
 
-    def multiply(
-        self,
-        lhs: ArrayOrQArray,
-        rhs: ArrayOrQArray,
-        *extra: Array,
-        dtype: Any,
-        precision: Any,
-        lowering: str,
-        **_: Any,
-    ) -> Array:
-        rows = self.rows(lhs.shape[0], *extra)
-        return multiply_groups(lhs, rhs, rows, dtype=dtype, precision=precision, lowering=lowering)
+    def multiply(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, *extra: Array, options: MatmulOptions) -> Array:
+        return multiply_groups(lhs, rhs, self.rows(lhs.shape[0], *extra), options)
 
     def transpose(self, of_lhs: bool) -> Transpose:
         return _RaggedDlhs(self.sharding) if of_lhs else _RaggedDrhs(self.sharding)
@@ -96,9 +81,7 @@ class Ragged(_Grouped, Product):
 class _RaggedDlhs(_Grouped, Transpose):
     """[m, n] x [g, k, n] -> [m, k]."""
 
-    @property
-    def dims(self) -> Dims:
-        return Dims(2, 3, (1,), (2,))
+    dims = Dims(2, 3, (1,), (2,))
 
     def fold(self, g: Array, residual: QArray, *extra: Array, quantized: bool) -> Any:
         """Move the scale [g, 1, n] of the experts' codes into the cotangent, row by row."""
@@ -113,26 +96,14 @@ class _RaggedDlhs(_Grouped, Transpose):
         scale = self.rows(g.shape[0], *extra).pick(scale) if len(scale) > 1 else scale
         return g.astype(jnp.float32) * scale, without_scale(q)
 
-    def multiply(
-        self,
-        lhs: ArrayOrQArray,
-        rhs: ArrayOrQArray,
-        *extra: Array,
-        dtype: Any,
-        precision: Any,
-        lowering: str,
-        **_: Any,
-    ) -> Array:
-        rows = self.rows(lhs.shape[0], *extra)
-        return multiply_groups(lhs, rhs, rows, contract=2, dtype=dtype, precision=precision, lowering=lowering)
+    def multiply(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, *extra: Array, options: MatmulOptions) -> Array:
+        return multiply_groups(lhs, rhs, self.rows(lhs.shape[0], *extra), options, contract=2)
 
 
 class _RaggedDrhs(_Grouped, Transpose):
     """[m, n] x [m, k] -> [g, k, n], contracted over the rows of each group."""
 
-    @property
-    def dims(self) -> Dims:
-        return Dims(2, 2, (0,), (0,))
+    dims = Dims(2, 2, (0,), (0,))
 
     def gradient_dtype(self, out: Any, operand: Any, accumulator: str | None) -> Any:
         return super().gradient_dtype(out, accumulator or operand, accumulator)
@@ -146,50 +117,26 @@ class _RaggedDrhs(_Grouped, Transpose):
             return None
         return (g, q) if q.scale.shape[0] == 1 else (g.astype(jnp.float32) * full_scale(q), without_scale(q))
 
-    def quantize(
-        self, matmul: Matmul, g: Any, residual: ArrayOrQArray, extra: Any, keys: Any, scaling: Scaling, name: str
-    ):
+    def quantize_by_group(self, matmul, g, residual, *extra, keys, scaling, name):
         """Use one scale per group and column if it can be measured in one pass; these scale the result."""
         matmul = matmul.replace(lhs=_without_tiles(matmul.lhs), rhs=_without_tiles(matmul.rhs))
-        rows, scales, measured = self.rows(g.shape[0], *extra), (), {}
-        q = g
+        rows, scales, measured, q = self.rows(g.shape[0], *extra), (), {}, g
         if matmul.lhs is not None and name not in scaling and _is_by_group(matmul.lhs):
             q, scale = _quantize_by_group(matmul.lhs, g, rows, keys[0])
             scales = (scale[:, None, :],)
-            measured = measure_fit(scaling, name, g, q._replace(scale=rows.pick(scale)))
+            if scaling:
+                measured = measure_fit(scaling, name, g, q._replace(scale=rows.pick(scale)))
         if matmul.rhs is not None and not isinstance(residual, QArray) and _is_by_group(matmul.rhs):
             residual, scale = _quantize_by_group(matmul.rhs, residual, rows, keys[1])
             scales = (*scales, scale[:, :, None])
-        left, right, seen = quantize_operands(matmul, q, residual, self.dims, keys, scaling, (name, None))
-        return left, right, seen | measured, scales
+        return matmul, q, residual, measured, scales
 
-    def multiply(
-        self,
-        lhs: ArrayOrQArray,
-        rhs: ArrayOrQArray,
-        *extra: Array,
-        dtype: Any,
-        precision: Any,
-        lowering: str,
-        scales: tuple[Array, ...] = (),
-        **_: Any,
-    ) -> Array:
-        rows = self.rows(lhs.shape[0], *extra)
-        return multiply_rows(rhs, lhs, rows, dtype=dtype, scales=scales, precision=precision, lowering=lowering)
+    def multiply(self, lhs, rhs, *extra, options, scales: tuple[Array, ...] = ()):
+        return multiply_rows(rhs, lhs, self.rows(lhs.shape[0], *extra), options, scales)
 
-    def reduce(
-        self,
-        reduction: Any,
-        lhs: ArrayOrQArray,
-        rhs: ArrayOrQArray,
-        extra: Any,
-        scaling: Any,
-        scales: Any,
-        options: Any,
-    ):
+    def reduce(self, reduction, lhs, rhs, *extra, options, scaling, scales):
         rows = self.rows(lhs.shape[0], *extra)
-        how = {"precision": options["precision"], "lowering": options["lowering"]}
-        return multiply_rows_reduced(reduction, rhs, lhs, rows, scaling, scales=scales, **how)
+        return multiply_rows_reduced(reduction, rhs, lhs, rows, options, scaling, scales)
 
 
 def _without_tiles(operand: Operand | None) -> Operand | None:
@@ -210,7 +157,7 @@ def _quantize_by_group(operand: Operand, x: Array, rows: Rows, key: PRNGKeyArray
     scale = quantizer.quantize(jnp.zeros_like(bounds["absmax"], x.dtype), key=key, bounds=bounds).scale
     q = quantizer.quantize(x, key=key, bounds={k: rows.pick(v) for k, v in bounds.items()})
     ones = jnp.ones((1, 1), jnp.float32)
-    return q._replace(qvalue=materialize(q.qvalue), scale=ones), scale.astype(jnp.float32)
+    return q._replace(qvalue=row_major(q.qvalue), scale=ones), scale.astype(jnp.float32)
 
 
 class FloatCall(NamedTuple):
@@ -234,7 +181,7 @@ class FloatCall(NamedTuple):
 def float_ragged_dot(call: FloatCall, lhs: Array, rhs: Array, sizes: Array) -> Array:
     """[m, k] x [g, k, n] -> [m, n] in float, with sharded rows."""
     rows = call.product.rows(lhs.shape[0], sizes)
-    out = multiply_groups(lhs, rhs, rows, dtype=call.dtype, precision=call.precision)
+    out = multiply_groups(lhs, rhs, rows, MatmulOptions(call.dtype, call.precision))
     return mark(out, call, (lhs, rhs, sizes))
 
 
@@ -244,10 +191,10 @@ def _float_fwd(call: FloatCall, lhs: Array, rhs: Array, sizes: Array):
 
 def _float_bwd(call: FloatCall, saved: Any, g: Array):
     lhs, rhs, sizes = saved
-    rows, how = call.product.rows(lhs.shape[0], sizes), {"precision": call.precision}
+    rows = call.product.rows(lhs.shape[0], sizes)
     g = rows.keep(g)
-    dlhs = multiply_groups(g, rhs, rows, contract=2, dtype=lhs.dtype, **how)
-    return dlhs, multiply_rows(rows.keep(lhs), g, rows, dtype=rhs.dtype, **how), None
+    dlhs = multiply_groups(g, rhs, rows, MatmulOptions(lhs.dtype, call.precision), contract=2)
+    return dlhs, multiply_rows(rows.keep(lhs), g, rows, MatmulOptions(rhs.dtype, call.precision)), None
 
 
 float_ragged_dot.defvjp(_float_fwd, _float_bwd)

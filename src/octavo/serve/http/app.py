@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -22,8 +23,9 @@ from octavo.serve.http.errors import ApiError
 from octavo.serve.http.limits import DEFAULT, Limits
 from octavo.serve.http.metrics import CONTENT_TYPE, Metrics
 from octavo.serve.http.middleware import RequestMiddleware, error_response
+from octavo.serve.http.parse import parse
 from octavo.serve.http.prompts import AnyRequest, Prompts
-from octavo.serve.http.requests import ChatCompletionRequest, CompletionRequest, parse
+from octavo.serve.http.requests import ChatCompletionRequest, CompletionRequest
 from octavo.serve.http.responses import ChatFormat, CompletionFormat, ResponseBuilder, ResponseFormat
 from octavo.serve.http.worker import Job, Worker
 
@@ -51,13 +53,15 @@ class Api:
         self.metrics.add_gauge("active_slots", "Texts that are being generated.", lambda: self.worker.active)
         self.metrics.add_gauge("queue_depth", "Texts that wait for a slot.", lambda: self.worker.waiting)
         self.metrics.add_gauge("engine_up", "1 while the engine runs.", lambda: self.worker.alive)
+        complete = functools.partial(self._respond, CompletionRequest, CompletionFormat())
+        chat = functools.partial(self._respond, ChatCompletionRequest, ChatFormat())
         routes = [
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.show_metrics, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.one_model, methods=["GET"]),
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", complete, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
         ]
         paths = frozenset(route.path for route in routes)
         self.app = Starlette(
@@ -113,15 +117,7 @@ class Api:
                 code="model_not_found",
             )
 
-    async def completions(self, request: HttpRequest) -> Response:
-        """POST /v1/completions."""
-        return await self._respond(request, CompletionRequest, CompletionFormat())
-
-    async def chat(self, request: HttpRequest) -> Response:
-        """POST /v1/chat/completions."""
-        return await self._respond(request, ChatCompletionRequest, ChatFormat())
-
-    async def _respond(self, request: HttpRequest, cls: type[AnyRequest], fmt: ResponseFormat) -> Response:
+    async def _respond(self, cls: type[AnyRequest], fmt: ResponseFormat, request: HttpRequest) -> Response:
         if self._closing:
             raise _stopping()
         self.worker.check()
@@ -193,10 +189,8 @@ class PendingResponse:
             async with asyncio.timeout(left):
                 yield
         except TimeoutError:
-            seconds = f"{self.api.limits.timeout:g} seconds"
-            raise ApiError(
-                504, f"the response was not complete after {seconds}: ask for less", code="timeout"
-            ) from None
+            message = f"the response was not complete after {self.api.limits.timeout:g} seconds: ask for less"
+            raise ApiError(504, message, code="timeout") from None
 
 
 class EventStream(Response):

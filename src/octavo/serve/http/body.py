@@ -25,46 +25,30 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     if kind != "application/json":
         raise ApiError(415, "the body is JSON: send the header Content-Type: application/json", code="not_json")
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and len(declared) < 20 and int(declared) > limits.body:
-        await _discard(request.receive, limits)
-        raise _too_long(limits)
-    try:
-        async with asyncio.timeout(limits.body_timeout):
-            return await _read(request.receive, limits)
-    except TimeoutError:
-        raise ApiError(
-            408, f"the body did not arrive within {limits.body_timeout:g} seconds", code="slow_body", headers=_CLOSE
-        ) from None
-
-
-async def _read(receive: Receive, limits: Limits) -> bytes:
-    body, more = bytearray(), True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(body) > limits.body:
-            await _discard(receive, limits, more)
-            raise _too_long(limits)
-    return bytes(body)
-
-
-async def _discard(receive: Receive, limits: Limits, more: bool = True) -> None:
-    """Read and discard a little more: a client that still writes may not see the response otherwise."""
+    chunks = request.stream()
+    if not (declared.isdecimal() and len(declared) < 20 and int(declared) > limits.body):
+        body = bytearray()
+        try:
+            async with asyncio.timeout(limits.body_timeout):
+                async for chunk in chunks:
+                    body += chunk
+                    if len(body) > limits.body:
+                        break
+                else:
+                    return bytes(body)
+        except TimeoutError:
+            message = f"the body did not arrive within {limits.body_timeout:g} seconds"
+            raise ApiError(408, message, code="slow_body", headers=_CLOSE) from None
+    # Read and discard a little more: a client that still writes may not see the response otherwise.
     left = _DISCARD * limits.body
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
         async with asyncio.timeout(_DISCARD_SECONDS):
-            while more and left > 0:
-                message = await receive()
-                left -= len(message.get("body", b""))
-                more = message.get("more_body", False)
-
-
-def _too_long(limits: Limits) -> ApiError:
+            async for chunk in chunks:
+                left -= len(chunk)
+                if left <= 0:
+                    break
     # The rest of the body is not read, so the connection cannot be reused.
-    return ApiError(413, f"the body is longer than {limits.body} bytes", code="body_too_long", headers=_CLOSE)
+    raise ApiError(413, f"the body is longer than {limits.body} bytes", code="body_too_long", headers=_CLOSE)
 
 
 async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+_KINDS = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
 _TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 
@@ -42,3 +43,13 @@ class ApiError(Exception):
 def field_error(name: str, message: str, *, code: str | None = None) -> ApiError:
     """An error of one field of a request."""
     return ApiError(400, f"{name} {message}", param=name, code=code)
+
+
+def wrong_type(name: str, expected: str, value: Any) -> ApiError:
+    """An error of a field whose value has another type."""
+    return field_error(name, f"is {expected}, got {_KINDS.get(type(value), 'null')}", code="wrong_type")
+
+
+def format_number(value: int | float) -> str:
+    """A number of any size, in short."""
+    return f"{value:g}" if isinstance(value, float) else str(value) if abs(value) < 10**20 else "a huge number"

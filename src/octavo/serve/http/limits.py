@@ -2,9 +2,7 @@
 
 import dataclasses
 
-from octavo._config import Config
-
-_LEAST = {"queue": 0, "body": 1, "choices": 1, "stops": 0, "body_timeout": 0, "timeout": 0, "grace": 0}
+from octavo._config import Config, check_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -31,9 +29,8 @@ class Limits(Config):
     """Seconds that running requests have to finish when the server is stopped."""
 
     def __post_init__(self):
-        for name, least in _LEAST.items():
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name} is at least {least}, got {getattr(self, name)}")
+        check_least(self, 1, "body", "choices")
+        check_least(self, 0, "queue", "stops", "body_timeout", "timeout", "grace")
 
 
 DEFAULT = Limits()

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from octavo.serve.http.errors import ApiError
 
@@ -19,25 +19,8 @@ class Token:
     top: tuple[tuple[str, float], ...]
 
 
-@runtime_checkable
-class ResponseFormat(Protocol):
-    """The format of an endpoint's responses."""
-
-    id_prefix: str
-    object_name: str
-    chunk_name: str
-
-    def choice(self, text: str, tokens: Sequence[Token] | None) -> dict[str, Any]:
-        """The content of a complete choice."""
-        ...
-
-    def delta(self, text: str, tokens: Sequence[Token] | None, first: bool) -> dict[str, Any]:
-        """The content of a choice in a chunk."""
-        ...
-
-
 class CompletionFormat:
-    """The format of /v1/completions."""
+    """The format of /v1/completions: of a complete `choice`, and of its `delta` in a chunk."""
 
     id_prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
 
@@ -81,6 +64,9 @@ class ChatFormat:
 
     def _entry(self, text: str, logprob: float) -> dict[str, Any]:
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode(errors="replace"))}
+
+
+type ResponseFormat = CompletionFormat | ChatFormat
 
 
 def _finite(logprob: float) -> float:

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from octavo.serve.http.errors import ApiError
 
@@ -18,21 +18,6 @@ _log = logging.getLogger("octavo.serve")
 
 _BURST = 4
 """The most tokens per call of the engine: new requests and cancellations wait for a few hundredths of a second."""
-
-
-@runtime_checkable
-class Engine(Protocol):
-    """What the thread calls of an engine; see `octavo.serve.Engine`."""
-
-    slots: int
-
-    def add(self, request: Any) -> None: ...
-    def cancel(self, request_id: Any) -> None: ...
-    def step(self, most: int = 1) -> Sequence[Any]: ...
-    @property
-    def busy(self) -> bool: ...
-    @property
-    def active(self) -> int: ...
 
 
 class Job:
@@ -73,13 +58,13 @@ class Job:
 
 
 class Worker:
-    """Runs an engine in a thread of its own, for one event loop.
+    """Runs an `octavo.serve.Engine` in a thread of its own, for one event loop.
 
     The engine queues requests beyond its slots; `queue_limit` bounds how many. `start`, `submit`, `cancel` and `abort`
     are called from the event loop.
     """
 
-    def __init__(self, engine: Engine, *, queue_limit: int):
+    def __init__(self, engine: Any, *, queue_limit: int):
         self.slots, self.queue_limit = engine.slots, queue_limit
         self.error: BaseException | None = None
         """The exception that ended the thread."""
@@ -177,8 +162,12 @@ class Worker:
     def _run(self) -> None:
         try:
             while self._receive():
-                if self._engine.busy and (events := self._engine.step(_BURST)):
+                if not self._engine.busy:
+                    continue
+                if events := self._engine.step(_BURST):
                     self._call(self._deliver, events)
+                elif self._engine.busy and not self._engine.active:
+                    raise RuntimeError("requests wait, but the engine has no free slot and runs none of them")
         except BaseException as error:
             self.error = error
             _log.critical("the engine has failed; the server responds with 503 until it is restarted", exc_info=error)

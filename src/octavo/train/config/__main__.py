@@ -1,4 +1,4 @@
-"""`python -m octavo.train.config`, in a clone of the repository: write configs/base.yml and docs/config.md anew."""
+"""`python -m octavo.train.config`, in a clone of the repository: regenerate configs/base.yml and docs/config.md."""
 
 from pathlib import Path
 

@@ -1,11 +1,12 @@
-"""Checks of single values beyond a range or a choice, and the names of mesh axes. Each raises a ValueError."""
+"""Checks of single values beyond a range or a choice, and the names of mesh axes. Each raises a ValueError.
+
+JAX is imported by checks that need it, so that `octavo train --help` is instant.
+"""
 
 import re
 from collections.abc import Sequence
 
 from octavo._names import did_you_mean
-from octavo.calibration import get_calibration
-from octavo.rules import recipes
 
 AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")
 """Mesh axes in their default order, from the slowest links to the fastest."""
@@ -65,13 +66,16 @@ def check_known(value: str, known: Sequence[str]) -> None:
 def check_recipe(value: str) -> None:
     """A registered recipe, or none."""
     if value:
+        from octavo.rules import recipes
+
         check_known(value, recipes(aliases=True))
 
 
 def check_method(value: str) -> None:
-    """A calibration method, or none."""
-    if value:
-        get_calibration(value)
+    """A calibration method."""
+    from octavo.calibration import get_calibration
+
+    get_calibration(value)
 
 
 def check_bounds(value: tuple[float, ...]) -> None:

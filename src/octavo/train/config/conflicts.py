@@ -55,11 +55,11 @@ def _quantized(c: Any) -> bool:
     return bool(c.quantization or c.quantization_rules_path)
 
 
-def _kept(c: Any) -> int:
+def _num_float_layers(c: Any) -> int:
     return c.quantization_first_layers + c.quantization_last_layers
 
 
-def _another(method: str) -> Conflict:
+def _method_conflict(method: str) -> Conflict:
     def holds(c: Any) -> bool:
         common = c.quantization_calibration_method
         return bool(common) and getattr(c, method) not in ("absmax", common)
@@ -136,6 +136,18 @@ _RUN = (
         "{lr_schedule_type}: {warmup_steps_fraction} and {wsd_decay_steps_fraction} are more than 1 together",
     ),
     Conflict(
+        lambda c: c.opt_state_dtype and c.mu_dtype,
+        "{opt_state_dtype} is the format of both moments, but {mu_dtype}: leave one of them empty",
+    ),
+    Conflict(
+        lambda c: c.weight_rounding == "stochastic" and c.weight_dtype != "bfloat16",
+        "{weight_rounding} is for weights in bfloat16, but {weight_dtype}",
+    ),
+    Conflict(
+        lambda c: c.opt_state_dtype and c.opt_type == "sgd" and not c.sgd_momentum,
+        "{opt_state_dtype} needs a momentum, but {opt_type} has none with {sgd_momentum}",
+    ),
+    Conflict(
         lambda c: c.checkpoint_is_quantized and not c.load_parameters_path,
         "{checkpoint_is_quantized} needs a checkpoint to load, but {load_parameters_path}",
     ),
@@ -204,7 +216,7 @@ _QUANTIZATION = (
         lambda c: c.constant_bound_config and c.quantization != "aqt_fp8_full",
         "{constant_bound_config} is for quantization=aqt_fp8_full, but {quantization}",
     ),
-    *(_another(method) for method in METHODS),
+    *(_method_conflict(method) for method in METHODS),
     Conflict(
         lambda c: 0 <= c.quantization_stop_step <= c.quantization_start_step,
         "{quantization_stop_step} is not after {quantization_start_step}: no step would be quantized",
@@ -214,11 +226,11 @@ _QUANTIZATION = (
         "{quantization_start_step} is not before the end, {steps}: no step would be quantized",
     ),
     Conflict(
-        lambda c: _kept(c) > c.base_num_decoder_layers,
+        lambda c: _num_float_layers(c) > c.base_num_decoder_layers,
         "{quantization_first_layers} and {quantization_last_layers} are more than {base_num_decoder_layers}",
     ),
     Conflict(
-        lambda c: _quantized(c) and _kept(c) == c.base_num_decoder_layers,
+        lambda c: _quantized(c) and _num_float_layers(c) == c.base_num_decoder_layers,
         "{quantization_first_layers} and {quantization_last_layers} leave none of {base_num_decoder_layers} quantized",
     ),
     Conflict(
@@ -252,6 +264,10 @@ _NOTES = (
     Conflict(
         lambda c: c.weight_sparsity_n is not None and c.weight_sparsity_start_step >= c.steps,
         "{weight_sparsity_n} has no effect: {weight_sparsity_start_step} is not before the end, {steps}",
+    ),
+    Conflict(
+        lambda c: c.sgd_momentum and c.opt_type != "sgd",
+        "{sgd_momentum} has no effect: it is for opt_type=sgd, but {opt_type}",
     ),
     Conflict(lambda c: c.quantize_kvcache, "{quantize_kvcache} is for generating: training keeps no cache"),
     Conflict(

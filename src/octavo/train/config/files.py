@@ -1,6 +1,7 @@
 """Configuration files: where they are found, what they inherit, and the line of each key."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,46 +26,48 @@ class Layer:
     kind: str = "file"
 
 
-def chain(path: str, beside: Path | None = None) -> list[Layer]:
+def read_layers(path: str) -> list[Layer]:
     """A file and those it inherits from by `base_config`, weakest first.
 
-    >>> [layer.name for layer in chain("configs/deepseek_fp8.yml")]
+    >>> [layer.name for layer in read_layers("configs/deepseek_fp8.yml")]
     ['configs/base.yml', 'configs/deepseek_fp8.yml']
     """
-    return list(reversed(list(_inherited(path, beside, ()))))
+    return list(reversed(list(_inherited(path, None, ()))))
 
 
-def model(name: str, beside: list[Path]) -> list[Layer]:
+def read_model_layers(name: str, directory: Path) -> list[Layer]:
     """The file of a model and those it inherits from, from a directory `models` or from Octavo, weakest first."""
-    folders = [*(directory / "models" for directory in beside), Path("configs/models"), CONFIGS / "models"]
+    folders = [directory / "models", Path("configs/models"), CONFIGS / "models"]
     for folder in folders:
-        if (found := folder / f"{name}.yml").is_file():
-            return [dataclasses.replace(layer, kind="model") for layer in chain(str(found))]
+        found = folder / f"{name}.yml"
+        # os.path answers no for names that no file can have; Path.is_file raises.
+        if os.path.isfile(found):
+            return [dataclasses.replace(layer, kind="model") for layer in read_layers(str(found))]
     known = sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.yml")})
-    raise ConfigError([f"model_name={name}: {did_you_mean(name, known)}There is no models/{name}.yml; known: "
-                       f"{', '.join(known)}"])  # fmt: skip
+    text = f"{did_you_mean(name, known)}There is no models/{name}.yml; known: {', '.join(known)}"
+    raise ConfigError([f"model_name={name}: {text}"])
 
 
-def models() -> tuple[str, ...]:
+def model_names() -> tuple[str, ...]:
     """The names of the built-in models; those named by size, such as `10m`, are first and in order.
 
-    >>> "llama-1b" in models()
+    >>> "llama-1b" in model_names()
     True
     """
     names = (path.stem for path in (CONFIGS / "models").glob("*.yml"))
     return tuple(sorted(names, key=lambda name: (not name[0].isdigit(), len(name) if name[0].isdigit() else 0, name)))
 
 
-def find(path: str, beside: Path | None = None) -> Path:
+def find_file(path: str, directory: Path | None = None) -> Path:
     """The file of a path: relative to the one that names it, to the working directory, or among Octavo's own.
 
-    >>> find("configs/base.yml") == CONFIGS / "base.yml"
+    >>> find_file("configs/base.yml") == CONFIGS / "base.yml"
     True
     """
     wanted = Path(path).expanduser()
-    if beside is not None and (beside / wanted).is_file():
-        return beside / wanted
-    if wanted.is_file():
+    if directory is not None and os.path.isfile(directory / wanted):
+        return directory / wanted
+    if os.path.isfile(wanted):
         return wanted
     parts = wanted.parts
     if "configs" in parts:
@@ -72,14 +75,14 @@ def find(path: str, beside: Path | None = None) -> Path:
     elif len(parts) > 1:
         parts = ()
     own = CONFIGS.joinpath(*parts)
-    if parts and own.is_file():
+    if parts and os.path.isfile(own):
         return own
     known = [str(Path("configs") / file.relative_to(CONFIGS)) for file in sorted(CONFIGS.rglob("*.yml"))]
     raise ConfigError([f"there is no file {path}: {unknown_name(path, known)}"])
 
 
-def _inherited(path: str, beside: Path | None, above: tuple[Path, ...]) -> Iterator[Layer]:
-    file = find(path, beside)
+def _inherited(path: str, directory: Path | None, above: tuple[Path, ...]) -> Iterator[Layer]:
+    file = find_file(path, directory)
     if file.resolve() in above:
         names = " -> ".join(p.name for p in (*above, file))
         raise ConfigError([f"base_config: files inherit from each other in a circle, {names}"])
@@ -93,20 +96,24 @@ def _inherited(path: str, beside: Path | None, above: tuple[Path, ...]) -> Itera
 
 
 def _read(file: Path) -> Layer:
-    name = _name(file)
+    name = _display_name(file)
     try:
         # Scalars are kept as text: the type of the key, not YAML, decides how 3e-4 or none is parsed.
         node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([f"{name} is no YAML: {error}"]) from None
+    except RecursionError:
+        raise ConfigError([f"{name} is nested too deeply"]) from None
     values, places, problems = {}, {}, []
     if node is not None and not isinstance(node, yaml.MappingNode):
         raise ConfigError([f"{name} is no mapping of keys to values"])
     for key, value in node.value if node is not None else ():
         place = f"{name}:{key.start_mark.line + 1}"
-        if key.value in values:
+        if not isinstance(key, yaml.ScalarNode):
+            problems.append(f"{place}: a key is a {key.id}, not text")
+        elif key.value in values:
             problems.append(f"{place}: {key.value} is set already, on line {places[key.value].rpartition(':')[2]}")
-        elif isinstance(value, yaml.MappingNode) or not _flat(value):
+        elif isinstance(value, yaml.MappingNode) or not _is_flat(value):
             problems.append(f"{place}: {key.value} is nested; a value is a number, a text or a list of them")
         else:
             values[key.value] = value.value if isinstance(value, yaml.ScalarNode) else [v.value for v in value.value]
@@ -116,11 +123,11 @@ def _read(file: Path) -> Layer:
     return Layer(name, values, places)
 
 
-def _flat(node: yaml.Node) -> bool:
+def _is_flat(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) or all(isinstance(item, yaml.ScalarNode) for item in node.value)
 
 
-def _name(file: Path) -> str:
+def _display_name(file: Path) -> str:
     """A path relative to the working directory or to Octavo's own files."""
     file = file.resolve()
     for root, prefix in ((CONFIGS.resolve(), "configs"), (Path.cwd(), "")):

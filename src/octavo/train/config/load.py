@@ -10,13 +10,12 @@ import datetime
 import difflib
 import glob
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from octavo.rules import as_rules, mixed_precision
 from octavo.train.config import files, maxtext
 from octavo.train.config.conflicts import METHODS, find_notes
 from octavo.train.config.files import Layer, Text
@@ -27,7 +26,6 @@ _PREFIXES = ("OCTAVO_", "M_")
 _COMMAND, _ENVIRONMENT = "command line", "environment"
 _FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 _PATHS = ("load_parameters_path", "quant_cfg_path", "quantization_rules_path")
-_READERS: dict[str, Callable[[Path], Any]] = {"quant_cfg_path": mixed_precision, "quantization_rules_path": as_rules}
 
 
 class Sources(dict[str, str]):
@@ -78,7 +76,7 @@ class _Loader:
         for key in sorted(set(command.values) & set(environment.values)):
             self._add(f"{key} is set by the command line and by {environment.places[key]}: unset one of them", key)
         try:
-            read = [layer for path in paths for layer in files.chain(path)]
+            read = [layer for path in paths for layer in files.read_layers(path)]
         except ConfigError as error:
             self.problems += error.problems
             read = []
@@ -121,9 +119,9 @@ class _Loader:
         try:
             config = Config(**values | named)
         except ConfigError as error:
-            self.problems += [_placed(p, places) for p in error.problems if not unread & set(p.keys)]
+            self.problems += [_with_source(p, places) for p in error.problems if not unread & set(p.keys)]
         if config is not None and not self.problems:
-            self.problems += [_placed(problem, places) for problem in _missing_files(config)]
+            self.problems += [_with_source(problem, places) for problem in _missing_files(config)]
         if config is None or self.problems:
             raise ConfigError(self.problems)
         places |= dict.fromkeys(named, "from model, recipe and time")
@@ -139,7 +137,9 @@ class _Loader:
             if equals:
                 if key != key.lstrip("-"):
                     self._add(f"{word}: write {word.lstrip('-')}, without dashes")
-                values[key.strip().lstrip("-")] = text
+                name = key.strip().lstrip("-")
+                if values.setdefault(name, text) != text:
+                    self._add(f"{name}={values[name]} and {name}={text}: give it once", name)
             elif word.endswith((".yml", ".yaml")):
                 paths.append(word)
             else:
@@ -168,7 +168,7 @@ class _Loader:
             return layers
         layer = layers[naming[-1]]
         try:
-            below = files.model(str(layer.values["model_name"]).strip("'\""), [directory])
+            below = files.read_model_layers(str(layer.values["model_name"]).strip("'\""), directory)
         except ConfigError as error:
             for problem in error.problems:
                 self._add(f"{problem.text} ({layer.places['model_name']})", "model_name")
@@ -194,7 +194,7 @@ def _misspelt(key: str) -> bool:
     return bool(difflib.get_close_matches(key, _FIELDS, n=1, cutoff=0.85))
 
 
-def _placed(problem: Problem, places: Mapping[str, str]) -> Problem:
+def _with_source(problem: Problem, places: Mapping[str, str]) -> Problem:
     """A problem with where its keys were set."""
     found = dict.fromkeys(places[key] for key in problem.keys if key in places)
     return Problem(problem.keys, f"{problem.text} ({', '.join(found)})") if found else problem
@@ -206,7 +206,7 @@ def _fresh_name(values: Mapping[str, Any]) -> str:
     stem = "-".join([*filter(None, given.values()), datetime.datetime.now().strftime("%Y%m%d-%H%M%S")])
     directory = Path(values.get("base_output_directory", _FIELDS["base_output_directory"].default))
     name, count = stem, 1
-    while (directory / name).exists():
+    while os.path.exists(directory / name):  # unlike Path.exists, not an error for names that no file can have
         count += 1
         name = f"{stem}-{count}"
     return name
@@ -228,9 +228,11 @@ def _missing_files(config: Config) -> list[Problem]:
         # A pattern is a path too: data may be many files.
         if not path.exists() and not glob.glob(str(path), recursive=True):
             problems.append(Problem((name,), f"{name}={given}: there is no such file or directory"))
-        elif name in _READERS:
+        elif name in ("quant_cfg_path", "quantization_rules_path"):
+            from octavo.rules import as_rules, mixed_precision
+
             try:
-                _READERS[name](path)
+                mixed_precision(path) if name == "quant_cfg_path" else as_rules(path)
             except (ValueError, OSError, yaml.YAMLError) as error:
                 problems.append(Problem((name,), f"{name}={given}: {error}"))
     return problems

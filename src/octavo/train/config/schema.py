@@ -5,11 +5,11 @@ Names follow MaxText. Values are checked one by one here and against each other 
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import octavo._config
-from octavo.calibration import get_calibration
 from octavo.data import datasets, tokenizers
 from octavo.train.config import checks
 from octavo.train.config.checks import AXES
@@ -37,14 +37,24 @@ _run, _checkpoints, _model, _experts, _data, _mesh, _evaluation, _optimizer, *_g
 _quantization, _schedule, _sparsity, _serving = _groups
 _FLOATS = ("float32", "bfloat16", "float16")
 _REDUCED = ("int8", "float8_e4m3fn", "float8_e5m2")
+_MOMENTS = ("dynamic8", "linear8", "dynamic4", "float8")
 _ACTIVATIONS = ("silu", "gelu", "relu", "relu2", "sigmoid", "linear")
 _REMAT = (
     *("none", "full", "minimal", "minimal_with_context", "dots"),
     *("save_qkv_proj", "save_out_proj", "save_dot_except_mlp"),
 )
 
-_SIZE = {"check": functools.partial(checks.check_size, open_size="what the other sizes leave"), "hint": "-1 | >= 1"}
-_METHOD = {"check": get_calibration, "hint": "absmax | rms,7 | ..."}
+
+def _size(open_size: str) -> dict[str, Any]:
+    return {"check": functools.partial(checks.check_size, open_size=open_size), "hint": "-1 | >= 1"}
+
+
+def _registered(names: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
+    return {"check": lambda name: checks.check_known(name, names()), "hint": " | ".join(names())}
+
+
+_SIZE = _size("what the other sizes leave")
+_METHOD = {"check": checks.check_method, "hint": "absmax | rms,7 | ..."}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -96,6 +106,9 @@ class Config(octavo._config.Config):
     remat_policy: str = _model("none", "rematerialization; full: the whole layer", choices=_REMAT)
     dtype: str = _model("float32", "dtype of activations", choices=_FLOATS)
     weight_dtype: str = _model("float32", "dtype in which weights are stored", choices=_FLOATS)
+    weight_rounding: str = _model(
+        "nearest", "rounding of updated weights; stochastic: of bfloat16", choices=("nearest", "stochastic")
+    )
     logits_dot_in_fp32: bool = _model(False, "compute the logits matmul in float32; it always accumulates in it")
 
     num_experts: int = _experts(1, "routed experts; 1: a dense MLP", low=1)
@@ -106,20 +119,10 @@ class Config(octavo._config.Config):
     load_balance_loss_weight: float = _experts(0.01, "weight of the load-balancing loss", low=0)
     sparse_matmul: bool = _experts(True, "grouped matmuls; false: every expert computes every token")
 
-    dataset_type: str = _data(
-        "python",
-        "python: the standard library's source",
-        check=lambda name: checks.check_known(name, datasets()),
-        hint=" | ".join(datasets()),
-    )
+    dataset_type: str = _data("python", "python: the standard library's source", **_registered(datasets))
     synthetic_kind: str = _data("language", "a language to learn, or one fixed batch", choices=("language", "fixed"))
     dataset_path: str = _data("", "text, tokens, tfds: file, directory or pattern")
-    tokenizer_type: str = _data(
-        "byte",
-        "bpe: learned from the text",
-        check=lambda name: checks.check_known(name, tokenizers()),
-        hint=" | ".join(tokenizers()),
-    )
+    tokenizer_type: str = _data("byte", "bpe: learned from the text", **_registered(tokenizers))
     tokenizer_path: str = _data("", "huggingface: a tokenizer.json or its directory")
     max_target_length: int = _data(128, "tokens in a sequence", low=2)
     per_device_batch_size: int | float = _data(16, "sequences per device and step; 0.5: one for two devices", above=0)
@@ -187,24 +190,23 @@ class Config(octavo._config.Config):
     hf_eval_files: str = _evaluation("", "hf: files to evaluate on")
     grain_eval_files: str = _evaluation("", "grain: pattern of the files to evaluate on")
 
-    opt_type: str = _optimizer("adamw", "muon: matrices by Muon, the rest by AdamW", choices=("adamw", "sgd", "muon"))
+    opt_type: str = _optimizer(
+        "adamw", "muon: matrices by Muon, the rest by AdamW", choices=("adamw", "sgd", "muon", "lion")
+    )
+    opt_state_dtype: str = _optimizer("", "format of the moments; empty: float", choices=("", *_MOMENTS))
     learning_rate: float = _optimizer(1e-3, "peak of the schedule", low=0)
     adam_b1: float = _optimizer(0.9, "decay of the first moment", low=0, below=1)
     adam_b2: float = _optimizer(0.95, "decay of the second moment", low=0, below=1)
     adam_eps: float = _optimizer(1e-8, "added to the root of the second moment", above=0)
     adam_weight_decay: float = _optimizer(0.1, "decay of weights, times the learning rate", low=0)
     mu_dtype: str = _optimizer("", "dtype of the first moment; empty: that of the weights", choices=("", *_FLOATS))
+    sgd_momentum: float = _optimizer(0.0, "momentum of sgd; 0: none", low=0, below=1)
     gradient_clipping_threshold: float = _optimizer(1.0, "bound on the global gradient norm; 0: none", low=0)
     lr_schedule_type: str = _optimizer("cosine", "wsd: warm up, stay, decay", choices=("cosine", "wsd", "constant"))
     warmup_steps_fraction: float = _optimizer(0.1, "share of the steps for the warm-up", low=0, high=1)
     learning_rate_final_fraction: float = _optimizer(0.1, "final learning rate as a share of the peak", low=0, high=1)
     wsd_decay_steps_fraction: float = _optimizer(0.1, "wsd: share of the steps for the decay", low=0, high=1)
-    learning_rate_schedule_steps: int = _optimizer(
-        -1,
-        "length of the schedule; -1: steps",
-        check=functools.partial(checks.check_size, open_size="the run's steps"),
-        hint="-1 | >= 1",
-    )
+    learning_rate_schedule_steps: int = _optimizer(-1, "length of the schedule; -1: steps", **_size("the run's steps"))
     gradient_accumulation_steps: int = _optimizer(1, "microbatches per step", low=1)
     z_loss_multiplier: float = _optimizer(0.0, "weight of the squared log-partition", low=0)
 
@@ -212,7 +214,9 @@ class Config(octavo._config.Config):
     use_qwix_quantization: bool = _quantization(False, "numerics of Qwix; false: of AQT")
     use_manual_quantization: bool = _quantization(False, "only the experts' grouped matmuls")
     calibration: str = _quantization("", "auto: propose static bounds from the first batch", choices=("", "auto"))
-    quantization_calibration_method: str = _quantization("", "sets the next three", check=checks.check_method)
+    quantization_calibration_method: str = _quantization(
+        "", "sets the next three", check=lambda method: method and checks.check_method(method)
+    )
     weight_quantization_calibration_method: str = _quantization("absmax", "range of weights", **_METHOD)
     act_quantization_calibration_method: str = _quantization("absmax", "range of activations", **_METHOD)
     bwd_quantization_calibration_method: str = _quantization("absmax", "range of gradients", **_METHOD)
@@ -253,10 +257,7 @@ class Config(octavo._config.Config):
 
         def __init__(self, **values: Any):
             """Values by key; the keys' own checks say more than a signature would."""
-            checked, problems = _validate(values)
-            if problems:
-                raise ConfigError(problems)
-            for name, value in checked.items():
+            for name, value in _validate(values).items():
                 object.__setattr__(self, name, value)
 
     @property
@@ -282,19 +283,19 @@ def keys() -> dict[str, Key]:
     return {field.name: field.metadata["key"] for field in dataclasses.fields(Config)}
 
 
-def _validate(given: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The values as they are stored, and all problems; keys with an invalid value are not checked for conflicts."""
+def _validate(given: dict[str, Any]) -> dict[str, Any]:
+    """The values as they are stored; raises all problems. Keys with an invalid value are not checked for conflicts."""
     fields = {field.name: field for field in dataclasses.fields(Config)}
     problems = [Problem((), unknown_key(name, fields)) for name in given if name not in fields]
-    values = {}
-    for name, field in fields.items():
-        value = given.get(name, field.default)
+    values = {name: field.default for name, field in fields.items()}
+    for name in (name for name in fields if name in given):
         try:
-            values[name] = check_type(field, value)
-            error = field.metadata["key"].error(values[name])
-        except ValueError as wrong:
-            values[name], error = field.default, str(wrong)
-        if error is not None:
-            problems.append(Problem((name,), f"{name}={format_value(value)}: {error}"))
-    bad = {name for problem in problems for name in problem.keys}
-    return values, [*problems, *find_conflicts(values, bad)]
+            value = check_type(fields[name], given[name])
+            fields[name].metadata["key"].check_value(value)
+            values[name] = value
+        except ValueError as error:
+            problems.append(Problem((name,), f"{name}={format_value(given[name])}: {error}"))
+    problems += find_conflicts(values, {name for problem in problems for name in problem.keys})
+    if problems:
+        raise ConfigError(problems)
+    return values

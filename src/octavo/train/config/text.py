@@ -3,17 +3,23 @@
 import dataclasses
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 
-from octavo.rules import recipes
-from octavo.train.config.files import models
+from octavo.train.config.files import model_names
 from octavo.train.config.schema import GROUPS, Config
 from octavo.train.config.values import format_value
 
 WIDTH = 100
+RECIPES = (
+    *("aqt_fp8", "aqt_fp8_full", "deepseek_fp8", "fp4", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_full", "fp8_gpu"),
+    *("fp8_nanoo", "int4", "int4w", "int8", "int8w", "intmp", "mxfp4", "mxfp8", "nanoo_fp8", "nvfp4", "qat_int4"),
+    *("qat_int8", "switchback", "te_fp8_currentscaling", "te_fp8_delayedscaling", "te_mxfp8", "te_nvfp4"),
+    *("te_nvfp4_no_rht",),
+)
+"""The names of the built-in recipes: the registry itself imports JAX, which `--help` should not wait for."""
 
 _USAGE = """\
 usage: octavo train [CONFIG.yml] [key=value ...]        (also: python -m octavo.train)
@@ -46,16 +52,9 @@ _BASE = """\
 
 def help_text() -> str:
     """All keys by groups, with defaults and allowed values."""
-    parts = [_USAGE, _wrap("Models: ", ", ".join(models())), _wrap("Recipes: ", ", ".join(recipes(aliases=True)))]
-    for group, title in GROUPS.items():
-        fields = _fields(group)
-        defaults = [format_value(field.default) or '""' for field in fields]
-        left, middle = max(len(field.name) for field in fields), max(map(len, defaults))
-        lines = [
-            _wrap(f"  {field.name:<{left}}  {default:<{middle}}  ", field.metadata["key"].text)
-            for field, default in zip(fields, defaults, strict=True)
-        ]
-        parts.append("\n".join([title, *lines]))
+    parts = [_USAGE, _wrap("Models: ", ", ".join(model_names())), _wrap("Recipes: ", ", ".join(RECIPES))]
+    for title, rows in _aligned(Config()):
+        parts.append("\n".join([title, *(_wrap(f"  {text}", field.metadata["key"].text) for field, text in rows)]))
     parts.append("Next: octavo train quantization=int8 steps=50")
     return "\n\n".join(parts)
 
@@ -71,16 +70,13 @@ def format_config(config: Config, sources: Mapping[str, str] | None = None) -> s
       * steps                  5     command line
     """
     parts = []
-    for group, title in GROUPS.items():
-        fields = _fields(group)
-        texts = [format_value(getattr(config, field.name)) or '""' for field in fields]
-        left, middle = max(len(field.name) for field in fields), max(map(len, texts))
-        lines = []
-        for field, text in zip(fields, texts, strict=True):
+    for title, rows in _aligned(config):
+        lines = [title]
+        for field, text in rows:
             changed = getattr(config, field.name) != field.default
             source = (sources or {}).get(field.name, "") if changed else ""
-            lines.append(f"  {'*' if changed else ' '} {field.name:<{left}}  {text:<{middle}}  {source}".rstrip())
-        parts.append("\n".join([title, *lines]))
+            lines.append(f"  {'*' if changed else ' '} {text}{source}".rstrip())
+        parts.append("\n".join(lines))
     notes = getattr(sources, "notes", ())
     return "\n\n".join([*parts, *(["\n".join(f"note: {note}" for note in notes)] if notes else [])])
 
@@ -121,6 +117,14 @@ def with_tables(page: str) -> str:
 
 def _fields(group: str) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(Config) if field.metadata["key"].group == group]
+
+
+def _aligned(config: Config) -> Iterator[tuple[str, list[tuple[dataclasses.Field, str]]]]:
+    """The title of each group, and its fields with their names and values in columns."""
+    for group, title in GROUPS.items():
+        values = {field.name: format_value(getattr(config, field.name)) or '""' for field in _fields(group)}
+        left, right = max(map(len, values)), max(map(len, values.values()))
+        yield title, [(f, f"{f.name:<{left}}  {values[f.name]:<{right}}  ") for f in _fields(group)]
 
 
 def _wrap(head: str, text: str) -> str:

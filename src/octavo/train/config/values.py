@@ -5,7 +5,7 @@ value means the same in all sources.
 """
 
 import dataclasses
-import math
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ class Key:
     high: int | float | None = None
     above: int | float | None = None
     below: int | float | None = None
-    check: Callable[[Any], None] | None = None
+    check: Callable[[Any], Any] | None = None
     hint: str = ""
 
     @property
@@ -82,24 +82,20 @@ class Key:
         """The help with the allowed values in brackets."""
         return f"{self.help}  [{self.allowed}]" if self.allowed else self.help
 
-    def error(self, value: Any) -> str | None:
-        """Why a value of the right type is not allowed, or None."""
+    def check_value(self, value: Any) -> None:
+        """Raise a ValueError for a value of the right type that is not allowed."""
         for item in value if isinstance(value, tuple) else (value,):
             if self.choices and item not in self.choices:
-                return f"{did_you_mean(item, [c for c in self.choices if c])}Allowed: {self.allowed}"
+                raise ValueError(f"{did_you_mean(item, [c for c in self.choices if c])}Allowed: {self.allowed}")
         if isinstance(value, int | float) and not (
             (self.low is None or self.low <= value)
             and (self.high is None or value <= self.high)
             and (self.above is None or self.above < value)
             and (self.below is None or value < self.below)
         ):
-            return f"must be {self.allowed}"
-        try:
-            if self.check is not None:
-                self.check(value)
-        except ValueError as error:
-            return str(error)
-        return None
+            raise ValueError(f"must be {self.allowed}")
+        if self.check is not None:
+            self.check(value)
 
 
 def key(default: Any, help: str, *, group: str, **limits: Any) -> Any:
@@ -139,36 +135,58 @@ def parse(field: dataclasses.Field, text: str | list[str]) -> Any:
     >>> parse(field["learning_rate"], "3e-4"), parse(field["steps"], "1e3"), parse(field["packing"], "False")
     (0.0003, 1000, False)
     """
-    kind = _KINDS[field.type]
+    kind = field.type
     if isinstance(text, list):
-        if field.type not in (tuple[str, ...], tuple[float, ...]):
-            raise ValueError(f"{kind.name}, got a list")
+        if kind not in _LISTS:
+            raise ValueError(f"{_KINDS[kind]}, got a list")
         text = ",".join(text)
     text = _unquote(text)
     # "none" and "null" mean "" for names and paths that are empty by default; elsewhere they are values.
-    if field.type is str and field.default == "" and text.lower() in _NONE:
-        return ""
-    try:
-        return kind.check(kind.parse(text))
-    except ValueError:
-        raise ValueError(kind.name) from None
+    if kind is str:
+        return "" if field.default == "" and text.lower() in _NONE else text
+    if kind is bool:
+        return check_type(field, {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}.get(text.lower()))
+    if kind in _LISTS:
+        text = text.removeprefix("[").removeprefix("(").removesuffix("]").removesuffix(")").strip()
+        items = [_unquote(item) for item in text.split(",")] if text else []
+        return check_type(field, items if kind == tuple[str, ...] else [_number(item) for item in items])
+    return check_type(field, None if text.lower() in _NONE else _number(text))
 
 
 def check_type(field: dataclasses.Field, value: Any) -> Any:
     """A Python value as it is stored; raises a ValueError that names the type."""
-    kind = _KINDS[field.type]
-    try:
-        return kind.check(value)
-    except ValueError:
-        raise ValueError(kind.name) from None
+    kind = field.type
+    if kind in (bool, str) and isinstance(value, kind):
+        return value
+    if kind in _LISTS and isinstance(value, tuple | list):
+        if kind == tuple[str, ...] and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        if kind == tuple[float, ...] and all(map(_is_finite, value)):
+            return tuple(map(float, value))
+    if kind == int | None and value is None:
+        return None
+    if kind in _NUMBERS and _is_finite(value):
+        if kind is float:
+            return float(value)
+        if isinstance(value, int) or value.is_integer():
+            return int(value)
+        if kind == int | float:
+            return value
+    raise ValueError(_KINDS[kind])
 
 
-class _Kind(NamedTuple):
-    """A type in words, its parser of texts, and its check of values; both raise a ValueError."""
-
-    name: str
-    parse: Callable[[str], Any]
-    check: Callable[[Any], Any]
+_KINDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    int | float: "a number",
+    bool: "true or false",
+    str: "a text",
+    int | None: "an integer or null",
+    tuple[str, ...]: "a list such as [a,b] or a,b",
+    tuple[float, ...]: "numbers such as 1,2.5",
+}
+_LISTS = (tuple[str, ...], tuple[float, ...])
+_NUMBERS = (int, float, int | float, int | None)
 
 
 def _unquote(text: str) -> str:
@@ -176,72 +194,16 @@ def _unquote(text: str) -> str:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
-def _parse_number(text: str) -> int | float:
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
+def _number(text: str) -> int | float | str:
+    """The number of a text, or the text if it has none."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
-def _parse_bool(text: str) -> bool:
-    if text.lower() not in (*_TRUE, *_FALSE):
-        raise ValueError
-    return text.lower() in _TRUE
-
-
-def _parse_items(text: str) -> list[str]:
-    text = text.removeprefix("[").removeprefix("(").removesuffix("]").removesuffix(")").strip()
-    return [_unquote(item) for item in text.split(",")] if text else []
-
-
-def _finite(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError
-    return float(value)
-
-
-def _integer(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if not _finite(value).is_integer():
-        raise ValueError
-    return int(value)
-
-
-def _number(value: Any) -> int | float:
-    number = _finite(value)
-    return int(number) if number.is_integer() else number
-
-
-def _instance(kind: type) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise ValueError
-        return value
-
-    return check
-
-
-def _each(check: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    def check_all(values: Any) -> tuple[Any, ...]:
-        if not isinstance(values, tuple | list):
-            raise ValueError
-        return tuple(check(value) for value in values)
-
-    return check_all
-
-
-_KINDS: dict[Any, _Kind] = {
-    int: _Kind("an integer", _parse_number, _integer),
-    float: _Kind("a number", _parse_number, _finite),
-    int | float: _Kind("a number", _parse_number, _number),
-    bool: _Kind("true or false", _parse_bool, _instance(bool)),
-    str: _Kind("a text", str, _instance(str)),
-    int | None: _Kind(
-        "an integer or null",
-        lambda text: None if text.lower() in _NONE else _parse_number(text),
-        lambda value: None if value is None else _integer(value),
-    ),
-    tuple[str, ...]: _Kind("a list such as [a,b] or a,b", _parse_items, _each(_instance(str))),
-    tuple[float, ...]: _Kind("numbers such as 1,2.5", lambda t: [float(x) for x in _parse_items(t)], _each(_finite)),
-}
+def _is_finite(value: Any) -> bool:
+    # An integer beyond the range of floats is as little a setting as infinity.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
