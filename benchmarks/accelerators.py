@@ -1,0 +1,199 @@
+"""Layers on TPUs, by the estimates of TPU's own compiler: bf16, octavo and Qwix; no TPU is needed.
+
+    python benchmarks/accelerators.py [--quick] [--json FILE] [--targets v6e,v5e] [--layers mlp] [--kinds bf16,int8]
+
+Forward and backward of one layer on one chip: 8192 tokens, bfloat16 activations, float32 weights, the gradient of the
+mean square of the output with respect to weights and input. A `linear` layer is 4096 x 4096 on 4096 tokens; `mlp` is
+the gated MLP of Llama-8B (4096, 14336); `layer-8b` and `layer-1b` are a transformer layer with its sizes and with
+(2048, 8192). "of it linear" are the instructions whose result belongs to a linear layer: matmuls, quantization, and
+what is fused with them.
+
+Kinds: `int8` has dynamic ranges per token and channel, `int8-static` fixed ranges per tensor, `int8-delayed` the ranges
+of earlier steps per tensor; `fp8` is E4M3 with E5M2 gradients. `qwix-` is Qwix with the same rule. Gradients of clipped
+values pass in `int8-static` and `int8-delayed`; `int8-static` does not look for non-finite values.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import qwix
+from timing import Results, arguments, progress
+
+import octavo
+from octavo.calibration import AmaxHistory
+from octavo.hlo import ProgramCost, compile_for, get_accelerator, read_cost
+
+TOKENS, HEAD = (4, 2048), 128
+LINEAR = r"/(dense|q|k|v|o|gate|up|down)/"
+
+
+def dense(width: int, name: str) -> nn.Dense:
+    return nn.Dense(width, use_bias=False, dtype=jnp.bfloat16, name=name)
+
+
+class Linear(nn.Module):
+    """One linear layer."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        return dense(self.width, "dense")(x)
+
+
+class GatedMlp(nn.Module):
+    """A gated MLP: (silu(x gate) * x up) down."""
+
+    hidden: int
+
+    @nn.compact
+    def __call__(self, x):
+        gated = nn.silu(dense(self.hidden, "gate")(x)) * dense(self.hidden, "up")(x)
+        return dense(x.shape[-1], "down")(gated)
+
+
+class Layer(nn.Module):
+    """A transformer layer with RMSNorm, causal attention and a gated MLP."""
+
+    hidden: int
+
+    @nn.compact
+    def __call__(self, x):
+        width = x.shape[-1]
+        y = nn.RMSNorm(dtype=jnp.bfloat16, name="norm1")(x)
+        q, k, v = (dense(width, name)(y).reshape(*x.shape[:-1], width // HEAD, HEAD) for name in "qkv")
+        x = x + dense(width, "o")(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape))
+        y = nn.RMSNorm(dtype=jnp.bfloat16, name="norm2")(x)
+        gated = nn.silu(dense(self.hidden, "gate")(y)) * dense(self.hidden, "up")(y)
+        return x + dense(width, "down")(gated)
+
+
+LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "linear": (Linear(4096), (2, 2048, 4096)),
+    "mlp": (GatedMlp(14336), (*TOKENS, 4096)),
+    "layer-1b": (Layer(8192), (*TOKENS, 2048)),
+    "layer-8b": (Layer(14336), (*TOKENS, 4096)),
+}
+
+
+def rule(forward: str, backward: str, **fields: Any) -> dict[str, Any]:
+    """The fields of a QtRule, for octavo and for Qwix."""
+    types = {"weight_qtype": forward, "act_qtype": forward, "bwd_qtype": backward}
+    return {"module_path": ".*", "op_names": ("dot_general",), **types, **fields}
+
+
+def delayed(forward: str, backward: str) -> dict[str, Any]:
+    operand = octavo.Operand(forward, per_tensor=True, tracker=AmaxHistory(length=16))
+    gradient = octavo.Matmul(operand.replace(qtype=backward))
+    matmuls = {"fwd": octavo.Matmul(operand, operand), "dlhs": gradient, "drhs": gradient}
+    return rule(forward, backward, **matmuls, additional_qt_config={"disable_gradient_clipping": True})
+
+
+STRAIGHT = {"check_finite": False, "additional_qt_config": {"disable_gradient_clipping": True}}
+FIXED = {
+    "weight_calibration_method": "fixed,-0.1,0.1",
+    "act_calibration_method": "fixed,-8,8",
+    "bwd_calibration_method": "fixed,-0.001,0.001",
+    "disable_channelwise_axes": True,
+}
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": ("", {}),
+    "int8": ("octavo", rule("int8", "int8")),
+    "int8-static": ("octavo", rule("int8", "int8", **FIXED, **STRAIGHT)),
+    "int8-delayed": ("octavo", delayed("int8", "int8")),
+    "qwix-int8": ("qwix", rule("int8", "int8")),
+    "qwix-int8-static": ("qwix", rule("int8", "int8", **FIXED)),
+    "fp8": ("octavo", rule(*FP8)),
+    "fp8-static": ("octavo", rule(*FP8, **FIXED, **STRAIGHT)),
+    "fp8-delayed": ("octavo", delayed(*FP8)),
+    "qwix-fp8": ("qwix", rule(*FP8)),
+}
+
+
+def quantized(model: nn.Module, kind: str) -> nn.Module:
+    library, fields = KINDS[kind]
+    if library == "octavo":
+        return octavo.quantize_model(model, [octavo.QtRule(**fields)])
+    if library == "qwix":
+        # Qwix takes dtypes, not their names.
+        types = {name: jnp.dtype(value) for name, value in fields.items() if name.endswith("_qtype")}
+        return qwix.quantize_model(model, qwix.QtProvider([qwix.QtRule(**fields | types)]))
+    return model
+
+
+def program(layer: str, kind: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The gradient of a layer with respect to its variables and its input, and the shapes of both."""
+    model, shape = LAYERS[layer]
+    model = quantized(model, kind)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def loss(variables, x):
+        return jnp.mean(jnp.square(model.apply(variables, x).astype(jnp.float32)))
+
+    return jax.grad(loss, argnums=(0, 1)), (variables, x)
+
+
+def measure(layer: str, kind: str, target: str) -> ProgramCost:
+    fn, shapes = program(layer, kind)
+    return read_cost(compile_for(get_accelerator(target), fn, *shapes))
+
+
+QUICK = {"v6e": ("bf16", "int8", "int8-static", "qwix-int8")}
+KINDS_OF = {
+    "v6e": ("bf16", "int8", "int8-static", "int8-delayed", "qwix-int8"),
+    "v5e": ("bf16", "int8", "int8-static", "int8-delayed", "qwix-int8"),
+    "tpu7x": ("bf16", "fp8", "fp8-static", "fp8-delayed", "qwix-fp8"),
+}
+
+
+def main() -> None:
+    parser = arguments(__doc__, quick="the linear layer and the MLP on v6e")
+    for name, known in (("targets", KINDS_OF), ("layers", LAYERS), ("kinds", KINDS)):
+        parser.add_argument(f"--{name}", help=f"some of {','.join(known)}")
+    parser.add_argument("--ops", type=int, default=0, help="also print this many of the most expensive instructions")
+    options = parser.parse_args()
+    words = lambda given, default: tuple(given.split(",")) if given else tuple(default)  # noqa: E731
+    kinds_of = QUICK if options.quick else KINDS_OF
+    results = Results("qwix", "flax", "libtpu", method="estimates of TPU's compiler", file=options.json)
+    for target in words(options.targets, kinds_of):
+        for layer in words(options.layers, ("linear", "mlp") if options.quick else LAYERS):
+            compare(results, target, layer, words(options.kinds, kinds_of[target]), options.ops)
+
+
+def compare(results: Results, target: str, layer: str, kinds: tuple[str, ...], ops: int) -> None:
+    """One table: every kind of a layer on a target."""
+    costs: dict[str, ProgramCost] = {}
+    for kind in kinds:
+        progress(f"{target} {layer} {kind}")
+        costs[kind] = measure(layer, kind, target)
+        if ops:
+            print(f"\n{target} {layer} {kind}", *format_ops(costs[kind], ops), sep="\n", flush=True)
+    base, columns = costs.get("bf16"), ["", "cycles", "bf16 / it", "of it linear", "bf16 / it", "GB", "of bf16"]
+    columns += ["temporary MiB", "of bf16", "unknown"]
+    results.add(f"{layer} on {target}", columns, [row(name, cost, base) for name, cost in costs.items()])
+
+
+def row(kind: str, cost: ProgramCost, base: ProgramCost | None) -> list[str]:
+    """The figures of a kind, each with its ratio to bf16's."""
+    figures = lambda c: (c.cycles, c.cycles_at(LINEAR), c.bytes_accessed, c.temp_bytes)  # noqa: E731
+    mine, others = figures(cost), figures(base) if base else (0,) * 4
+    shown = (f"{mine[0]:,}", f"{mine[1]:,}", f"{mine[2] / 1e9:.2f}", f"{mine[3] / 2**20:.0f}")
+    cells = [kind]
+    for n, (text, own, other) in enumerate(zip(shown, mine, others, strict=True)):
+        ratio = (other, own) if n < 2 else (own, other)
+        cells += [text, f"{ratio[0] / ratio[1]:.2f}" if base and ratio[1] else ""]
+    return [*cells, str(len(cost.unknown)) if cost.unknown else ""]
+
+
+def format_ops(cost: ProgramCost, most: int) -> list[str]:
+    return ["  ".join(cells) for cells in cost.table(most)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The cost of a compiled program, as its compiler estimates it.
+
+TPU's compiler writes the cycles of each fusion, convolution and copy into the scheduled program: the estimates by which
+it schedules. Their sum, with loops by their trip counts, is the estimate of the whole program.
+"""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from octavo._text import format_bytes_si, format_table
+from octavo.hlo.accelerators import Accelerator
+from octavo.hlo.collectives import Communication, read_communication
+from octavo.hlo.dataflow import MATMULS
+from octavo.hlo.text import Instruction, Module, parse
+from octavo.hlo.visit import Visitor
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_LAYOUT = re.compile(r"\{[^{}]*\}")
+# The compiler writes a huge number where it has no estimate.
+UNKNOWN = 10**12
+
+
+@dataclasses.dataclass(frozen=True)
+class OpCost:
+    """An instruction of the scheduled program with its estimate.
+
+    Attributes:
+        name: Its name in the program.
+        opcode: Its opcode, such as `fusion`, `convolution` or `copy`.
+        type: The type of its result.
+        site: The traced operation, as JAX names it; empty for what the compiler adds.
+        cycles: The estimated cycles of one execution.
+        count: How often a run of the program executes it.
+    """
+
+    name: str
+    opcode: str
+    type: str
+    site: str
+    cycles: int
+    count: int = 1
+
+    @property
+    def total(self) -> int:
+        """The cycles of all executions."""
+        return self.count * self.cycles
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCost:
+    """The cost of a compiled program on one device; printed as a table of its most expensive instructions.
+
+    Attributes:
+        ops: The instructions that have an estimate, the most expensive first.
+        unknown: The instructions whose cost the compiler does not know.
+        bytes_accessed: The bytes that instructions read and write.
+        temp_bytes: The peak of temporary memory.
+        communication: The collectives.
+        matmuls: How often each pair of operand types is multiplied, such as `s8 x s8 -> s32`.
+    """
+
+    ops: tuple[OpCost, ...]
+    unknown: tuple[OpCost, ...] = ()
+    bytes_accessed: float = 0
+    temp_bytes: int = 0
+    communication: Communication = dataclasses.field(default_factory=lambda: Communication(()))
+    matmuls: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def cycles(self) -> int:
+        """The estimated cycles of a run."""
+        return sum(op.total for op in self.ops)
+
+    def cycles_at(self, pattern: str) -> int:
+        """The cycles of the instructions whose site matches a regular expression, as `re.search` does."""
+        return sum(op.total for op in self.ops if re.search(pattern, op.site))
+
+    def to_dict(self, accelerator: Accelerator) -> dict[str, Any]:
+        """The figures and the instructions as plain values."""
+        return {
+            "accelerator": str(accelerator),
+            "cycles": self.cycles,
+            "seconds": accelerator.seconds(self.cycles),
+            "bytes_accessed": self.bytes_accessed,
+            "temp_bytes": self.temp_bytes,
+            "communication": self.communication.summary(),
+            "matmuls": dict(self.matmuls),
+            "ops": [dataclasses.asdict(op) for op in self.ops],
+            "unknown": [dataclasses.asdict(op) for op in self.unknown],
+        }
+
+    def table(self, most: int = 10) -> list[tuple[str, ...]]:
+        """The rows of a table of the most expensive instructions, its head first."""
+        rows: list[tuple[str, ...]] = [("cycles", "share", "op", "result", "site")]
+        for op in self.ops[:most]:
+            shown = op.type if len(op.type) <= 60 else f"{op.type[:57]}..."
+            rows.append((f"{op.total:,}", f"{op.total / self.cycles:.1%}", op.opcode, shown, op.site))
+        return rows
+
+    def __str__(self) -> str:
+        lines = format_table(self.table())
+        sizes = f"{format_bytes_si(self.bytes_accessed)} accessed, {format_bytes_si(self.temp_bytes)} temporary"
+        unknown = f" and {len(self.unknown)} instructions without an estimate" if self.unknown else ""
+        return "\n".join([*lines, f"{self.cycles:,} cycles{unknown}, {sizes}"])
+
+
+def read_cost(compiled: Any) -> ProgramCost:
+    """The cost of a compiled program.
+
+    Args:
+        compiled: What `compile_for` returned.
+
+    Returns:
+        Its cost. Only TPU's compiler estimates cycles.
+    """
+    module = parse(compiled.as_text())
+    ops, unknown = read_cycles(module)
+    memory, analysis = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    accessed, temporary = analysis.get("bytes accessed", 0), memory.temp_size_in_bytes if memory else 0
+    return ProgramCost(ops, unknown, accessed, temporary, read_communication(module), read_matmuls(module))
+
+
+def read_matmuls(module: Module | str) -> dict[str, int]:
+    """How often a program multiplies each pair of operand types, the most frequent first.
+
+    TPU's compiler writes every matmul as a convolution; on GPUs some are custom calls of cuBLAS or cuDNN.
+    """
+    parsed = parse(module) if isinstance(module, str) else module
+
+    def matmul(computation: str, line: Instruction) -> Iterator[str]:
+        library = re.search(r'custom_call_target="(__cu(?:blas|dnn)[^"]*)"', line.attributes)
+        if line.opcode in MATMULS or library:
+            shapes = [parsed.shape(computation, operand) for operand in line.operands[:2]]
+            pair = " x ".join(shape.dtype if shape else "?" for shape in shapes)
+            yield f"{pair} -> {line.shapes[0].dtype}" + (f" ({library[1]})" if library else "")
+
+    counts = Counter[str]()
+    for kind, count in Visitor(parsed, matmul).visit():
+        counts[kind] += count
+    return dict(counts.most_common())
+
+
+def read_cycles(module: Module | str) -> tuple[tuple[OpCost, ...], tuple[OpCost, ...]]:
+    """The instructions of a scheduled TPU program with their estimates, and those that have none."""
+    module = parse(module) if isinstance(module, str) else module
+    visitor = Visitor(module, _estimate, cost=lambda op: op.cycles, fusions=False)
+    found = [dataclasses.replace(op, count=count) for op, count in visitor.visit()]
+    known = sorted((op for op in found if op.cycles < UNKNOWN), key=lambda op: -op.total)
+    return tuple(known), tuple(op for op in found if op.cycles >= UNKNOWN)
+
+
+def _estimate(computation: str, line: Instruction) -> Iterator[OpCost]:
+    del computation
+    if match := _CYCLES.search(line.attributes):
+        yield OpCost(line.name, line.opcode, _LAYOUT.sub("", line.type), line.op_name, int(match[1]))
