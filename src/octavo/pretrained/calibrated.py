@@ -1,0 +1,120 @@
+"""Converting a pretrained model with calibration data: the method of a recipe such as `int4:gptq`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from octavo._tree import flatten_paths
+from octavo.pretrained.convert import logits, pack, param_quantizers, signal_to_noise
+from octavo.pretrained.model import PretrainedModel
+from octavo.ptq import Fold, awq, method_names, quantize_weights
+from octavo.qarray import is_qarray
+from octavo.rules import QuantizationRule
+
+TABLE = "token_embedder/embedding"
+_ROWS = 8
+# The weights that read the output of each norm, named as in MaxText.
+_READERS = {
+    "pre_self_attention_layer_norm": [f"self_attention/{name}" for name in ("query", "key", "value")],
+    "post_self_attention_layer_norm": ["mlp/wi_0", "mlp/wi_1"],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationData:
+    """The text of a calibration.
+
+    Args:
+      text: The text.
+      tokens: The number of tokens to use of it.
+      length: Tokens in a window; windows are independent.
+    """
+
+    text: str
+    tokens: int = 1 << 15
+    length: int = 256
+
+    def batches(self, source: PretrainedModel) -> list[np.ndarray]:
+        """Windows of tokens, several in a batch; what does not fill a window is left out."""
+        if source.tokenizer is None:
+            raise ValueError(f"{source.name} has no tokenizer: it cannot read a calibration text")
+        ids = np.asarray(source.tokenizer.encode(self.text)[: self.tokens], np.int32)
+        count = len(ids) // self.length
+        if not count:
+            raise ValueError(f"the calibration text has {len(ids)} tokens, less than one window of {self.length}")
+        windows = ids[: count * self.length].reshape(count, self.length)
+        if source.tokenizer.add_bos and source.tokenizer.bos_id is not None:
+            windows[:, 0] = source.tokenizer.bos_id
+        return np.split(windows, range(_ROWS, count, _ROWS))
+
+
+def split_method(recipe: str) -> tuple[str, str]:
+    """A recipe without its method, and the method or "".
+
+    >>> split_method("int4:g64:gptq"), split_method("int4:mse")
+    (('int4:g64', 'gptq'), ('int4:mse', ''))
+    """
+    head, _, last = recipe.rpartition(":")
+    return (head, last) if head and last in (*method_names(), "awq") else (recipe, "")
+
+
+def calibrated_codes(
+    source: PretrainedModel,
+    rules: Sequence[QuantizationRule],
+    data: CalibrationData,
+    *,
+    method: str,
+    scale_dtype: str | None = None,
+    log: Callable[[str], None] | None = None,
+) -> dict[str, tuple[Any, float | None]]:
+    """Quantize the weights of a model for the inputs that they have on calibration data.
+
+    The embedding table is not among them: it is looked up by row as well. With "awq", weights are scaled against the
+    norms before them, and then quantized with searched scales.
+
+    Returns:
+      The packed codes and their signal to noise ratio, by path: an argument of `convert_model`. Norms that were
+      scaled have no ratio.
+    """
+    quantizers = param_quantizers(source.config, rules, scale_dtype=scale_dtype)
+    batches = data.batches(source)
+    if log is not None:
+        log(f"calibrating on {sum(b.size for b in batches)} tokens")
+    params, run = float_params(source), functools.partial(logits, source.config)
+    wanted = {name: q for name, q in quantizers.items() if name != TABLE}
+    found: dict[str, tuple[Any, float | None]] = {}
+    folds = _folds(source.leaves, wanted) if method == "awq" else []
+    if folds:
+        params, method = awq(run, params, batches, folds, wanted), "search"
+    floats = flatten_paths(params)
+    found |= {fold.scale: (np.asarray(floats[fold.scale]), None) for fold in folds}
+    for path, done in quantize_weights(run, params, wanted, batches, method=method):
+        codes = done.array.astype(jnp.float32)
+        found[path] = pack(codes, quantizers[path])._map(np.asarray), signal_to_noise(floats[path], codes)
+    return found
+
+
+def _folds(names: Iterable[str], weights: Collection[str]) -> list[Fold]:
+    """The norms of a decoder whose outputs only quantized weights read: not those before routers of experts."""
+    found = []
+    for name in names:
+        layer, _, norm = name.removesuffix("/scale").rpartition("/")
+        if norm not in _READERS:
+            continue
+        readers = tuple(f"{layer}/{reader}/kernel" for reader in _READERS[norm])
+        if all(reader in weights for reader in readers):
+            found.append(Fold(name, readers))
+    if not found:
+        raise ValueError("awq scales the norms before attention and MLPs, and this model has none: use gptq")
+    return found
+
+
+def float_params(source: PretrainedModel) -> Any:
+    """All parameters of a model in float32."""
+    params = source.params("float32")
+    return jax.tree.map(lambda x: x.dequantize(jnp.float32) if is_qarray(x) else x, params, is_leaf=is_qarray)

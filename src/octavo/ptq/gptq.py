@@ -1,0 +1,127 @@
+"""GPTQ: each input's weights are rounded, and the inputs that follow compensate for the error.
+
+Frantar, Ashkboos, Hoefler and Alistarh, GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+Transformers (2023). With H the Hessian of the inputs and U the upper triangular factor of its inverse, H^-1 = U^T U,
+for each input j in turn:
+
+    q_j = round(w_j)        e = (w_j - q_j) / U_jj        w_k -= U_jk e  for all k > j
+
+Inputs are taken in the order of decreasing H_jj ("activation order"). The scales are computed beforehand ("static
+groups"), so the order does not appear in the result. Updates of inputs beyond the present block of 128 are made once
+for each block.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from octavo._typing import Array, Float
+from octavo.numerics import Format
+from octavo.ptq.scales import Scales
+
+_BLOCK = 128
+_ELEMENTS = 1 << 24
+"""Elements of Hessians that are factored at a time."""
+
+
+def gptq(
+    weights: Float[Array, "s k n"],
+    hessian: Float[Array, "s k k"],
+    scales: Scales,
+    fmt: Format,
+    *,
+    damping: float = 0.01,
+    activation_order: bool = True,
+) -> Float[Array, "s k n"]:
+    """Round weights to the grids of given scales such that the error of the outputs is small.
+
+    Args:
+        weights: Matrices with inputs as rows.
+        hessian: The mean of x x^T over inputs x of each matrix.
+        scales: The scale and zero point of every weight.
+        fmt: The number format.
+        damping: The share of the mean of the Hessian's diagonal that is added to it; more where it is still singular.
+        activation_order: Whether inputs are rounded in the order of decreasing magnitude.
+
+    Returns:
+        The rounded weights, values of the grid.
+
+    >>> import octavo
+    >>> key = jax.random.key(0)
+    >>> w, x = jax.random.normal(key, (1, 8, 4)), jax.random.normal(key, (100, 2)) @ jnp.ones((2, 8))
+    >>> scales, int4 = Scales(jnp.full(w.shape, 0.3)), octavo.get_format("int4")
+    >>> rounded, nearest = gptq(w, (x.T @ x)[None] / 100, scales, int4), scales.round(w, int4)
+    >>> bool(jnp.mean((x @ (rounded - w)) ** 2) < 0.1 * jnp.mean((x @ (nearest - w)) ** 2))
+    True
+    """
+    size = weights.shape[1]
+    batch = max(1, _ELEMENTS // max(1, size * size))
+    for share in (damping, max(damping, 0.1), max(damping, 1.0)):
+        run = functools.partial(_gptq, fmt=fmt, damping=share, order=activation_order, batch=batch)
+        rounded = run(weights.astype(jnp.float32), hessian.astype(jnp.float32), scales)
+        if isinstance(rounded, jax.core.Tracer) or bool(jnp.all(jnp.isfinite(rounded))):
+            return rounded
+    raise ValueError(
+        "the Hessian is not positive definite even if the mean of its diagonal is added to it: it is not the mean of "
+        "x x^T over inputs x"
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "damping", "order", "batch"))
+def _gptq(weights: Array, hessian: Array, scales: Scales, *, fmt: Format, damping: float, order: bool, batch: int):
+    def one(args: tuple[Array, Array, Scales]) -> Array:
+        w, h, s = args
+        diagonal = jnp.diagonal(h)
+        unused = diagonal <= 0
+        w = jnp.where(unused[:, None], 0, w)
+        added = jnp.where(unused, 1, damping * jnp.mean(diagonal))
+        h = jnp.where(unused[:, None] | unused[None], 0, h) + jnp.diag(added)
+        if not order:
+            return _round_inputs(w, inverse_factor(h), s, fmt)
+        by_size = jnp.argsort(-diagonal)
+        rounded = _round_inputs(w[by_size], inverse_factor(h[by_size][:, by_size]), s.map(lambda x: x[by_size]), fmt)
+        return rounded[jnp.argsort(by_size)]
+
+    return jax.lax.map(one, (weights, hessian, scales), batch_size=batch)
+
+
+def inverse_factor(hessian: Float[Array, "k k"]) -> Float[Array, "k k"]:
+    """The upper triangular U with U^T U = H^-1, without computing the inverse.
+
+    With the order of inputs reversed, H = L L^T; so H = R R^T for the upper triangular R that is L reversed, and
+    U = R^-1.
+    """
+    lower = jnp.linalg.cholesky(hessian[::-1, ::-1])
+    identity = jnp.eye(hessian.shape[0], dtype=hessian.dtype)
+    return jax.scipy.linalg.solve_triangular(lower, identity, lower=True)[::-1, ::-1]
+
+
+def _round_inputs(weights: Array, factor: Array, scales: Scales, fmt: Format) -> Array:
+    """Round all inputs in order, by blocks."""
+    size, outputs = weights.shape
+    block = min(_BLOCK, size)
+    pad = -size % block
+    padded = functools.partial(jnp.pad, pad_width=((0, pad), (0, 0)))
+    weights, scales = padded(weights), scales.map(functools.partial(padded, constant_values=1))
+    factor = jnp.pad(factor, (0, pad)) + jnp.diag(jnp.where(jnp.arange(size + pad) < size, 0.0, 1.0))
+    later = jnp.arange(block)
+
+    def round_block(weights: Array, start: Array) -> tuple[Array, Array]:
+        rows = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=block)
+        cut = rows(factor)
+        own, grid = rows(cut, axis=1), scales.map(rows)
+
+        def round_input(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            w, errors = carry
+            rounded = grid.map(lambda x: x[j]).round(w[j], fmt)
+            error = (w[j] - rounded) / own[j, j]
+            w = w - jnp.where(later > j, own[j], 0)[:, None] * error[None]
+            return w.at[j].set(rounded), errors.at[j].set(error)
+
+        rounded, errors = jax.lax.fori_loop(0, block, round_input, (rows(weights), jnp.zeros((block, outputs))))
+        after = jnp.where(jnp.arange(weights.shape[0]) >= start + block, 1.0, 0.0)[None] * cut
+        return weights - jnp.matmul(after.T, errors, precision=jax.lax.Precision.HIGHEST), rounded
+
+    _, rounded = jax.lax.scan(round_block, weights, jnp.arange(0, size + pad, block))
+    return rounded.reshape(-1, outputs)[:size]

@@ -1,0 +1,156 @@
+"""Scale search and GPTQ on matrices, against NumPy and against Qwix."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import octavo
+from octavo.ptq import Scales, gptq, quantize_weight, scales_of, search
+from octavo.ptq.layout import MatrixView
+from octavo.ptq.scales import FACTORS
+from octavo.ptq.statistics import Statistics
+from tests.cases import slow_except
+from tests.ptq import reference
+
+INT4 = octavo.get_format("int4")
+
+
+def correlated(seed, inputs=96, tokens=400):
+    """Inputs of very different magnitudes that depend on each other, one of them always zero."""
+    rng = np.random.default_rng(seed)
+    mix = rng.normal(size=(inputs // 2, inputs)) * np.geomspace(0.05, 3, inputs)
+    x = rng.normal(size=(tokens, inputs // 2)) @ mix + 0.05 * rng.normal(size=(tokens, inputs))
+    x[:, 5] = 0
+    return x.astype(np.float32)
+
+
+def problem(seed=0, inputs=96, outputs=24):
+    w = np.random.default_rng(seed).standard_t(4, size=(inputs, outputs)).astype(np.float32)
+    x = correlated(seed, inputs)
+    return w, x.T @ x / len(x)
+
+
+def statistics(hessian, shape):
+    h = jnp.asarray(hessian)[None]
+    view = MatrixView(shape, (0, 1), (), (1, *shape))
+    return Statistics(h, jnp.zeros(h.shape[:2]), jnp.zeros(h.shape[:2]), jnp.ones(1), view)
+
+
+@pytest.mark.parametrize("order", [True, False])
+def test_gptq_is_that_of_numpy(order):
+    w, h = problem()
+    scale = np.repeat(np.abs(w).reshape(3, 32, -1).max(axis=1) / 7.5, 32, axis=0)
+    found = gptq(
+        jnp.asarray(w)[None], jnp.asarray(h)[None], Scales(jnp.asarray(scale)[None]), INT4, activation_order=order
+    )
+    wanted = reference.gptq(w, h, scale, order=order)
+    live = np.diag(h) > 0
+    assert np.mean(np.isclose(found[0][live], wanted[live], atol=1e-5)) > 0.99  # ties apart
+    assert reference.loss(found[0] - w, h) < 1.01 * reference.loss(wanted - w, h)
+    share = 0.5 if order else 0.8
+    assert reference.loss(found[0] - w, h) < share * reference.loss(reference.round_int(w, scale) - w, h)
+
+
+def test_matrices_of_a_stack_and_blocks_are_rounded_each_by_its_own_hessian():
+    """Two matrices of 136 inputs: two blocks, the second padded."""
+    pairs = [problem(seed, inputs=136, outputs=8) for seed in (1, 2)]
+    w, h = (np.stack(x) for x in zip(*pairs, strict=True))
+    scale = np.full(w.shape, 0.4, np.float32)
+    found = gptq(jnp.asarray(w), jnp.asarray(h), Scales(jnp.asarray(scale)), INT4)
+    for i in range(2):
+        wanted = reference.gptq(w[i], h[i], scale[i])
+        assert reference.loss(found[i] - w[i], h[i]) < 1.01 * reference.loss(wanted - w[i], h[i])
+
+
+def test_searched_scales_are_those_of_numpy():
+    w, h = problem()
+    weight = np.diag(h)
+    quantizer = octavo.Quantizer("int4", channelwise_axes=(1,), tiled_axes={0: 32})
+    found = search(jnp.asarray(w), quantizer, jnp.asarray(weight)[:, None])
+    wanted = reference.search(w, weight, FACTORS, group=32)
+    errors = [
+        np.sum(weight[:, None] * (reference.round_int(w, np.repeat(np.asarray(s), 32, axis=0)) - w) ** 2)
+        for s in (found.scale, wanted)
+    ]
+    assert abs(errors[0] / errors[1] - 1) < 1e-4
+    assert (np.asarray(found.scale) < 0).any()
+    np.testing.assert_allclose(np.abs(found.dequantize()).max(), np.abs(w).max(), rtol=0.3)
+
+
+def test_the_largest_weight_has_the_lowest_code():
+    w, h = problem()
+    quantizer = octavo.Quantizer("int4", channelwise_axes=(1,), tiled_axes={0: 32})
+    q = quantize_weight(jnp.asarray(w), quantizer, statistics(h, w.shape), method="signed").array
+    largest = np.abs(w).reshape(3, 32, -1).argmax(axis=1)
+    codes = np.take_along_axis(np.asarray(q.qvalue).astype(int).reshape(3, 32, -1), largest[:, None], axis=1)
+    assert (codes == -8).all()
+    with pytest.raises(ValueError, match="only symmetric signed integers have a scale of either sign, not nf4"):
+        quantize_weight(jnp.asarray(w), quantizer.replace(qtype="nf4"), statistics(h, w.shape), method="signed")
+
+
+FORMATS = ("int4", "int3", "int8", "nf4", "nvfp4", "mxfp4", "float4_e2m1fn", "int4:minmax")
+
+
+@pytest.mark.parametrize("name", slow_except(("int4", "nf4", "nvfp4", "int4:minmax"), FORMATS))
+def test_every_step_lowers_the_error_in_any_format(name):
+    w, h = problem(3)
+    name, _, calibration = name.partition(":")
+    tile = {} if octavo.get_format(name).tile else {0: 32}
+    quantizer = octavo.Quantizer(
+        name,
+        channelwise_axes=(1,),
+        tiled_axes=tile or {0: octavo.get_format(name).tile},
+        calibration=calibration or "absmax",
+    )
+    stats = statistics(h, w.shape)
+    found = {method: quantize_weight(jnp.asarray(w), quantizer, stats, method=method) for method in ("search", "gptq")}
+    rounding = found["gptq"].rounding_error
+    assert found["gptq"].error < 0.7 * rounding
+    assert found["gptq"].error < found["search"].error < rounding * 1.001
+    q = found["gptq"].array
+    assert jax.tree.structure(q) == jax.tree.structure(quantizer.quantize(jnp.asarray(w)))
+    # Codes, scales and zero points are all that is kept: the values lie on the grid.
+    again = scales_of(q).round(q.dequantize(), q.qtype)
+    np.testing.assert_allclose(again, q.dequantize(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_last_group_that_is_not_full():
+    w, h = problem(4)
+    quantizer = octavo.Quantizer("int4", channelwise_axes=(1,), tiled_axes={0: 40})
+    found = quantize_weight(jnp.asarray(w), quantizer, statistics(h, w.shape))
+    assert found.array.shape == w.shape
+    assert found.error < 0.6 * found.rounding_error
+
+
+def test_a_singular_hessian_is_damped_more_and_one_without_hope_is_an_error():
+    w = jax.random.normal(jax.random.key(0), (1, 16, 4))
+    scales = Scales(jnp.full(w.shape, 0.3))
+    ones = jnp.ones((1, 16, 16))
+    assert bool(jnp.all(jnp.isfinite(gptq(w, ones, scales, INT4, damping=1e-12))))
+    with pytest.raises(ValueError, match="the Hessian is not positive definite"):
+        gptq(w, 2 * jnp.eye(16)[None] - ones, scales, INT4)
+
+
+def test_an_unknown_method_names_the_known_ones():
+    with pytest.raises(ValueError, match="'gptk' is no method of quantization: did you mean 'gptq'"):
+        quantize_weight(jnp.ones((4, 2)), octavo.Quantizer("int4"), statistics(np.eye(4), (4, 2)), method="gptk")
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_the_error_is_at_most_that_of_qwix():
+    from qwix._src.core.qarray import HowToQuantize
+    from qwix.contrib import gptq_core
+
+    w, h = problem(5, inputs=64, outputs=16)
+    how = HowToQuantize(qtype=jnp.int4, channelwise_axes=[0], tiled_axes={1: 32}, calibration_method="absmax")
+    theirs, _ = gptq_core.quantize_weight(jnp.asarray(w.T), jnp.asarray(h), how, blocksize=32)
+    scale = np.repeat(np.asarray(theirs.scale), 32, axis=1).T
+    values = np.asarray(theirs.qvalue).astype(np.float32).T * scale
+    quantizer = octavo.Quantizer("int4", channelwise_axes=(1,), tiled_axes={0: 32})
+    ours = quantize_weight(jnp.asarray(w), quantizer, statistics(h, w.shape)).array.dequantize()
+    same_scales = gptq(jnp.asarray(w)[None], jnp.asarray(h)[None], Scales(jnp.asarray(scale)[None]), INT4)[0]
+    qwix_loss = reference.loss(values - w, h)
+    assert reference.loss(np.asarray(same_scales) - w, h) <= qwix_loss
+    assert reference.loss(np.asarray(ours) - w, h) <= 0.8 * qwix_loss

@@ -1,0 +1,150 @@
+"""The command: `octavo quantize MODEL int4:gptq OUT --data text`."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from octavo.cli import main
+from octavo.pretrained import (
+    CalibrationData,
+    PretrainedModel,
+    Request,
+    convert_model,
+    export_model,
+    open_model,
+    weight_rules,
+)
+from octavo.pretrained.calibrated import calibrated_codes
+from octavo.pretrained.native import write_model
+from octavo.serve import Engine, SamplingParams
+from octavo.serve.evaluate import evaluate
+from tests.pretrained.conftest import source_of
+from tests.pretrained.real import real
+
+pytestmark = pytest.mark.standard_promotion
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small model and a text."""
+    path = tmp_path_factory.mktemp("ptq")
+    source = source_of()
+    write_model(source, {name: leaf.load() for name, leaf in source.leaves.items()}, path / "float", facts={})
+    (path / "text.txt").write_text(TEXT)
+    return path
+
+
+@pytest.mark.slow
+def test_the_command_calibrates(folder, capsys):
+    words = ["quantize", str(folder / "float"), "int4:gptq", str(folder / "low"), "--data", str(folder / "text.txt")]
+    assert main([*words, "--data-tokens", "1024"]) == 0
+    out = capsys.readouterr().out
+    assert "calibrating on 1024 tokens" in out
+    card = (folder / "low" / "README.md").read_text()
+    assert "octavo quantize float int4:gptq low --data text.txt" in card
+    assert main(["quantize", str(folder / "float"), "int4", str(folder / "plain"), "--quiet"]) == 0
+    capsys.readouterr()
+    found = {}
+    for name in ("low", "plain"):
+        words = ["eval", str(folder / name), "--against", str(folder / "float"), "--text", str(folder / "text.txt")]
+        shown = main([*words, "--max-tokens", "512", "--json", "--out", str(folder / f"eval-{name}")])
+        assert shown == 0
+        found[name] = json.loads(capsys.readouterr().out)["kl"]["mean"]
+    assert found["low"] < 0.7 * found["plain"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["int4:gptq"], "int4:gptq calibrates on text that the model would read: pass --data FILE"),
+        (["int4", "--data", "text.txt"], "--data is for a recipe with a method, such as int4:gptq"),
+        (["int4:gptq", "--data", "none.txt"], "--data: "),
+        (["int4:gptq", "--data", "short.txt"], "the calibration text has 6 tokens, less than one window of 256"),
+        (["int4:gptk", "--data", "text.txt"], "gptk"),
+    ],
+)
+def test_errors_come_before_the_work(folder, capsys, monkeypatch, words, message):
+    monkeypatch.chdir(folder)
+    (folder / "short.txt").write_text("short")
+    assert main(["quantize", "float", words[0], "new", *words[1:]]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_other_layouts_hold_the_calibrated_codes(folder):
+    source = source_of()
+    request = Request("int4:search", data=CalibrationData(TEXT, tokens=512))
+    done = export_model("compressed-tensors", source, folder / "ct", request)
+    kernel = done.params["decoder/layers_0/mlp/wo/kernel"]
+    assert kernel.qtype.name == "int4"
+    again = open_model(folder / "ct").leaves["decoder/layers_0/mlp/wo/kernel"].load()
+    np.testing.assert_allclose(
+        again.dequantize(jnp.float32), kernel._map(jnp.asarray).dequantize(jnp.float32), rtol=1e-3, atol=1e-4
+    )
+
+
+def test_awq_scales_the_norms(folder):
+    source = source_of()
+    rules = weight_rules("int3", source.config, head="float")
+    data = CalibrationData(TEXT, tokens=512)
+    norm = "decoder/layers_0/pre_self_attention_layer_norm/scale"
+    codes = calibrated_codes(source, rules, data, method="awq", scale_dtype="bfloat16")
+    params, summary = convert_model(source, rules, codes=codes)
+    assert not np.array_equal(params[norm], source.leaves[norm].load())
+    assert norm not in summary.ratios
+    low = PretrainedModel.from_params(source.config, params)
+    plain = PretrainedModel.from_params(source.config, convert_model(source, rules, scale_dtype="bfloat16")[0])
+    tokens = data.batches(source)[0][:1, :64]
+    wanted, *found = (np.asarray(m.function()(m.params(), tokens)[0]) for m in (source, low, plain))
+    errors = [np.mean((logits - wanted) ** 2) for logits in found]
+    assert errors[0] < errors[1]
+
+
+@pytest.mark.slow
+def test_a_budget_of_bits(folder, capsys):
+    words = ["quantize", str(folder / "float"), "int3,int4,int8:search", str(folder / "mixed"), "--bits", "5.5"]
+    assert main([*words, "--data", str(folder / "text.txt"), "--data-tokens", "512"]) == 0
+    out = capsys.readouterr().out
+    bits = float(out.split("layers: ")[1].split(" bits per weight")[0])
+    assert 5.2 < bits <= 5.5
+    leaves = open_model(folder / "mixed").leaves
+    stored = {name: leaf.stored for name, leaf in leaves.items() if "kernel" in name}
+    assert len(set(stored.values())) > 1
+    for layer in range(2):
+        group = {stored[f"decoder/layers_{layer}/self_attention/{name}/kernel"] for name in ("query", "key", "value")}
+        assert len(group) == 1
+    assert main([*words[:2], "int4:search", str(folder / "x"), *words[4:], "--data", str(folder / "text.txt")]) == 2
+    assert "--bits chooses between several formats" in capsys.readouterr().err
+
+
+def stories(source, count):
+    """Texts that the model tells."""
+    engine = Engine(source, slots=16, max_length=258)
+    start = [source.tokenizer.bos_id]
+    told = [[] for _ in range(count)]
+    sampling = [SamplingParams(temperature=1.0, max_tokens=256, seed=i) for i in range(count)]
+    for event in engine.generate([start] * count, sampling):
+        told[event.request_id].append(event.token)
+    return [source.tokenizer.decode(tokens) for tokens in told]
+
+
+@pytest.mark.data("stories15m")
+def test_four_bits_of_a_real_model():
+    """As in docs/ptq.md: 5000 tokens of calibration, more than the 768 inputs of the largest Hessian by far."""
+    source = real("stories15m")
+    texts = stories(source, 32)
+    data = CalibrationData("\n\n".join(texts[:24]))
+    ids = source.tokenizer.encode("\n\n".join(texts[24:]))
+    rules = weight_rules("int4", source.config, head="float")
+    kl = {}
+    for method in ("round", "signed", "search", "gptq"):
+        codes = calibrated_codes(source, rules, data, method=method, scale_dtype="bfloat16")
+        params, _ = convert_model(source, rules, codes=codes)
+        low = PretrainedModel.from_params(source.config, params, tokenizer=source.tokenizer, origin=source.origin)
+        kl[method] = evaluate(low, ids, against=source, layers=False).kl.mean
+    assert kl["signed"] < 0.8 * kl["round"]
+    assert kl["search"] < 0.55 * kl["round"]
+    assert kl["gptq"] < 0.4 * kl["round"]
+    assert kl["gptq"] < 0.06
