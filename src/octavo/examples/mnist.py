@@ -7,7 +7,6 @@ codes that training computed with, so both give the same logits bit for bit.
 """
 
 import dataclasses
-import difflib
 import functools
 import sys
 import time
@@ -19,13 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import octavo
-from octavo.examples.digits import Data, digits
+from octavo._names import unknown_name
 
 try:
     import flax.linen as nn
     import optax
 except ModuleNotFoundError as error:
     raise SystemExit("this is a Flax model, and Flax is missing: pip install 'octavo[examples,flax]'") from error
+
+type Data = tuple[jax.Array, jax.Array]
 
 LEARNING_RATE = 5e-3
 ADAM = optax.scale_by_adam()
@@ -131,7 +132,23 @@ def run(quantization: str, data: tuple[Data, Data], *, epochs: int, batch: int, 
     return Found(trained, low, size(params), size(stored))
 
 
-# The command.
+# The data, and the command.
+
+
+def digits() -> tuple[Data, Data]:
+    """1797 images of 8 x 8 pixels, half of them to train on and half to test on."""
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            "the digits come with scikit-learn, which is missing: pip install 'octavo[examples]'"
+        ) from error
+    images, labels = map(np.asarray, load_digits(return_X_y=True))
+    order = np.random.default_rng(0).permutation(len(images))
+    x, y = jnp.asarray(images[order] / 16, jnp.float32), jnp.asarray(labels[order], jnp.int32)
+    x, half = x.reshape(-1, 8, 8, 1), len(x) // 2
+    return (x[:half], y[:half]), (x[half:], y[half:])
+
 
 DEFAULTS: dict[str, str | int] = {"quantization": "int8", "epochs": 20, "batch": 32, "seed": 0, "seeds": 1}
 LEAST = {"epochs": 1, "batch": 1, "seed": 0, "seeds": 1}
@@ -150,12 +167,12 @@ def parse(args: Sequence[str], largest_batch: int) -> dict[str, Any]:
     for arg in args:
         key, equals, value = arg.partition("=")
         if key not in DEFAULTS:
-            _usage_error(f"there is no argument {arg!r}", key, DEFAULTS)
+            _usage_error(f"there is no argument {arg!r}; {unknown_name(key.lstrip('-'), DEFAULTS)}")
         if not equals:
             _usage_error(f"{key!r} needs a value: {key}={DEFAULTS[key]}")
         if key == "quantization":
             if value not in CONFIGS:
-                _usage_error(f"there is no {arg}", value, CONFIGS)
+                _usage_error(f"there is no {arg}; {unknown_name(value, CONFIGS)}")
             options[key] = value
             continue
         least, most = LEAST[key], largest_batch if key == "batch" else 2**31
@@ -166,11 +183,7 @@ def parse(args: Sequence[str], largest_batch: int) -> dict[str, Any]:
     return options
 
 
-def _usage_error(message: str, given: str = "", known: Sequence[str] | dict[str, Any] = ()) -> None:
-    if known:
-        near = difflib.get_close_matches(given.lower().lstrip("-"), list(known), n=1, cutoff=0.3)
-        hint = f"did you mean {near[0]}? It is " if near else "it is "
-        message = f"{message}; {hint}one of {', '.join(known)}"
+def _usage_error(message: str) -> None:
     print(message, file=sys.stderr)
     raise SystemExit(2)
 
@@ -180,7 +193,7 @@ def main(args: Sequence[str] | None = None) -> list[Found]:
     if {"-h", "--help"} & set(args):
         print(f"{__doc__}{HELP}")
         return []
-    train_data, test_data = ((x.reshape(-1, 8, 8, 1), y) for x, y in digits())
+    train_data, test_data = digits()
     options = parse(args, len(train_data[0]))
     name, first = options["quantization"], options["seed"]
     found = []
