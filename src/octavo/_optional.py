@@ -1,7 +1,16 @@
 """Packages that only some features need."""
 
 import importlib
+from importlib import metadata
 from types import ModuleType
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of a distribution, or None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def import_optional(module: str, needed_by: str, install: str) -> ModuleType:

@@ -29,7 +29,7 @@ def equal(one, other):
 def test_a_stream_packs_like_a_corpus(packing):
     ids = np.concatenate([[255], *([*ByteTokenizer().tokenize(text), 255] for text in TEXTS)]).astype(np.uint8)
     layout = BatchConfig(batch_size=3, length=10, packing=packing, shuffle=False)
-    corpus = Corpus(ids, layout, eos=255, bos=255, vocab_size=256, decode=str, details={})
+    corpus = Corpus(ids, layout, eos=255, bos=255, vocab_size=256, details={})
     flow = stream(packing=packing)
     whole = corpus.num_batches - 1  # the last one continues with the next epoch
     assert whole > 2

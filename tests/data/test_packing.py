@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from octavo.data import KEYS, BatchConfig
 from octavo.data.corpus import Corpus, find_documents, gather_windows
-from octavo.data.packing import format_ids, make_batch
+from octavo.data.packing import make_batch
 from octavo.data.synthetic import Fixed, Language
 
 EOS, BOS = 9, 8
@@ -17,7 +17,7 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=12), min_s
 def corpus(documents, *, size=3, length=5, bos=BOS, **changes):
     tokens = np.array([EOS] + [token for document in documents for token in [*document, EOS]], np.uint16)
     config = BatchConfig(batch_size=size, length=length, **changes)
-    return Corpus(tokens, config, eos=EOS, bos=bos, vocab_size=10, decode=str, details={})
+    return Corpus(tokens, config, eos=EOS, bos=bos, vocab_size=10, details={})
 
 
 def rows_of(data, count):
@@ -154,7 +154,7 @@ def test_an_empty_corpus_raises():
 
 def random_corpus(config):
     tokens = np.random.default_rng(0).integers(0, 50, 1000).astype(np.uint8)
-    return Corpus(tokens, config, eos=0, bos=0, vocab_size=50, decode=format_ids, details={})
+    return Corpus(tokens, config, eos=0, bos=0, vocab_size=50, details={})
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

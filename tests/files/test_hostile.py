@@ -45,12 +45,16 @@ REFUSED = {
     "space": (b" {}", 0, "the header does not begin with '{'"),
     "empty": (b"", 0, "the header does not begin with '{'"),
     "not JSON": (b"{a}", 0, "the header is not JSON"),
-    "NaN": (b'{"x": NaN}', 0, "the header has NaN, which is not JSON"),
-    "duplicate": (b'{"x": {}, "x": {}}', 0, "the header has the key 'x' twice"),
-    "inner duplicate": (b'{"x": {"dtype": 1, "dtype": 2}}', 0, "the header has the key 'dtype' twice"),
+    "NaN": (b'{"x": NaN}', 0, "the header is not JSON .Out of range float"),
+    "duplicate": (b'{"x": {}, "x": {}}', 0, "the header is not JSON .the key 'x' is there twice"),
+    "inner duplicate": (
+        b'{"x": {"dtype": 1, "dtype": 2}}',
+        0,
+        "the header is not JSON .the key 'dtype' is there twice",
+    ),
     "not UTF-8": (b'{"\xff": {}}', 0, "the header is not JSON"),
     "surrogate": (b'{"\\ud800": {}}', 0, "the header is not JSON"),
-    "deep": (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 0, "the header is nested too deeply"),
+    "deep": (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 0, "the header is not JSON .it is nested too deeply"),
     "digits": (b'{"x": ' + b"1" * 10_000 + b"}", 0, "the header is not JSON"),
     "bytes of BOOL": ({"x": entry("BOOL", (2,), (0, 2))}, b"\1\2", "is BOOL but has bytes other than 0 and 1"),
 }
@@ -189,18 +193,18 @@ def index(folder, weights):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("../x.safetensors", "a shard is a file beside the index"),
-        ("/etc/x.safetensors", "a shard is a file beside the index"),
-        ("a/../../x.safetensors", "a shard is a file beside the index"),
-        ("..", "a shard is a file beside the index"),
-        ("", "a shard is a file beside the index"),
-        ("..\\x.safetensors", "a shard is a file beside the index"),
-        ("x\0.safetensors", "a shard is a file beside the index"),
+        ("../x.safetensors", "a shard is a file next to the index"),
+        ("/etc/x.safetensors", "a shard is a file next to the index"),
+        ("a/../../x.safetensors", "a shard is a file next to the index"),
+        ("..", "a shard is a file next to the index"),
+        ("", "a shard is a file next to the index"),
+        ("..\\x.safetensors", "a shard is a file next to the index"),
+        ("x\0.safetensors", "a shard is a file next to the index"),
         ("pytorch_model.bin", "only .safetensors files are read, never pickles"),
         ("gone.safetensors", "there is no such file"),
     ],
 )
-def test_shards_lie_beside_the_index(name, message, tmp_path):
+def test_shards_are_next_to_the_index(name, message, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     write(tmp_path / "x.safetensors", {"x": np.zeros(1)})
@@ -243,7 +247,7 @@ def test_the_cache_of_the_hub_has_links_to_its_blobs(tmp_path):
         ("{}", "has no weight_map from names of tensors to files"),
         ('{"weight_map": {}}', "has no weight_map"),
         ('{"weight_map": {"x": 1}}', "has no weight_map"),
-        ('{"weight_map": {"x": "a", "x": "b"}}', "has the key 'x' twice"),
+        ('{"weight_map": {"x": "a", "x": "b"}}', "the key 'x' is there twice"),
         ("", "is not JSON"),
     ],
 )

@@ -26,10 +26,6 @@ OPTIONS = {"how", "where"}
 """Names that no argument has: it is named after its type."""
 
 ALLOWED = {
-    "src/octavo/files/safetensors/dtypes.py": {"where"},
-    "src/octavo/files/safetensors/header.py": {"where"},
-    "src/octavo/files/safetensors/read.py": {"beside"},
-    "src/octavo/files/safetensors/write.py": {"where"},
     "src/octavo/frameworks/params.py": {"how"},  # the field of Qwix's WithAux
     "src/octavo/ptq/statistics.py": {"where"},
 }

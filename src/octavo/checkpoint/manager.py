@@ -20,7 +20,7 @@ from octavo.checkpoint.errors import CheckpointError, CheckpointWarning
 from octavo.checkpoint.leaves import Leaf, disk_size, flatten, qarray_metadata, to_host
 from octavo.checkpoint.leaves import Path as Names
 from octavo.checkpoint.lock import Lock
-from octavo.checkpoint.restore import EXTRA, STATE, TREE, Reinit, Restored, existing, newest, read, verify_step
+from octavo.checkpoint.restore import EXTRA, STATE, TREE, Reinit, Restored, existing, newest, read
 from octavo.checkpoint.steps import StepDirectory
 
 _open: "weakref.WeakSet[CheckpointManager]" = weakref.WeakSet()
@@ -164,13 +164,16 @@ class CheckpointManager:
         self.wait_until_finished()
         steps = self._steps
 
+        def verify_step(step: int) -> int:
+            return manifest.verify(steps.path(step), step, contents=manifest.EVERY_FILE)
+
         def read_step(step: int) -> Restored:
             return read(existing(steps, step), like, step=step, subtree=subtree, reinit=reinit)
 
         if not multiprocess.is_multiprocess():
             return newest(steps, read_step) if step is None else read_step(operator.index(step))
         if step is None:  # Process 0 looks for the newest intact one, and all read that one.
-            found = multiprocess.on_primary(lambda: newest(steps, lambda step: verify_step(steps, step)))
+            found = multiprocess.on_primary(lambda: newest(steps, verify_step))
             step = multiprocess.broadcast(-1 if found is None else found)
         problem, restored = None, None
         try:

@@ -14,6 +14,7 @@ from octavo.checkpoint.errors import CheckpointError, DamagedError
 NAME = "manifest.json"
 VERSION = 1
 
+EVERY_FILE: Callable[[str], bool] = lambda _: True  # noqa: E731
 _BLOCK = 1 << 20
 _CHANGED = "has other contents than were written (its checksum differs)"
 
@@ -31,17 +32,20 @@ def write(directory: Path, step: int) -> None:
     atomic_write(directory / NAME, json.dumps({**body, "crc32": _own_checksum(body)}))
 
 
-def verify(directory: Path, *, contents: Callable[[str], bool] | None = None) -> int:
+def verify(directory: Path, step: int | None = None, *, contents: Callable[[str], bool] | None = None) -> int:
     """Raise DamagedError unless the files agree with the manifest.
 
     Args:
       directory: The folder of a checkpoint.
+      step: The step that it should be of.
       contents: Selects by name the files whose checksums are compared; sizes always are.
 
     Returns:
       The step that the manifest names.
     """
     manifest = _read(directory)
+    if step is not None and manifest["step"] != step:
+        raise DamagedError(f"{directory / NAME} is of step {manifest['step']}: the folder was renamed")
     for name, (size, _) in manifest["files"].items():
         try:
             found = (directory / name).stat().st_size

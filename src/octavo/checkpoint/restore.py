@@ -139,13 +139,6 @@ def newest[T](steps: StepDirectory, read: Callable[[int], T]) -> T | None:
     return None
 
 
-def verify_step(steps: StepDirectory, step: int) -> int:
-    """The step, if all files of its checkpoint are as they were written; raises DamagedError otherwise."""
-    if manifest.verify(steps.path(step), contents=lambda _: True) != step:
-        raise DamagedError(f"{steps.path(step)} is of another step: the folder was renamed")
-    return step
-
-
 def read(
     folder: Path, like: Any, *, step: int | None = None, subtree: str = "", reinit: Reinit | None = None
 ) -> Restored:
@@ -164,7 +157,7 @@ def read(
     try:
         arrays = array_store.read(folder / STATE, wanted, stored.paths, _shardings(wanted, expected))
     except Exception as error:
-        manifest.verify(folder, contents=lambda _: True)  # Deleted or damaged while it was read?
+        manifest.verify(folder, contents=manifest.EVERY_FILE)  # Deleted or damaged while it was read?
         raise CheckpointError(f"{folder} is intact, but cannot be read: {type(error).__name__}: {error}") from error
     if like is None:
         values = {path: from_host(leaf, arrays.get(leaf.path), None) for path, leaf in wanted.items()}
@@ -188,9 +181,7 @@ class _Stored:
 
     @classmethod
     def read(cls, folder: Path, step: int | None, subtree: str) -> "_Stored":
-        found = manifest.verify(folder, contents=(TREE, EXTRA).__contains__)
-        if step is not None and found != step:
-            raise DamagedError(f"{folder / manifest.NAME} is of step {found}: the folder was renamed")
+        found = manifest.verify(folder, step, contents=(TREE, EXTRA).__contains__)
         tree, extra = (json.loads((folder / name).read_text(encoding="utf-8")) for name in (TREE, EXTRA))
         prefix = tuple(name for name in subtree.split("/") if name)
         leaves = {leaf.path: leaf for leaf in map(Leaf.from_json, tree["leaves"])}

@@ -10,10 +10,10 @@ from octavo._names import unknown_name
 __all__ = ["main", "make_parser"]
 
 _KEY_VALUE = {
-    "train": "train a language model in low precision",
-    "compare": "train in float and in recipes side by side, over seeds",
+    "train": ("octavo.train.__main__", "train a language model in low precision"),
+    "compare": ("octavo.cli.compare", "train in float and in recipes side by side, over seeds"),
 }
-"""Commands that take key=value arguments and print their own help."""
+"""Commands that take key=value arguments and print their own help: their modules and summaries."""
 _COMMANDS = ("doctor", "plan", "verify", "compile", "quantize", "eval", "serve", "generate", "report", "completion")
 
 _MODULES = {"eval": "evaluate"}
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments and arguments[0] in _KEY_VALUE:
-        return importlib.import_module(f"octavo.cli.{arguments[0]}").run(arguments[1:])
+        return importlib.import_module(_KEY_VALUE[arguments[0]][0]).main(arguments[1:])
     parser = make_parser()
     known = (*_KEY_VALUE, *_COMMANDS)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
@@ -65,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for name, summary in _KEY_VALUE.items():
+    for name, (_, summary) in _KEY_VALUE.items():
         commands.add_parser(name, add_help=False, help=summary)
     for name in _COMMANDS:
         module = importlib.import_module(f"octavo.cli.{_MODULES.get(name, name)}")

@@ -1,10 +1,11 @@
 """`octavo compare`: the same training in float and in recipes, over seeds, with a table and a report."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from octavo.cli.options import fail
 
 if TYPE_CHECKING:
     from octavo.train.config import Config
@@ -26,7 +27,7 @@ Example: octavo compare quantization=int8,fp8_full model_name=1m steps=100 seeds
 """
 
 
-def run(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Compare as the arguments say, and return the exit status."""
     if any(word in ("-h", "--help", "help") for word in argv):
         print(_HELP)
@@ -47,11 +48,10 @@ def run(argv: Sequence[str]) -> int:
         loaded = [load([*rest, f"quantization={name}"]) for name in recipes or [""]]
         for config, _ in loaded:
             training_rules(config)
-        options = {"seeds": _number("seeds", own["seeds"]), "eval_points": _number("eval_points", own["eval_points"])}
+        options: dict[str, Any] = {name: _number(name, own[name]) for name in ("seeds", "eval_points")}
         options["fresh"] = _flag("fresh", own["fresh"])
     except (ValueError, OSError) as error:
-        print(f"octavo compare: {error}", file=sys.stderr)
-        return 2
+        return fail("compare", error)
     for text in dict.fromkeys(note for _, sources in loaded for note in sources.notes):
         _log(f"note: {text}")
     return _compare(loaded[0].config, recipes, options)
@@ -82,8 +82,7 @@ def _compare(config: "Config", recipes: list[str], options: dict[str, Any]) -> i
     try:
         comparison.run()
     except (OSError, ValueError) as error:
-        print(f"octavo compare: {error}", file=sys.stderr)
-        return 1
+        return fail("compare", error, status=1)
     (directory / "comparison.json").write_text(json.dumps(comparison.to_dict()), encoding="utf8")
     print(comparison)
     print(f"report: {compare_report(comparison.to_dict(), directory / 'report.html')}")

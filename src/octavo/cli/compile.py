@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.options import TARGET, add_target
+from octavo.cli.options import TARGET, add_grad, add_target
 
 if TYPE_CHECKING:
     from octavo.cli.target import TargetCall
@@ -31,12 +31,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--accelerator", metavar="NAME", required=True, help="v5e, v5p, v6e, tpu7x (as in v6e:4x4), h100 or b200"
     )
-    parser.add_argument(
-        "--grad",
-        action="store_true",
-        help="compile the backward pass too: the gradient of the mean of the squares of all float outputs with respect "
-        "to the weights",
-    )
+    add_grad(parser, "compile")
     parser.add_argument(
         "--most", type=int, default=10, metavar="N", help="how many instructions to show, 10 by default"
     )

@@ -8,6 +8,7 @@ import re
 from importlib import metadata
 from typing import Any
 
+from octavo._optional import installed_version
 from octavo.cli import machine
 from octavo.cli.probe import SHAPE, probe
 
@@ -59,7 +60,7 @@ def examine() -> dict:
     return {
         "octavo": metadata.version("octavo"),
         "python": platform.python_version(),
-        "versions": {name: installed(name) for name in ("jax", "jaxlib", *(r.name for r in requirements))},
+        "versions": {name: installed_version(name) for name in ("jax", "jaxlib", *(r.name for r in requirements))},
         "cpu": dataclasses.asdict(machine.cpu()),
         "compiler": machine.compiler(),
         **probed,
@@ -71,18 +72,10 @@ def read_requirements(lines: list[str]) -> list[Requirement]:
     """Requirements from a distribution's metadata, without extras for building the documentation."""
     parsed = [match for line in lines if (match := _REQUIREMENT.match(line))]
     return [
-        Requirement(match["name"], match["bound"].strip(), match["extra"], installed(match["name"]))
+        Requirement(match["name"], match["bound"].strip(), match["extra"], installed_version(match["name"]))
         for match in parsed
         if match["extra"] not in _NOT_ASKED
     ]
-
-
-def installed(name: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def at_least(version: str, bound: str) -> bool:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.options import MODEL, add_kv_cache, kv_config
+from octavo.cli.options import MODEL, add_kv_cache, fail, kv_config
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -50,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
         found = evaluate(source, ids, against=against, kv=kv, length=args.length, say=say)
         page = _report(args, source, against, found)
     except (ValueError, OSError) as error:
-        print(f"octavo eval: {error}", file=sys.stderr)
-        return 2
+        return fail("eval", error)
     if args.json:
         print(json.dumps({"model": source.name, **found.to_dict(), "report": str(page)}))
         return 0

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.options import MODEL, add_kv_cache, kv_config
+from octavo.cli.options import MODEL, add_kv_cache, fail, kv_config
 
 _MOST_SLOTS = 8
 
@@ -65,13 +65,9 @@ def run(args: argparse.Namespace) -> int:
         params = _params(args)
         engine, source, ids = _engine(args, prompts)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"octavo generate: {error}", file=sys.stderr)
-        return 2
+        return fail("generate", error)
     seeded = [params if params.seed is None else params.replace(seed=params.seed + i) for i in range(len(ids))]
-    # Compiles both programs before the clock starts.
-    warm = type(params)(temperature=0.0, max_tokens=2)
-    for _ in engine.generate([ids[0][:1]], warm):
-        pass
+    engine.warm_up()  # before the clock starts
     shown = [f"{prompt}\n" for prompt in prompts] if args.chat else prompts
     printer = _Json(prompts, ids) if args.json else _Text(shown, sys.stdout)
     clock = _Clock()
@@ -102,16 +98,8 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 def _params(args: argparse.Namespace) -> Any:
     from octavo.serve import SamplingParams
 
-    return SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        max_tokens=args.max_tokens,
-        stop=tuple(args.stop),
-        seed=args.seed,
-    )
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "stop", "seed")
+    return SamplingParams(**{name: getattr(args, name) for name in names})
 
 
 def _engine(args: argparse.Namespace, prompts: Sequence[str]) -> tuple[Any, Any, list[list[int]]]:

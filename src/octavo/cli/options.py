@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import argparse
+import sys
 from typing import Any
 
 MODEL = """MODEL is an output of `octavo quantize`, a run of `octavo train` or one of its checkpoints, a Hugging Face
@@ -14,8 +15,14 @@ tuple of arguments as arrays or jax.ShapeDtypeStructs (nested parameters need th
 the target's module, such a callable or the tuple itself"""
 
 
+def fail(command: str, error: Exception, *, status: int = 2) -> int:
+    """Print an error of a command, and return the exit status."""
+    print(f"octavo {command}: {error}", file=sys.stderr)
+    return status
+
+
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """Add the target of `octavo plan` and `octavo verify`, its rules and its inputs."""
+    """Add the target of `octavo plan`, `octavo verify` and `octavo compile`, its rules and its inputs."""
     # `--rules list` needs no target, so its absence is an error of the command and not of the parser.
     parser.add_argument("target", metavar="TARGET", nargs="?", help="module:function or module:attribute")
     parser.add_argument(
@@ -29,6 +36,16 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the argument of a function that holds the weights, by its name or number; by default one called params, "
         "variables, model or the like, and for gradients otherwise the first",
+    )
+
+
+def add_grad(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Add the option that includes the backward pass."""
+    parser.add_argument(
+        "--grad",
+        action="store_true",
+        help=f"{verb} the backward pass too: the gradient of the mean of the squares of all float outputs with respect "
+        "to the weights",
     )
 
 

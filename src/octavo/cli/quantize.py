@@ -3,11 +3,10 @@
 import argparse
 import functools
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.options import MODEL
+from octavo.cli.options import MODEL, fail
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -77,8 +76,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         text = Path(args.data).read_text(encoding="utf-8", errors="replace") if args.data else None
     except OSError as error:
-        print(f"octavo quantize: --data: {error}", file=sys.stderr)
-        return 2
+        return fail("quantize --data", error)
     request = Request(
         args.recipe,
         head=args.head,
@@ -95,8 +93,7 @@ def run(args: argparse.Namespace) -> int:
         done = export_model(args.format, source, out, request)
         page = _report(source, done, out, request)
     except (ValueError, OSError) as error:
-        print(f"octavo quantize: {error}", file=sys.stderr)
-        return 2
+        return fail("quantize", error)
     print(done.summary)
     print(f"written to {out}; report: {page}")
     print(f"next: octavo generate {out} --prompt '...'   octavo eval {out} --against {args.model} --text FILE")

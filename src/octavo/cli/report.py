@@ -1,8 +1,9 @@
 """`octavo report`: the page of a run written again, or several runs on one page."""
 
 import argparse
-import sys
 from typing import Any
+
+from octavo.cli.options import fail
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -35,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
         else:
             path = render_together(args.runs, args.out or "report.html")
     except (ValueError, OSError) as error:
-        print(f"octavo report: {error}", file=sys.stderr)
-        return 2
+        return fail("report", error)
     print(f"report: {path}")
     return 0

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.options import MODEL, add_kv_cache, kv_config
+from octavo.cli.options import MODEL, add_kv_cache, fail, kv_config
 
 _DEFAULT_LENGTH = 2048
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         # Before the model is loaded, which may take long.
         sock = bind(args.host, args.port)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        return _fail(error)
+        return fail("serve", error)
     with sock:
         return _serve(args, sock, limits, key)
 
@@ -75,7 +75,7 @@ def _serve(args: argparse.Namespace, sock: socket.socket, limits: Any, key: str 
     try:
         engine, name = _engine(args)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        return _fail(error)
+        return fail("serve", error)
     except KeyboardInterrupt:  # while the model was loaded: there is nothing to finish
         return 130
 
@@ -95,7 +95,7 @@ def _serve(args: argparse.Namespace, sock: socket.socket, limits: Any, key: str 
 
 def _engine(args: argparse.Namespace) -> tuple[Any, str]:
     from octavo.pretrained import open_model
-    from octavo.serve import Engine, SamplingParams
+    from octavo.serve import Engine
 
     kv, source = kv_config(args), open_model(args.model)
     if source.tokenizer is None:
@@ -104,17 +104,10 @@ def _engine(args: argparse.Namespace) -> tuple[Any, str]:
     longest = min(_DEFAULT_LENGTH, int(source.origin.get("max_length") or _DEFAULT_LENGTH))
     length = longest if args.max_length is None else args.max_length
     engine = Engine(source, slots=args.slots, kv=kv, max_length=length)
-    # Compiles both programs, so that the first request does not wait.
-    for _ in engine.generate([[0]], SamplingParams(temperature=0.0, max_tokens=2)):
-        pass
+    engine.warm_up()  # so that the first request does not wait
     return engine, args.name or Path(args.model).resolve().name
 
 
 def _is_loopback(sock: socket.socket) -> bool:
     host = sock.getsockname()[0]
     return host == "::1" or host.startswith("127.")
-
-
-def _fail(error: Exception) -> int:
-    print(f"octavo serve: {error}", file=sys.stderr)
-    return 2

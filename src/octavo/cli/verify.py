@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.options import TARGET, add_target
+from octavo.cli.options import TARGET, add_grad, add_target
 
 if TYPE_CHECKING:
     from octavo.cli.target import TargetCall
@@ -22,12 +22,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "status 0: verified; 1: the share is below that of --at-least; 2: the target, inputs or rules are wrong.",
     )
     add_target(parser)
-    parser.add_argument(
-        "--grad",
-        action="store_true",
-        help="verify the backward pass too: the gradient of the mean of the squares of all float outputs with respect "
-        "to the weights",
-    )
+    add_grad(parser, "verify")
     parser.add_argument(
         "--platform",
         choices=("cpu", "cuda", "rocm", "tpu"),

@@ -10,7 +10,7 @@ import numpy as np
 
 from octavo.data.cache import cached
 from octavo.data.dataset import BatchConfig, Dataset
-from octavo.data.packing import Batch, Ids, make_batch
+from octavo.data.packing import Batch, make_batch
 from octavo.data.shuffle import shuffle_epochs
 from octavo.data.tokenizer import Tokenizer, make_tokenizer
 
@@ -35,13 +35,13 @@ class Corpus(Dataset):
         eos: int,
         bos: int,
         vocab_size: int,
-        decode: Callable[[Ids], str],
+        tokenizer: Tokenizer | None = None,
         details: dict[str, Any],
     ):
-        self.config, self.vocab_size = config, vocab_size
+        self.config, self.vocab_size, self.tokenizer = config, vocab_size, tokenizer
         # np.memmap wraps every result; a plain view of the same memory does not.
         self._tokens = tokens.view(np.ndarray)
-        self._eos, self._bos, self._decode, self._details = eos, bos, decode, details
+        self._eos, self._bos, self._details = eos, bos, details
         self._documents = None if config.packing else find_documents(self._tokens, eos)
         self.num_rows = -(-(tokens.size - 1) // config.length) if self._documents is None else self._documents[0].size
         if self.num_rows < 1:
@@ -69,9 +69,6 @@ class Corpus(Dataset):
 
     def describe(self) -> dict[str, Any]:
         return self._describe({**self._details, "rows": self.num_rows})
-
-    def decode(self, ids: Ids) -> str:
-        return self._decode(ids)
 
 
 def gather_windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
@@ -137,9 +134,7 @@ def make_corpus(
         "bytes_per_token": fingerprint.bytes / (tokens.size - 1),
     }
     special = {"eos": tokenizer.eos_id, "bos": tokenizer.start_id}
-    corpus = Corpus(tokens, batch_config, **special, vocab_size=vocab_size, decode=tokenizer.decode, details=details)
-    corpus.tokenizer = tokenizer
-    return corpus
+    return Corpus(tokens, batch_config, **special, vocab_size=vocab_size, tokenizer=tokenizer, details=details)
 
 
 def _cached_tokens(texts: Callable[[], Iterable[str]], tokenizer: Tokenizer, fingerprint: Fingerprint) -> np.ndarray:

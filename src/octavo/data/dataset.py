@@ -5,7 +5,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.data.packing import Batch, Ids, format_ids
+import numpy as np
+
+from octavo.data.packing import Batch, Ids
 from octavo.data.tokenizer import Tokenizer
 
 _OPTIONS = {"batch_size": "per_device_batch_size", "length": "max_target_length", "reuse": "reuse_example_batch"}
@@ -98,7 +100,9 @@ class Dataset(abc.ABC):
 
     def decode(self, ids: Ids) -> str:
         """The text of token ids; the ids as numbers without a tokenizer."""
-        return format_ids(ids) if self.tokenizer is None else self.tokenizer.decode(ids)
+        if self.tokenizer is None:
+            return " ".join(str(int(i)) for i in np.asarray(ids).reshape(-1))
+        return self.tokenizer.decode(ids)
 
     def _describe(self, details: Mapping[str, Any]) -> dict[str, Any]:
         return {

@@ -61,12 +61,3 @@ def make_batch(windows: np.ndarray, *, eos: int, bos: int, counts: np.ndarray | 
         arrays = [np.where(index < counts[:, None], array, np.int32(0)) for array in arrays]
     inputs, positions, segments, targets = (np.ascontiguousarray(array, np.int32) for array in arrays)
     return dict(zip(KEYS, (inputs, positions, segments, targets, positions.copy(), segments.copy()), strict=True))
-
-
-def format_ids(ids: Ids) -> str:
-    """Ids as decimal numbers, for data without a tokenizer.
-
-    >>> format_ids([3, 4])
-    '3 4'
-    """
-    return " ".join(str(int(i)) for i in np.asarray(ids).reshape(-1))

@@ -17,7 +17,6 @@ import numpy as np
 from octavo._io import atomic_file, atomic_write
 from octavo.data.corpus import Corpus
 from octavo.data.dataset import BatchConfig
-from octavo.data.packing import format_ids
 from octavo.data.text import HELD_OUT
 from octavo.data.tokenizer import make_tokenizer, tokenizers
 
@@ -140,11 +139,8 @@ def make_tokens(config: Any, split: str, batch_config: BatchConfig) -> Corpus:
         boundary = ids.size - max(2, int(ids.size * HELD_OUT))
         ids = ids[:boundary] if split == "train" else ids[boundary:]
     eos = _NO_EOS if header.eos is None else header.eos
-    decode = format_ids
-    if header.tokenizer:
-        tokenizer_path = getattr(config, "tokenizer_path", "")
-        named = SimpleNamespace(tokenizer_type=header.tokenizer, tokenizer_path=tokenizer_path)
-        decode = make_tokenizer(named, tuple).decode
+    named = SimpleNamespace(tokenizer_type=header.tokenizer, tokenizer_path=getattr(config, "tokenizer_path", ""))
+    tokenizer = make_tokenizer(named, tuple) if header.tokenizer else None
     details = {
         "name": "tokens",
         "split": split,
@@ -155,7 +151,7 @@ def make_tokens(config: Any, split: str, batch_config: BatchConfig) -> Corpus:
     }
     vocab_size = batch_config.resolve_vocab_size(header.vocab_size, str(path))
     bos = eos if header.bos is None else header.bos
-    return Corpus(ids, batch_config, eos=eos, bos=bos, vocab_size=vocab_size, decode=decode, details=details)
+    return Corpus(ids, batch_config, eos=eos, bos=bos, vocab_size=vocab_size, tokenizer=tokenizer, details=details)
 
 
 def _check_suffix(path: Path) -> Path:

@@ -12,7 +12,8 @@ from octavo.models.config import ModelConfig
 from octavo.models.decoder import Decoder, layer_groups
 from octavo.models.module_params import Params, abstract_module, bind, check_token_arrays, init_module
 
-_STACK = re.compile(r"(?:dense_)?layers")
+STACK = re.compile(r"decoder/((?:dense_)?layers)/(.*)")
+"""The paths of the parameters of scanned layers."""
 
 
 def init_params(config: ModelConfig, key: PRNGKeyArray) -> Params:
@@ -88,12 +89,22 @@ def unstack_layers(params: Params) -> Params:
     """
     layers = {}
     for name, stack in params["decoder"].items():
-        if not _STACK.fullmatch(name):
+        if not STACK.fullmatch(f"decoder/{name}/"):
             layers[name] = stack
             continue
         for i in range(jax.tree.leaves(stack)[0].shape[0]):
             layers[f"{name}_{i}"] = jax.tree.map(lambda x, i=i: x[i], stack)
     return {**params, "decoder": layers}
+
+
+def unstacked_paths(path: str, num_layers: int) -> list[tuple[str, int | None]]:
+    """The path of each layer's part of a stacked parameter, and its index; of others, the path itself.
+
+    >>> unstacked_paths("decoder/layers/mlp/wo/kernel", 2)
+    [('decoder/layers_0/mlp/wo/kernel', 0), ('decoder/layers_1/mlp/wo/kernel', 1)]
+    """
+    match = STACK.fullmatch(path)
+    return [(f"decoder/{match[1]}_{i}/{match[2]}", i) for i in range(num_layers)] if match else [(path, None)]
 
 
 def _check_cache(config: ModelConfig, cache: Cache | None, segments: Any, last: Any) -> None:

@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo.models.config import ModelConfig
+from octavo.models.module_params import Params
 from octavo.qarray import QArray
-
-type Params = dict[str, Any]
 
 _FUSED = {"query_key_value": ("query", "key", "value"), "wi": ("wi_0", "wi_1")}
 

@@ -37,13 +37,14 @@ def shard_activation[T](placement: Placement, x: T, *names: str | None) -> T:
     return _sharding.reshard_if_explicit(x, spec) if is_explicit else jax.lax.with_sharding_constraint(x, spec)
 
 
-def mesh_axes(placement: Placement, *names: str) -> tuple[tuple[str, ...], ...]:
+def mesh_axes(placement: Placement, *names: str | None) -> tuple[tuple[str, ...], ...]:
     """The mesh axes that shard each logical axis of an array: a mesh axis goes to the first one that names it.
 
     >>> mesh_axes((("exp", ("expert",)), ("mlp_moe", ("expert", "tensor"))), "exp", "mlp_moe")
     (('expert',), ('tensor',))
     """
-    rules, taken = dict(placement), set(jax.sharding.get_abstract_mesh().manual_axes)
+    rules: dict[Any, tuple[str, ...]] = dict(placement)
+    taken = set(jax.sharding.get_abstract_mesh().manual_axes)
     found = []
     for name in names:
         found.append(tuple(axis for axis in rules.get(name, ()) if axis not in taken))

@@ -5,9 +5,10 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from octavo.pretrained.calibrated import TABLE, CalibrationData, float_params
+from octavo.pretrained.calibrated import CalibrationData, float_params
 from octavo.pretrained.convert import logits, param_quantizers
 from octavo.pretrained.model import PretrainedModel
+from octavo.pretrained.names import EMBEDDING, LOGITS
 from octavo.pretrained.weight_rules import weight_rules
 from octavo.ptq.budget import assign
 from octavo.ptq.sensitivity import weight_options
@@ -15,7 +16,6 @@ from octavo.rules import QuantizationRule
 
 # Weights that read the same inputs, and may be fused into one matmul.
 _FUSED = (("query", "key", "value"), ("wi_0", "wi_1"))
-_HEADS = (TABLE, "decoder/logits_dense/kernel")
 
 
 def budget_rules(
@@ -46,7 +46,9 @@ def budget_rules(
         raise ValueError(f"--bits chooses between several formats, such as int3,int4,int8; got {','.join(formats)}")
     own = {name: weight_rules(name, source.config, head="float") for name in formats}
     quantizers = {name: param_quantizers(source.config, rules, scale_dtype=scale_dtype) for name, rules in own.items()}
-    quantizers = {name: {w: q for w, q in found.items() if w not in _HEADS} for name, found in quantizers.items()}
+    quantizers = {
+        name: {w: q for w, q in found.items() if w not in (EMBEDDING, LOGITS)} for name, found in quantizers.items()
+    }
     run = functools.partial(logits, source.config)
     options = weight_options(run, float_params(source), quantizers, data.batches(source))
     unseen = [weight for weight in quantizers[formats[0]] if weight not in options]

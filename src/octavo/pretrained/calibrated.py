@@ -12,11 +12,11 @@ import numpy as np
 from octavo._tree import flatten_paths
 from octavo.pretrained.convert import logits, pack, param_quantizers, signal_to_noise
 from octavo.pretrained.model import PretrainedModel
+from octavo.pretrained.names import EMBEDDING
 from octavo.ptq import Fold, awq, method_names, quantize_weights
 from octavo.qarray import is_qarray
 from octavo.rules import QuantizationRule
 
-TABLE = "token_embedder/embedding"
 _ROWS = 8
 # The weights that read the output of each norm, named as in MaxText.
 _READERS = {
@@ -86,7 +86,7 @@ def calibrated_codes(
     if log is not None:
         log(f"calibrating on {sum(b.size for b in batches)} tokens")
     params, run = float_params(source), functools.partial(logits, source.config)
-    wanted = {name: q for name, q in quantizers.items() if name != TABLE}
+    wanted = {name: q for name, q in quantizers.items() if name != EMBEDDING}
     found: dict[str, tuple[Any, float | None]] = {}
     folds = _folds(source.leaves, wanted) if method == "awq" else []
     if folds:

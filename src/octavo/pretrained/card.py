@@ -1,9 +1,9 @@
 """The model card (README.md) of a converted model: what it is, how it was converted, and its error."""
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from octavo._optional import installed_version
 from octavo.pretrained.convert import Summary
 from octavo.pretrained.model import PretrainedModel
 from octavo.rules import QuantizationRule, rules_to_yaml
@@ -44,7 +44,7 @@ def model_card(source: PretrainedModel, rules: Sequence[QuantizationRule], summa
         "octavo serve .",
         "```",
         "",
-        f"Made with {', '.join(f'{name} {found}' for name in _PACKAGES if (found := _version(name)))}.",
+        f"Made with {', '.join(f'{name} {found}' for name in _PACKAGES if (found := installed_version(name)))}.",
         "",
     ]
     return "\n".join(lines)
@@ -83,10 +83,3 @@ def _origin(source: PretrainedModel) -> str:
     known: dict[str, Any] = {k: v for k, v in source.origin.items() if k in ("kind", "path", "step") and v is not None}
     step = f", step {known['step']}" if "step" in known else ""
     return f"{known.get('path', source.name)} ({known.get('kind', 'unknown')}{step})"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -19,14 +19,13 @@ import numpy as np
 from octavo.models import ModelConfig, abstract_params, apply
 from octavo.pretrained.memory import peak_memory
 from octavo.pretrained.model import Leaf, PretrainedModel, storage_name, to_float
+from octavo.pretrained.names import EMBEDDING, LOGITS
 from octavo.qarray import QArray, Quantizer
 from octavo.rules import QuantizationRule
 from octavo.transform import quantized
 
 _PIECE = 1 << 20
 """Values per piece: bounds the memory needed in addition to a parameter and its codes."""
-
-_EMBEDDING = "token_embedder/embedding"
 
 
 def param_quantizers(
@@ -49,9 +48,9 @@ def param_quantizers(
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     low = quantized(functools.partial(logits, config), list(rules), weights="params")
     found = low.stored_quantizers(abstract_params(config), tokens)
-    if not config.tied_logits and (quantizer := found.get("decoder/logits_dense/kernel")) is not None:
+    if not config.tied_logits and (quantizer := found.get(LOGITS)) is not None:
         # The table is only indexed, not an operand of a matmul: rows are quantized like columns of the logits.
-        found[_EMBEDDING] = Quantizer(
+        found[EMBEDDING] = Quantizer(
             quantizer.qtype,
             channelwise_axes=tuple(1 - a % 2 for a in quantizer.channelwise_axes),
             tiled_axes={1 - a % 2: size for a, size in quantizer.tiled_axes},

@@ -18,7 +18,7 @@ from octavo.pretrained.convert import Summary, progress_lines
 from octavo.pretrained.export import Export, Request, register_exporter
 from octavo.pretrained.memory import peak_memory
 from octavo.pretrained.model import Leaf, PretrainedModel, to_float
-from octavo.pretrained.names import ARCHITECTURES, GGUF, architecture_of, is_transposed
+from octavo.pretrained.names import ARCHITECTURES, EMBEDDING, GGUF, LOGITS, architecture_of, is_transposed
 from octavo.pretrained.registry import ModelFormat, register_format
 from octavo.qarray import QArray
 
@@ -171,7 +171,7 @@ def write_model(
     before = after = 0
     for path, name in names.items():
         leaf = source.leaves[path]
-        is_head = path == "token_embedder/embedding" or "logits_dense" in path
+        is_head = path in (EMBEDDING, LOGITS)
         heads = _interleaved_heads(path, source.config, metadata["general.architecture"])
         tensor = tensors[name] = _tensor(leaf.T if is_transposed(path) else leaf, top if is_head else body, heads)
         values = math.prod(leaf.shape)

@@ -21,6 +21,15 @@ from octavo.pretrained.tokenizer import read_tokenizer
 from octavo.qarray import QArray
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "relu": "relu"}
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "emb_dim",
+    "intermediate_size": "mlp_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_query_heads",
+}
+"""The sizes that a config.json must have, and the fields of `ModelConfig` that they are."""
+_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _SHARD_BYTES = 5 * 10**9
 
 
@@ -50,12 +59,6 @@ def read(directory: Path) -> PretrainedModel:
 
 def model_config(described: dict[str, Any], directory: Path, names: set[str]) -> ModelConfig:
     """The model that a config.json describes."""
-
-    def need(key: str) -> Any:
-        if key not in described:
-            raise ValueError(f"{directory / 'config.json'} has no {key!r}, which a decoder needs")
-        return described[key]
-
     kind = described.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(
@@ -71,15 +74,14 @@ def model_config(described: dict[str, Any], directory: Path, names: set[str]) ->
         raise ValueError(f"sliding-window attention (sliding_window={window}) is not supported")
     if any(name.endswith(("o_proj.bias", "down_proj.bias")) for name in names):
         raise ValueError(f"{directory} has biases on output projections, which is not supported")
-    heads = need("num_attention_heads")
+    for key in _SIZES:
+        if key not in described:
+            raise ValueError(f"{directory / 'config.json'} has no {key!r}, which a decoder needs")
+    sizes = {field: described[key] for key, field in _SIZES.items()}
     return ModelConfig(
-        vocab_size=need("vocab_size"),
-        emb_dim=need("hidden_size"),
-        num_layers=need("num_hidden_layers"),
-        num_query_heads=heads,
-        num_kv_heads=described.get("num_key_value_heads") or heads,
-        head_dim=described.get("head_dim") or need("hidden_size") // heads,
-        mlp_dim=need("intermediate_size"),
+        **sizes,
+        num_kv_heads=described.get("num_key_value_heads") or sizes["num_query_heads"],
+        head_dim=described.get("head_dim") or sizes["emb_dim"] // sizes["num_query_heads"],
         activation=_ACTIVATIONS[activation],
         norm_eps=described.get("rms_norm_eps", 1e-6),
         rope_theta=float(_rope(described).get("rope_theta") or described.get("rope_theta", 10_000.0)),
@@ -100,12 +102,8 @@ def _scaling(rope: dict[str, Any]) -> tuple[float, float, float, float] | None:
     if kind == "default":
         return None
     if kind == "llama3":
-        return (
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            float(rope["original_max_position_embeddings"]),
-        )
+        factor, low, high, length = (float(rope[key]) for key in _ROPE)
+        return factor, low, high, length
     raise ValueError(f"RoPE scaling {kind!r} is not supported: llama3 and default are")
 
 
@@ -167,11 +165,7 @@ def describe_model(source: PretrainedModel, dtype: str) -> dict[str, Any]:
     described = {
         "architectures": [ARCHITECTURES[architecture].huggingface],
         "model_type": architecture,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.emb_dim,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_query_heads,
+        **{key: getattr(config, field) for key, field in _SIZES.items()},
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": "gelu_pytorch_tanh" if config.activation == "gelu" else config.activation,
@@ -182,14 +176,8 @@ def describe_model(source: PretrainedModel, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
     }
     if config.rope_scaling is not None:
-        factor, low, high, length = config.rope_scaling
-        described["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": low,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": int(length),
-        }
+        scaling = dict(zip(_ROPE, (*config.rope_scaling[:3], int(config.rope_scaling[3])), strict=True))
+        described["rope_scaling"] = {"rope_type": "llama3", **scaling}
     if source.tokenizer is not None:
         ends = list(source.tokenizer.eos_ids)
         described |= {"bos_token_id": source.tokenizer.bos_id, "eos_token_id": ends[0] if len(ends) == 1 else ends}

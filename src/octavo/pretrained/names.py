@@ -8,6 +8,8 @@ from typing import Any
 from octavo._tree import flatten_paths
 from octavo.models import ModelConfig
 
+EMBEDDING = "token_embedder/embedding"
+LOGITS = "decoder/logits_dense/kernel"
 _LAYER = re.compile(r"(?:decoder|encoder)/layers_(\d+)/(.*)")
 
 

@@ -7,7 +7,6 @@ every file), the files of the tokenizer and a model card.
 import dataclasses
 import functools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from octavo._io import atomic_write
 from octavo._tree import flatten_paths, unflatten_paths
 from octavo.checkpoint import CheckpointError, CheckpointManager, load, load_abstract
 from octavo.models import ModelConfig
+from octavo.models.functional import unstacked_paths
 from octavo.pretrained.export import Export, converting, register_exporter
 from octavo.pretrained.model import Leaf, PretrainedModel
 from octavo.pretrained.registry import ModelFormat, register_format
@@ -27,7 +27,6 @@ from octavo.rules import QtRule, QuantizationRule, rules_from_json, rules_to_jso
 
 NAME = "octavo.json"
 VERSION = 1
-_STACK = re.compile(r"decoder/((?:dense_)?layers)/(.*)")
 
 
 def write_model(source: PretrainedModel, params: dict[str, Any], directory: Path, *, facts: dict[str, Any]) -> None:
@@ -95,18 +94,10 @@ def _leaves(directory: Path, part: str) -> dict[str, Leaf]:
     found: dict[str, Leaf] = {}
     for path, value in flatten_paths(load_abstract(directory, subtree=part).state, is_qarray).items():
         stored = value.qtype.name if isinstance(value, QArray) else str(value.dtype)
-        for name, i in _unstacked(path, value):
+        for name, i in unstacked_paths(path, value.shape[0] if value.shape else 0):
             load_layer = functools.partial(_load_layer, directory, f"{part}/{path}", i)
             found[name] = Leaf(tuple(value.shape[i is not None :]), str(value.dtype), load_layer, stored)
     return found
-
-
-def _unstacked(path: str, value: Any) -> list[tuple[str, int | None]]:
-    """The paths (`decoder/layers_0/...`) and indices of the layers of a stacked parameter; of others, the path."""
-    match = _STACK.fullmatch(path)
-    if match is None:
-        return [(path, None)]
-    return [(f"decoder/{match[1]}_{i}/{match[2]}", i) for i in range(value.shape[0])]
 
 
 def _load_layer(directory: Path, part: str, index: int | None) -> Any:
@@ -164,7 +155,7 @@ def _masked(place: Path, leaves: dict[str, Leaf]) -> dict[str, Leaf]:
     masks = {
         name: mask if i is None else mask[i]
         for path, mask in flatten_paths(load(place, subtree="masks").state).items()
-        for name, i in _unstacked(path, mask)
+        for name, i in unstacked_paths(path, mask.shape[0])
     }
 
     def load_masked(leaf: Leaf, mask: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 
 from octavo._io import atomic_write
+from octavo._optional import installed_version
 from octavo._text import format_bytes_si
 from octavo.report import format as formats
 from octavo.report.charts import histogram_chart
@@ -93,13 +94,8 @@ def plain(value: Any) -> str:
 
 def versions() -> dict[str, str]:
     """The installed versions of Python and of the packages that matter here."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: version for name in _PACKAGES if (version := installed_version(name))}
+    return {"python": platform.python_version(), **found}
 
 
 def write_page(path: str | os.PathLike[str], template: str, **values: Any) -> Path:

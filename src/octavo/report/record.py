@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo._io import atomic_write
-from octavo.train.metrics import null_non_finite
+from octavo.train.metrics import as_json
 
 CONVERSION = "conversion.json"
 EVALUATION = "evaluation.json"
@@ -21,7 +21,7 @@ _FIELDS = {
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record atomically; numbers that are not finite become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, json.dumps(null_non_finite(record), allow_nan=False))
+    atomic_write(path, json.dumps(as_json(record), allow_nan=False))
 
 
 def read_record(path: Path, kind: str) -> dict[str, Any]:

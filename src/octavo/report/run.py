@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo._documents import parse_json, parse_yaml
 from octavo._names import did_you_mean
 from octavo.report.axis import Point
 from octavo.report.format import Number
@@ -125,10 +125,10 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
     found = {
         "metrics": read(METRICS, read_metrics, []),
         "telemetry": read(TELEMETRY, read_metrics, []),
-        "config": read("config.yml", _read_yaml, {}),
-        "data": read("data.json", _read_json, {}),
-        "plan": read("plan.json", _read_json, None),
-        "verification": read("verify.json", _read_json, None),
+        "config": read("config.yml", _read_mapping, {}),
+        "data": read("data.json", _read_mapping, {}),
+        "plan": read("plan.json", _read_mapping, None),
+        "verification": read("verify.json", _read_mapping, None),
     }
     return Run(directory=folder, **found, problems=tuple(problems))
 
@@ -167,20 +167,9 @@ def _comparable(config: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k not in _FREE and groups.get(k) not in _FREE_GROUPS}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return _mapping(json.loads(path.read_text("utf8")))
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        return _mapping(yaml.safe_load(path.read_text("utf8")))
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-
-
-def _mapping(value: Any) -> dict[str, Any]:
+def _read_mapping(path: Path) -> dict[str, Any]:
+    parse = parse_json if path.suffix == ".json" else parse_yaml
+    value = parse(path.read_text("utf8"))
     if not isinstance(value, dict):
         raise ValueError(f"a mapping is expected, this is a {type(value).__name__}")
     return value

@@ -224,6 +224,11 @@ class Engine:
                 self.cancel(number)
             self._ended.clear()
 
+    def warm_up(self) -> None:
+        """Compile both programs."""
+        for _ in self.generate([[0]], SamplingParams(temperature=0, max_tokens=2)):
+            pass
+
     def _ids(self) -> set[str | int]:
         """The ids of unfinished requests."""
         running = (slot.request for slot in self._running if slot is not None)

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from octavo._typing import Array
 from octavo.models import Decoder, ModelConfig, apply, layer_groups
 from octavo.models.attention import RotaryAngles
+from octavo.models.module_params import bind
 from octavo.pretrained.model import PretrainedModel
 from octavo.serve.cache import KVCache, KVConfig
 
@@ -212,8 +212,7 @@ def _measure(logits: Array, reference: Array | None, targets: Array) -> dict[str
 
 def layer_outputs(config: ModelConfig, params: Any, tokens: Any) -> dict[str, Array]:
     """The output of each layer by its name, and the logits."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    model = nnx.merge(graph, nnx.State(params))
+    model = bind(Decoder, config, params)
     x = model.token_embedder(tokens, config.dtype)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     angles = RotaryAngles.of(config, positions, jnp.zeros(tokens.shape, jnp.int32))

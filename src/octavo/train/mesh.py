@@ -63,9 +63,18 @@ def _infer(kind: str, asked: dict[str, int], count: int, what: str, exact: bool 
 
 
 def _product(kind: str, asked: Mapping[str, int]) -> str:
-    parts = {f"{kind}_{axis}_parallelism": size for axis, size in asked.items() if size > 1}
-    words = " x ".join(f"{name}={size}" for name, size in parts.items()) or f"{kind}_*_parallelism of 1"
-    return f"{words} = {math.prod(parts.values())}" if len(parts) > 1 else words
+    sizes = {f"{kind}_{axis}_parallelism": size for axis, size in asked.items() if size > 1}
+    return format_sizes(sizes) if sizes else f"{kind}_*_parallelism of 1"
+
+
+def format_sizes(sizes: Mapping[str, int]) -> str:
+    """Sizes and their product.
+
+    >>> format_sizes({"fsdp": 4, "tensor": 2})
+    'fsdp=4 x tensor=2 = 8'
+    """
+    words = " x ".join(f"{name}={size}" for name, size in sizes.items()) or "1"
+    return f"{words} = {math.prod(sizes.values())}" if len(sizes) > 1 else words
 
 
 def run_devices(config: Config, devices: Sequence[Any] | None = None) -> list[Any]:

@@ -1,6 +1,5 @@
 """Metrics of a run: one line of JSON per step, and TensorBoard events."""
 
-import importlib
 import json
 import math
 import os
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo._io import atomic_write
+from octavo._optional import import_optional
 
 METRICS = "metrics.jsonl"
 TELEMETRY = "telemetry.jsonl"
@@ -82,11 +82,10 @@ class MetricWriter:
         if taken := [name for name in _RESERVED if name in values]:
             text = f"{taken[0]!r} is written by MetricWriter itself: give the metric of step {step} another name"
             raise ValueError(text)
-        plain = {name: _plain(value) for name, value in values.items()}
         for lines in files:
-            lines.append(step, {"step": step, "run_name": self.run_name, **null_non_finite(plain)})
+            lines.append(step, {"step": step, "run_name": self.run_name, **as_json(values)})
         if self._events is not None:
-            self._events.write(step, dict(flatten(plain)))
+            self._events.write(step, dict(flatten(as_json(values, nulls=False))))
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -170,15 +169,9 @@ class EventWriter:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, start_step: int = 0):
-        try:
-            self._event: Any = importlib.import_module("tensorboardX.proto.event_pb2").Event
-            writer: Any = importlib.import_module("tensorboardX.event_file_writer").EventsWriter
-        except ModuleNotFoundError:
-            raise ModuleNotFoundError(
-                "enable_tensorboard=true needs the package tensorboardX: pip install 'octavo[training]', or set "
-                "enable_tensorboard=false",
-                name="tensorboardX",
-            ) from None
+        needed = ("enable_tensorboard=true", "'octavo[training]', or set enable_tensorboard=false")
+        self._event: Any = import_optional("tensorboardX.proto.event_pb2", *needed).Event
+        writer: Any = import_optional("tensorboardX.event_file_writer", *needed).EventsWriter
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         earlier = sum(1 for _ in folder.glob("events.out.tfevents.*"))
@@ -205,19 +198,12 @@ class EventWriter:
             self._writer = None
 
 
-def _plain(value: Any) -> Any:
-    """Arrays as Python numbers and lists, at any depth."""
+def as_json(value: Any, *, nulls: bool = True) -> Any:
+    """Nested values with arrays as numbers and lists, and None for numbers that are not finite, which JSON lacks."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(x) for name, x in value.items()}
+        return {str(name): as_json(x, nulls=nulls) for name, x in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(x) for x in value]
-    return _plain(value.tolist()) if hasattr(value, "tolist") else value
-
-
-def null_non_finite(value: Any) -> Any:
-    """Nested mappings and lists with None for numbers that are not finite, which JSON cannot represent."""
-    if isinstance(value, Mapping):
-        return {str(name): null_non_finite(x) for name, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [null_non_finite(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [as_json(x, nulls=nulls) for x in value]
+    if hasattr(value, "tolist"):
+        return as_json(value.tolist(), nulls=nulls)
+    return None if nulls and isinstance(value, float) and not math.isfinite(value) else value

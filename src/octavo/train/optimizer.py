@@ -43,59 +43,41 @@ def learning_rate_schedule(config: Config) -> Callable[[Any], jax.Array]:
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """The optimizer without clipping, which the step does itself because it logs the norm anyway."""
-    optimizer = _quantized(config) if config.opt_state_dtype else _float(config)
-    if config.weight_rounding == "stochastic":
-        optimizer = optim.with_stochastic_rounding(optimizer, seed=config.init_weights_seed)
-    return optimizer
+    """The optimizer without clipping, which the step does itself because it logs the norm anyway.
 
-
-def _float(config: Config) -> optax.GradientTransformation:
-    rate = learning_rate_schedule(config)
-    match config.opt_type:
-        case "sgd":
-            return optax.sgd(rate, config.sgd_momentum or None)
-        case "lion":
-            return optax.lion(rate, **_betas(config))
-        case "muon":
-            return optax.contrib.muon(rate, **_muon(config), mu_dtype=config.mu_dtype or None)
-        case _:
-            return optax.adamw(rate, **_betas(config), eps=config.adam_eps, mu_dtype=config.mu_dtype or None)
-
-
-def _quantized(config: Config) -> optax.GradientTransformation:
-    """The same optimizer with moments in few bits, whose state has the same structure."""
+    With moments in few bits the state has the same structure.
+    """
     rate, moments = learning_rate_schedule(config), config.opt_state_dtype
-    match config.opt_type:
-        case "sgd":
-            return optim.sgd(rate, config.sgd_momentum, moments=moments)
-        case "lion":
-            return optim.lion(rate, **_betas(config), moments=moments)
-        case "muon":
-            block_size = 2048 if moments == "linear8" else None
-            return optim.muon(rate, **_muon(config), moments=moments, block_size=block_size)
-        case _:
-            return optim.adamw(rate, **_betas(config), eps=config.adam_eps, moments=moments)
-
-
-def _betas(config: Config) -> dict[str, Any]:
-    return {
-        "b1": config.adam_b1,
-        "b2": config.adam_b2,
-        "weight_decay": config.adam_weight_decay,
-        "mask": _decayed,
-    }
-
-
-def _muon(config: Config) -> dict[str, Any]:
-    """Matrices by Newton-Schulz, everything else by AdamW; stacked layers and experts are batches of matrices."""
-    return {
+    decay = {"b1": config.adam_b1, "b2": config.adam_b2, "weight_decay": config.adam_weight_decay, "mask": _decayed}
+    muon = {
         "weight_decay": config.adam_weight_decay,
         "adam_b1": config.adam_b1,
         "adam_b2": config.adam_b2,
         "adam_weight_decay": config.adam_weight_decay,
         "muon_weight_dimension_numbers": _matrices,
     }
+    low: dict[str, Any] = {"moments": moments}
+    mu: dict[str, Any] = {"mu_dtype": config.mu_dtype or None}
+    match config.opt_type, bool(moments):
+        case "sgd", False:
+            optimizer = optax.sgd(rate, config.sgd_momentum or None)
+        case "sgd", True:
+            optimizer = optim.sgd(rate, config.sgd_momentum, **low)
+        case "lion", False:
+            optimizer = optax.lion(rate, **decay)
+        case "lion", True:
+            optimizer = optim.lion(rate, **decay, **low)
+        case "muon", False:
+            optimizer = optax.contrib.muon(rate, **muon, **mu)
+        case "muon", True:
+            optimizer = optim.muon(rate, **muon, **low, block_size=2048 if moments == "linear8" else None)
+        case _, False:
+            optimizer = optax.adamw(rate, **decay, eps=config.adam_eps, **mu)
+        case _:
+            optimizer = optim.adamw(rate, **decay, eps=config.adam_eps, **low)
+    if config.weight_rounding == "stochastic":
+        optimizer = optim.with_stochastic_rounding(optimizer, seed=config.init_weights_seed)
+    return optimizer
 
 
 def _decayed(params: Any) -> Any:
@@ -104,7 +86,10 @@ def _decayed(params: Any) -> Any:
 
 
 def _matrices(params: Any) -> Any:
-    """The axes of the matrix that Muon orthogonalizes, for each parameter; None: AdamW."""
+    """The axes of the matrix that Muon orthogonalizes, for each parameter; None: AdamW.
+
+    Stacked layers and experts are batches of matrices.
+    """
 
     def axes(path: Any, x: Any) -> Any:
         name = path_str(path)

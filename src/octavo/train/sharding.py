@@ -14,11 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from octavo._sharding import names as names_of
 from octavo._tree import flatten_paths, path_str
 from octavo.models import ModelConfig, abstract_params
+from octavo.models.functional import STACK
+from octavo.models.sharding import mesh_axes
 from octavo.optim import ExpandedMoment, is_moment
 from octavo.qarray import shardings
 from octavo.train.config import Config, ConfigError
 from octavo.train.config.checks import DEFAULT_RULES, split_axes
-from octavo.train.mesh import global_batch_size
+from octavo.train.mesh import format_sizes, global_batch_size
 
 type Rules = Mapping[str, tuple[str, ...]]
 """The mesh axes that each logical axis is sharded along."""
@@ -39,7 +41,6 @@ _LOGICAL_AXES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/(mlp|shared_experts)/wo/kernel", ("mlp", "embed")),
     (r".*norm/scale", ("norm",)),
 )
-_STACK = re.compile(r"decoder/(dense_)?layers/.*")
 _UNITS = {"heads": "num_query_heads", "kv_heads": "num_kv_heads"}
 # Mesh axes along which parameters are replicated.
 _REPLICATED = ("data",)
@@ -64,19 +65,15 @@ def logical_axes(path: str, ndim: int) -> tuple[str | None, ...]:
     ('layers', 'mlp', 'embed')
     """
     names = next((names for pattern, names in _LOGICAL_AXES if re.fullmatch(pattern, path)), (None,) * ndim)
-    if _STACK.fullmatch(path) and len(names) == ndim - 1:
+    if STACK.fullmatch(path) and len(names) == ndim - 1:
         names = ("layers", *names)
     return names if len(names) == ndim else (None,) * ndim
 
 
 def partition_spec(names: tuple[str | None, ...], mesh: Any, rules: Rules) -> PartitionSpec:
     """The spec of named axes. A mesh axis of size > 1 shards the first array axis whose rule names it."""
-    taken: set[str] = set()
-    parts: list[Any] = []
-    for name in names:
-        axes = tuple(a for a in rules.get(name or "", ()) if mesh.shape.get(a, 1) > 1 and a not in taken)
-        taken.update(axes)
-        parts.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+    sharded = tuple((name, tuple(a for a in axes if mesh.shape.get(a, 1) > 1)) for name, axes in rules.items())
+    parts = [axes if len(axes) > 1 else axes[0] if axes else None for axes in mesh_axes(sharded, *names)]
     while parts and parts[-1] is None:
         parts.pop()
     return PartitionSpec(*parts)
@@ -221,5 +218,4 @@ def shard_balance(model: ModelConfig, mesh: Any, rules: Rules) -> ShardBalance:
 
 
 def _format_axes(axes: tuple[str, ...], mesh: Any) -> str:
-    words = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
-    return f"{words} = {math.prod(mesh.shape[a] for a in axes)}" if len(axes) > 1 else words or "1"
+    return format_sizes({axis: mesh.shape[axis] for axis in axes})

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from octavo._sharding import names
 from octavo._tree import flatten_paths
 from octavo.inspect.telemetry import by_class, summarize, telemetry
-from octavo.models.decoder import layer_groups
+from octavo.models.functional import unstacked_paths
 from octavo.numerics import get_format
 from octavo.qarray import QArray, is_qarray
 from octavo.qarray.histogram import WORST, histogram, sqnr_db
@@ -73,10 +74,9 @@ class Telemetry:
 
     def _jitted(self, step: int, program: Program) -> Any:
         low = telemetry(program.train_step.loss.at(step)[0])
-        spec = program.batch_sharding.spec
-        axes = spec[0] if len(spec) else None
+        axes = names((*program.batch_sharding.spec, None)[0])
         # At least one row for each device that holds some.
-        least = math.prod(program.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+        least = math.prod(program.mesh.shape[axis] for axis in axes)
         fraction = SHARE * self.trainer.config.gradient_accumulation_steps
         rows = max(1, -(-(program.batch_size // fraction) // least)) * least
         fn = functools.partial(_probe, low, rows)
@@ -155,23 +155,14 @@ def worst_weights(trainer: Trainer) -> list[dict[str, Any]]:
     The layers of a stack are separate weights. Weights that are represented exactly are left out.
     """
     floats = flatten_paths(apply_masks(trainer.state.params, trainer.state.masks))
-    stacks = [f"decoder/{group.name}/" for group in layer_groups(trainer.model) if group.is_stack]
     found: list[tuple[float, str, np.ndarray, QArray]] = []
     for path, q in flatten_paths(trainer.quantized_params(), is_leaf=is_qarray).items():
         if not isinstance(q, QArray):
             continue
-        for name, x, codes in _layers(path, np.asarray(floats[path], np.float32), q, stacks):
+        stack = np.asarray(floats[path], np.float32)
+        for name, i in unstacked_paths(path, len(stack)):
+            x, codes = (stack, q) if i is None else (stack[i], q[i])
             db = sqnr_db(x, np.asarray(codes.dequantize("float32")))
             if db is not None:
                 found = sorted([*found, (db, name, x, codes)], key=lambda entry: entry[:2])[:WORST]
     return [histogram(name, x, codes, sqnr_db=db) for db, name, x, codes in found]
-
-
-def _layers(path: str, x: np.ndarray, q: QArray, stacks: list[str]) -> Iterator[tuple[str, np.ndarray, QArray]]:
-    """A weight, or those of each layer of a stack."""
-    stack = next((start for start in stacks if path.startswith(start)), None)
-    if stack is None:
-        yield path, x, q
-        return
-    for i in range(len(x)):
-        yield f"{stack[:-1]}_{i}/{path.removeprefix(stack)}", x[i], q[i]

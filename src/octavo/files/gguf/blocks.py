@@ -94,10 +94,6 @@ def q8_0(blocks: Blocks) -> Codes:
     return Codes(blocks["qs"][:, None, :], _scale(blocks))
 
 
-def q8_k(blocks: Blocks) -> Codes:
-    return q8_0(blocks)
-
-
 # IQ4: a table of 16 values that are denser around zero.
 IQ4_TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 

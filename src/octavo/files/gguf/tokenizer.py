@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from octavo._names import unknown_name
+from octavo._optional import import_optional
 from octavo.files.errors import FileError
 from octavo.files.gguf.pre_tokenizers import PRE_TOKENIZERS
 from octavo.files.gguf.reader import Gguf
@@ -53,10 +54,7 @@ class GgufTokenizer(NamedTuple):
 def tokenizer_of(file: Gguf | Mapping[str, Any]) -> GgufTokenizer:
     """The tokenizer of a GGUF file, or of its metadata: byte-level BPE ("gpt2") or SentencePiece's BPE ("llama")."""
     vocabulary = _Vocabulary(file.metadata if isinstance(file, Gguf) else file)
-    try:
-        import tokenizers  # noqa: F401
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError("tokenizers of files need a package: pip install 'octavo[models]'") from None
+    import_optional("tokenizers", "the tokenizer of a file", "'octavo[models]'")
     builders = {"gpt2": _byte_level, "llama": _sentence_piece}
     if vocabulary.model not in builders:
         raise FileError(f"tokenizer.ggml.model {vocabulary.model!r} is not known; known: {', '.join(builders)}")

@@ -68,7 +68,7 @@ _ALL = (
         kquants.q5_k,
     ),
     TensorType(14, "Q6_K", SUPER, record(("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), _D), kquants.q6_k),
-    TensorType(15, "Q8_K", SUPER, record(("d", "<f4", 1), ("qs", "i1", 256), ("bsums", "<i2", 16)), blocks.q8_k),
+    TensorType(15, "Q8_K", SUPER, record(("d", "<f4", 1), ("qs", "i1", 256), ("bsums", "<i2", 16)), blocks.q8_0),
     _opaque(16, "IQ2_XXS", SUPER, 66),
     _opaque(17, "IQ2_XS", SUPER, 74),
     _opaque(18, "IQ3_XXS", SUPER, 98),

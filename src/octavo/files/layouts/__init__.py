@@ -5,12 +5,12 @@ codes and scales of the file, or as an array where it is not quantized.
 """
 
 from octavo.files.layouts.awq import Awq
-from octavo.files.layouts.base import Layout, TensorFile, WeightInfo, get_layout, layout_of, register_layout
+from octavo.files.layouts.base import Layout, WeightInfo, get_layout, layout_of, register_layout
 from octavo.files.layouts.compressed_tensors import CompressedTensors
+from octavo.files.layouts.config import Scheme
 from octavo.files.layouts.fp8 import Fp8
 from octavo.files.layouts.gptq import Gptq
 from octavo.files.layouts.mxfp4 import Mxfp4
-from octavo.files.layouts.scheme import Scheme
 
 __all__ = [
     "Awq",
@@ -20,7 +20,6 @@ __all__ = [
     "Layout",
     "Mxfp4",
     "Scheme",
-    "TensorFile",
     "WeightInfo",
     "get_layout",
     "layout_of",

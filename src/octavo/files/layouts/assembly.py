@@ -10,8 +10,9 @@ import numpy as np
 from octavo._names import did_you_mean
 from octavo.files import bits as streams
 from octavo.files.errors import FileError
-from octavo.files.layouts.base import TensorFile, values_dtype
-from octavo.files.layouts.scheme import Scheme
+from octavo.files.layouts.base import values_dtype
+from octavo.files.layouts.config import Scheme
+from octavo.files.safetensors import SafeTensors
 from octavo.numerics import IntFormat
 from octavo.qarray import QArray
 
@@ -20,7 +21,7 @@ WORDS = (np.dtype(np.int32),)
 _UNSIGNED = {2: ml_dtypes.uint2, 4: ml_dtypes.uint4, 8: np.uint8}
 
 
-def checked_shape(file: TensorFile, name: str, dtypes: Sequence[np.dtype], rank: int | None) -> tuple[int, ...]:
+def checked_shape(file: SafeTensors, name: str, dtypes: Sequence[np.dtype], rank: int | None) -> tuple[int, ...]:
     """The shape of a tensor; raises unless it exists with one of the dtypes and the rank."""
     if name not in file:
         hint = did_you_mean(name, file.names(), most=2, cutoff=0.6) or "is a shard missing?"
@@ -33,7 +34,7 @@ def checked_shape(file: TensorFile, name: str, dtypes: Sequence[np.dtype], rank:
     return info.shape
 
 
-def check_tensor(file: TensorFile, name: str, dtypes: Sequence[np.dtype], wanted: tuple[int, ...], why: str) -> None:
+def check_tensor(file: SafeTensors, name: str, dtypes: Sequence[np.dtype], wanted: tuple[int, ...], why: str) -> None:
     """Raise unless a tensor exists with one of the dtypes and the shape that other tensors imply."""
     shape = checked_shape(file, name, dtypes, len(wanted))
     if shape != wanted:

@@ -4,28 +4,15 @@ import abc
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import numpy as np
 
 from octavo._names import unknown_name
 from octavo.files.errors import FileError
-from octavo.files.layouts.scheme import Scheme
-from octavo.files.safetensors import Info
+from octavo.files.layouts.config import Scheme
+from octavo.files.safetensors import Info, SafeTensors
 from octavo.qarray import QArray
-
-
-@runtime_checkable
-class TensorFile(Protocol):
-    """Named arrays, such as `SafeTensors`."""
-
-    def names(self) -> list[str]: ...
-
-    def __contains__(self, name: object) -> bool: ...
-
-    def info(self, name: str) -> Info: ...
-
-    def read(self, name: str) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,18 +50,18 @@ class Layout(abc.ABC):
         """The layout that a `quantization_config` describes."""
 
     @abc.abstractmethod
-    def is_quantized(self, file: TensorFile, name: str) -> bool:
+    def is_quantized(self, file: SafeTensors, name: str) -> bool:
         """Whether the file has codes for a weight."""
 
     @abc.abstractmethod
-    def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]: ...
+    def _shape(self, file: SafeTensors, name: str) -> tuple[int, ...]: ...
 
     @abc.abstractmethod
-    def _scale(self, file: TensorFile, name: str) -> str:
+    def _scale(self, file: SafeTensors, name: str) -> str:
         """The name of the tensor that has the scales of a weight."""
 
     @abc.abstractmethod
-    def _read(self, file: TensorFile, name: str) -> QArray | np.ndarray: ...
+    def _read(self, file: SafeTensors, name: str) -> QArray | np.ndarray: ...
 
     def names(self, tensors: Iterable[str]) -> list[str]:
         """The names of the weights in the float model, in the order of their tensors.
@@ -107,7 +94,7 @@ class Layout(abc.ABC):
         endings = {*self.code_suffixes, *self.code_suffixes.values()}
         return any(base + ending in there for base in bases for ending in endings)
 
-    def info(self, file: TensorFile, name: str) -> WeightInfo:
+    def info(self, file: SafeTensors, name: str) -> WeightInfo:
         """The shape and dtype of a weight, without reading it."""
         if not self.is_quantized(file, name):
             plain = file.info(name)
@@ -119,7 +106,7 @@ class Layout(abc.ABC):
         total = sum(file.info(part).nbytes for part in parts if part in file)
         return WeightInfo(values_dtype(file.info(self._scale(file, name)).dtype), shape, total, True)
 
-    def read(self, file: TensorFile, name: str) -> QArray | np.ndarray:
+    def read(self, file: SafeTensors, name: str) -> QArray | np.ndarray:
         """A weight of shape [out, in]: its codes and scales, exactly, or the array if it is not quantized."""
         return self._read(file, name) if self.is_quantized(file, name) else file.read(name)
 

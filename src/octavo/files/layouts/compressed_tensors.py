@@ -30,11 +30,11 @@ from octavo.files.layouts.assembly import (
     integer_weight,
     unsigned_codes,
 )
-from octavo.files.layouts.base import Layout, TensorFile, register_layout
+from octavo.files.layouts.base import Layout, register_layout
 from octavo.files.layouts.compressed_tensors_config import Group, make_config, parse_groups
-from octavo.files.layouts.config import strings
+from octavo.files.layouts.config import Scheme, strings
 from octavo.files.layouts.fp8 import FLOAT8
-from octavo.files.layouts.scheme import Scheme
+from octavo.files.safetensors import SafeTensors
 from octavo.numerics import IntFormat
 from octavo.qarray import QArray
 
@@ -74,7 +74,7 @@ class CompressedTensors(Layout):
     def from_config(cls, config: Mapping[str, Any]) -> "Layout":
         return cls(parse_groups(config), ignore=strings(config, "ignore"))
 
-    def is_quantized(self, file: TensorFile, name: str) -> bool:
+    def is_quantized(self, file: SafeTensors, name: str) -> bool:
         if not name.endswith(".weight"):
             return False
         if f"{name}_packed" in file:
@@ -87,7 +87,7 @@ class CompressedTensors(Layout):
             return False
         raise FileError(f"{name!r} is {file.info(name).dtype.name} but has no {name}_scale; is a shard missing?")
 
-    def _scale(self, file: TensorFile, name: str) -> str:
+    def _scale(self, file: SafeTensors, name: str) -> str:
         checked_shape(file, f"{name}_scale", (*FLOATS, _E4M3, _E8M0, _BYTE), None)
         return f"{name}_scale"
 
@@ -100,7 +100,7 @@ class CompressedTensors(Layout):
             raise FileError(f"{name!r} is quantized, but no group of the quantization_config is for it")
         return found[0]
 
-    def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]:
+    def _shape(self, file: SafeTensors, name: str) -> tuple[int, ...]:
         if f"{name}_packed" not in file:
             return checked_shape(file, name, (*FLOAT8, _INT8), None)
         packed = checked_shape(file, f"{name}_packed", (*WORDS, _BYTE), 2)
@@ -108,7 +108,7 @@ class CompressedTensors(Layout):
             return packed[0], 2 * packed[1]
         return self._logical(file, name, packed)
 
-    def _logical(self, file: TensorFile, name: str, packed: tuple[int, ...]) -> tuple[int, int]:
+    def _logical(self, file: SafeTensors, name: str, packed: tuple[int, ...]) -> tuple[int, int]:
         """The shape of a weight packed into words: that of the file, if it agrees with the words."""
         bits = self.group(name).integer_bits(name)
         out, size = packed[0], packed[1] * 32 // bits
@@ -120,14 +120,14 @@ class CompressedTensors(Layout):
             size = given[1]
         return out, size
 
-    def _read(self, file: TensorFile, name: str) -> QArray | np.ndarray:
+    def _read(self, file: SafeTensors, name: str) -> QArray | np.ndarray:
         if f"{name}_packed" not in file:
             return self._read_unpacked(file, name)
         if file.info(f"{name}_packed").dtype == _BYTE:
             return self._read_fp4(file, name)
         return self._read_words(file, name)
 
-    def _read_words(self, file: TensorFile, name: str) -> QArray | np.ndarray:
+    def _read_words(self, file: SafeTensors, name: str) -> QArray | np.ndarray:
         out, size = self._shape(file, name)
         bits = self.group(name).integer_bits(name)
         fields = streams.unpack(file.read(f"{name}_packed"), bits, size)
@@ -145,7 +145,7 @@ class CompressedTensors(Layout):
         zeros = self._zeros(file, name, bits, out, groups)
         return integer_weight(fields, zeros, np.ascontiguousarray(scale), bits=bits, group=group, g_idx=g_idx)
 
-    def _zeros(self, file: TensorFile, name: str, bits: int, out: int, groups: int) -> np.ndarray | None:
+    def _zeros(self, file: SafeTensors, name: str, bits: int, out: int, groups: int) -> np.ndarray | None:
         part = f"{name}_zero_point"
         if part not in file:
             return None
@@ -160,7 +160,7 @@ class CompressedTensors(Layout):
             check_tensor(file, part, (_INT8,), (out, groups), "the scales")
         return np.broadcast_to(plain.astype(np.uint8), (out, groups))
 
-    def _read_unpacked(self, file: TensorFile, name: str) -> QArray:
+    def _read_unpacked(self, file: SafeTensors, name: str) -> QArray:
         shape = self._shape(file, name)
         if len(shape) < 2:
             raise FileError(f"{name!r} is {list(shape)}; a quantized weight has at least two axes")
@@ -176,7 +176,7 @@ class CompressedTensors(Layout):
             kind = "mxfp8" if weight.dtype == _E4M3 else "mxfp8_e5m2"
         return block_weight(name, weight, scale, self.group(name).block, qtype=kind, zero_point=zeros)
 
-    def _read_fp4(self, file: TensorFile, name: str) -> QArray:
+    def _read_fp4(self, file: SafeTensors, name: str) -> QArray:
         out, size = self._shape(file, name)
         checked_shape(file, f"{name}_scale", (_E4M3, _BYTE, _E8M0), 2)
         packed, scale = file.read(f"{name}_packed"), file.read(f"{name}_scale")

@@ -7,9 +7,8 @@ from typing import Any
 from octavo._names import unknown_name
 from octavo.files.errors import FileError
 from octavo.files.layouts.base import matches
-from octavo.files.layouts.config import choice, count, module_of, strings
+from octavo.files.layouts.config import Scheme, choice, count, module_of, strings
 from octavo.files.layouts.fp8 import parse_block
-from octavo.files.layouts.scheme import Scheme
 
 FORMATS = (
     "dense",

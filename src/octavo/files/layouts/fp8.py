@@ -14,8 +14,9 @@ import numpy as np
 
 from octavo.files.errors import FileError
 from octavo.files.layouts.assembly import FLOATS, block_weight, checked_shape
-from octavo.files.layouts.base import Layout, TensorFile, register_layout
+from octavo.files.layouts.base import Layout, register_layout
 from octavo.files.layouts.config import strings
+from octavo.files.safetensors import SafeTensors
 from octavo.qarray import QArray
 
 FLOAT8 = tuple(map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)))
@@ -39,7 +40,7 @@ class Fp8(Layout):
         ignore = strings(config, "modules_to_not_convert") + strings(config, "ignored_layers")
         return cls(parse_block(config, "weight_block_size"), ignore=ignore)
 
-    def is_quantized(self, file: TensorFile, name: str) -> bool:
+    def is_quantized(self, file: SafeTensors, name: str) -> bool:
         if name not in file or file.info(name).dtype not in FLOAT8:
             return False
         if self._find_scale(file, name) is not None:
@@ -48,18 +49,18 @@ class Fp8(Layout):
             return False
         raise FileError(f"{name!r} is {file.info(name).dtype.name} but has no scales; is a shard missing?")
 
-    def _find_scale(self, file: TensorFile, name: str) -> str | None:
+    def _find_scale(self, file: SafeTensors, name: str) -> str | None:
         return next((name + end for end in ("_scale_inv", "_scale") if name + end in file), None)
 
-    def _scale(self, file: TensorFile, name: str) -> str:
+    def _scale(self, file: SafeTensors, name: str) -> str:
         scale = self._find_scale(file, name) or f"{name}_scale_inv"
         checked_shape(file, scale, _SCALES, None)
         return scale
 
-    def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]:
+    def _shape(self, file: SafeTensors, name: str) -> tuple[int, ...]:
         return checked_shape(file, name, FLOAT8, None)
 
-    def _read(self, file: TensorFile, name: str) -> QArray:
+    def _read(self, file: SafeTensors, name: str) -> QArray:
         scale = self._scale(file, name)
         if len(file.info(name).shape) < 2:
             raise FileError(f"{name!r} is {list(file.info(name).shape)}; a weight in fp8 has at least two axes")

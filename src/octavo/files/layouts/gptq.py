@@ -18,9 +18,8 @@ from octavo.files import bits as streams
 from octavo.files.errors import FileError
 from octavo.files.layouts.assembly import check_integers, unsigned_codes
 from octavo.files.layouts.base import Layout, register_layout
-from octavo.files.layouts.config import choice, count, one_scheme, strings
+from octavo.files.layouts.config import Scheme, choice, count, one_scheme, strings
 from octavo.files.layouts.qweight import QweightLayout, part_name
-from octavo.files.layouts.scheme import Scheme
 from octavo.qarray import QArray
 
 _BITS = (2, 3, 4, 8)

@@ -11,7 +11,8 @@ from typing import ClassVar
 import numpy as np
 
 from octavo.files.layouts.assembly import FLOATS, WORDS, check_groups, check_tensor, checked_shape, integer_weight
-from octavo.files.layouts.base import Layout, TensorFile
+from octavo.files.layouts.base import Layout
+from octavo.files.safetensors import SafeTensors
 from octavo.qarray import QArray
 
 
@@ -24,13 +25,13 @@ class QweightLayout(Layout):
     bits: int
     group_size: int
 
-    def is_quantized(self, file: TensorFile, name: str) -> bool:
+    def is_quantized(self, file: SafeTensors, name: str) -> bool:
         return name.endswith(".weight") and part_name(name, "qweight") in file
 
-    def _scale(self, file: TensorFile, name: str) -> str:
+    def _scale(self, file: SafeTensors, name: str) -> str:
         return part_name(name, "scales")
 
-    def _shape(self, file: TensorFile, name: str) -> tuple[int, ...]:
+    def _shape(self, file: SafeTensors, name: str) -> tuple[int, ...]:
         out, size = self._code_shape(*checked_shape(file, part_name(name, "qweight"), WORDS, 2))
         scales, zeros = part_name(name, "scales"), part_name(name, "qzeros")
         groups = checked_shape(file, scales, FLOATS, 2)[0]
@@ -38,7 +39,7 @@ class QweightLayout(Layout):
         check_tensor(file, zeros, WORDS, (groups, -(-out * self.bits // 32)), "the scales")
         return out, size
 
-    def _read(self, file: TensorFile, name: str) -> QArray | np.ndarray:
+    def _read(self, file: SafeTensors, name: str) -> QArray | np.ndarray:
         out, size = self._shape(file, name)
         codes, zeros = self._codes(
             file.read(part_name(name, "qweight")), file.read(part_name(name, "qzeros")), out, size

@@ -91,11 +91,11 @@ def name_of(dtype: np.dtype) -> str:
     return _NAMES[dtype]
 
 
-def decode(data: np.ndarray, name: str, shape: tuple[int, ...], where: str) -> np.ndarray:
-    """The array of bytes of a file, without a copy where possible."""
+def decode(data: np.ndarray, name: str, shape: tuple[int, ...], label: str) -> np.ndarray:
+    """The array of bytes of a file, without a copy if possible; `label` names it in errors."""
     dtype = DTYPES[name]
     if name == "BOOL" and data.size and data.max() > 1:
-        raise FileError(f"{where} is BOOL but has bytes other than 0 and 1; the file is damaged, fetch it again")
+        raise FileError(f"{label} is BOOL but has bytes other than 0 and 1; the file is damaged, fetch it again")
     if name in _NARROW:
         return unpack(data, _NARROW[name], math.prod(shape)).view(dtype).reshape(shape)
     return data.view(dtype).reshape(shape)

@@ -37,7 +37,7 @@ class SafeTensors:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self._shards: list[_Shard] = []
-        self._where: dict[str, _Shard] = {}
+        self._shard_of: dict[str, _Shard] = {}
         try:
             self._open()
         except BaseException:
@@ -50,12 +50,12 @@ class SafeTensors:
             self._shards.append(_Shard(file))
         by_name = {shard.path.name: shard for shard in self._shards}
         if index is None:
-            self._where = {name: shard for shard in self._shards for name in shard.entries}
+            self._shard_of = {name: shard for shard in self._shards for name in shard.entries}
             return
         for name, file in index.items():
             if name not in by_name[file].entries:
                 raise FileError(f"{self.path}: the index has {name!r} in {file}, which does not have it")
-            self._where[name] = by_name[file]
+            self._shard_of[name] = by_name[file]
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -68,14 +68,14 @@ class SafeTensors:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(self.info(name).nbytes for name in self._where)
+        return sum(self.info(name).nbytes for name in self._shard_of)
 
     def names(self) -> list[str]:
         """The names of the tensors, in the order of the file or the index."""
-        return list(self._where)
+        return list(self._shard_of)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._where
+        return name in self._shard_of
 
     def info(self, name: str) -> Info:
         """The dtype, the shape and the bytes of a tensor."""
@@ -86,9 +86,9 @@ class SafeTensors:
         return self._shard(name).read_tensor(name)
 
     def _shard(self, name: str) -> "_Shard":
-        if name not in self._where:
-            raise missing_tensor_error(self.path, name, self._where)
-        return self._where[name]
+        if name not in self._shard_of:
+            raise missing_tensor_error(self.path, name, self._shard_of)
+        return self._shard_of[name]
 
     def close(self) -> None:
         """Close the files; reading is an error from then on."""
@@ -167,7 +167,7 @@ def path_inside(folder: Path, name: str) -> Path:
     The one exception is the cache of the Hugging Face hub, where `snapshots/REVISION/NAME` links to `blobs/HASH`.
     """
     if not name or name != os.path.basename(name) or name in (".", "..") or "\0" in name or "\\" in name:
-        raise FileError(f"{folder}: the index names the file {name[:200]!r}; a shard is a file beside the index")
+        raise FileError(f"{folder}: the index names the file {name[:200]!r}; a shard is a file next to the index")
     if Path(name).suffix != ".safetensors":
         raise FileError(f"{folder}: the index names {name[:200]!r}; only .safetensors files are read, never pickles")
     root = folder.resolve()

@@ -111,11 +111,11 @@ def _header(infos: Mapping[str, Info], metadata: dict[str, str], path: Path) -> 
     return len(text).to_bytes(8, "little") + text
 
 
-def _load(x: Any, info: Info, where: str) -> np.ndarray:
+def _load(x: Any, info: Info, label: str) -> np.ndarray:
     array = np.asarray(x.load() if isinstance(x, Lazy) else x)
     if (array.dtype, array.shape) != (info.dtype, info.shape):
         expected = f"{info.dtype.name} {list(info.shape)}"
-        raise FileError(f"{where} was to be {expected} but is {array.dtype.name} {list(array.shape)}")
+        raise FileError(f"{label} was to be {expected} but is {array.dtype.name} {list(array.shape)}")
     return array
 
 

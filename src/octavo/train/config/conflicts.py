@@ -45,10 +45,14 @@ def find_notes(values: Mapping[str, Any]) -> list[str]:
     return [note.message(values) for note in _NOTES if note.holds(config)]
 
 
-def _needs(name: str, value: str, needed: str, what: str) -> Conflict:
-    return Conflict(
-        lambda c: getattr(c, name) == value and not getattr(c, needed), f"{{{name}}} needs {what}, but {{{needed}}}"
-    )
+def _needs(key: str, needed: str, what: str, *, value: Any = None, none: Any = "") -> Conflict:
+    """A key, or one of its values, that needs another key, whose value `none` sets nothing."""
+
+    def holds(c: Any) -> bool:
+        given = getattr(c, key)
+        return bool(given if value is None else given == value) and getattr(c, needed) == none
+
+    return Conflict(holds, f"{{{key}}} needs {what}, but {{{needed}}}")
 
 
 def _quantized(c: Any) -> bool:
@@ -83,10 +87,7 @@ _MODEL = (
         "{unscanned_first_layers} and {unscanned_last_layers} are more than {base_num_decoder_layers}",
     ),
     Conflict(lambda c: c.num_experts_per_tok > c.num_experts, "{num_experts_per_tok} is more than {num_experts}"),
-    Conflict(
-        lambda c: c.shared_experts and c.num_experts == 1,
-        "{shared_experts} needs routed experts, but {num_experts}",
-    ),
+    _needs("shared_experts", "num_experts", "routed experts", none=1),
     Conflict(
         lambda c: c.first_num_dense_layers and c.num_experts == 1,
         "{first_num_dense_layers}: all layers are dense with {num_experts}",
@@ -98,12 +99,12 @@ _MODEL = (
 )
 
 _DATA = (
-    _needs("dataset_type", "text", "dataset_path", "a file, a directory or a pattern"),
-    _needs("dataset_type", "tokens", "dataset_path", "a file of tokens"),
-    _needs("dataset_type", "hf", "hf_path", "the name of a data set or a format"),
-    _needs("dataset_type", "tfds", "dataset_name", "the name of a data set"),
-    _needs("dataset_type", "grain", "grain_train_files", "a pattern of files"),
-    _needs("tokenizer_type", "huggingface", "tokenizer_path", "a tokenizer.json or a directory with one"),
+    _needs("dataset_type", "dataset_path", "a file, a directory or a pattern", value="text"),
+    _needs("dataset_type", "dataset_path", "a file of tokens", value="tokens"),
+    _needs("dataset_type", "hf_path", "the name of a data set or a format", value="hf"),
+    _needs("dataset_type", "dataset_name", "the name of a data set", value="tfds"),
+    _needs("dataset_type", "grain_train_files", "a pattern of files", value="grain"),
+    _needs("tokenizer_type", "tokenizer_path", "a tokenizer.json or a directory with one", value="huggingface"),
     Conflict(
         lambda c: c.tokenizer_type == "byte" and c.dataset_type in ("python", "text") and 0 < c.vocab_size < 256,
         "{vocab_size} is too small for {dataset_type} in bytes ({tokenizer_type}): at least 256, or 0",
@@ -120,10 +121,7 @@ _DATA = (
         "{per_device_batch_size} with {gradient_accumulation_steps} does not divide by {batch_split_factor}, which "
         "{use_batch_split_schedule} needs",
     ),
-    Conflict(
-        lambda c: c.target_eval_loss and not c.eval_interval,
-        "{target_eval_loss} needs evaluations, but {eval_interval}",
-    ),
+    _needs("target_eval_loss", "eval_interval", "evaluations", none=0),
 )
 
 _RUN = (
@@ -147,10 +145,7 @@ _RUN = (
         lambda c: c.opt_state_dtype and c.opt_type == "sgd" and not c.sgd_momentum,
         "{opt_state_dtype} needs a momentum, but {opt_type} has none with {sgd_momentum}",
     ),
-    Conflict(
-        lambda c: c.checkpoint_is_quantized and not c.load_parameters_path,
-        "{checkpoint_is_quantized} needs a checkpoint to load, but {load_parameters_path}",
-    ),
+    _needs("checkpoint_is_quantized", "load_parameters_path", "a checkpoint to load"),
     Conflict(
         lambda c: c.save_quantized_params_path and not _quantized(c),
         "{save_quantized_params_path} needs formats, but {quantization} and {quantization_rules_path}",
@@ -175,26 +170,19 @@ _MESH = (
         lambda c: c.shard_mode == "explicit" and (c.ici_context_parallelism, c.dcn_context_parallelism) != (1, 1),
         "{shard_mode} does not shard sequences, but {ici_context_parallelism} and {dcn_context_parallelism}",
     ),
-    Conflict(
-        lambda c: c.shard_mode == "explicit" and c.gradient_reduce_dtype,
-        "{shard_mode} reduces gradients in float, but {gradient_reduce_dtype}",
+    *(
+        Conflict(
+            lambda c, key=key: c.shard_mode == "explicit" and getattr(c, key),
+            f"{{shard_mode}} reduces gradients in float, but {{{key}}}",
+        )
+        for key in ("gradient_reduce_dtype", "gradient_scatter_dtype")
     ),
-    Conflict(
-        lambda c: c.shard_mode == "explicit" and c.gradient_scatter_dtype,
-        "{shard_mode} reduces gradients in float, but {gradient_scatter_dtype}",
-    ),
-    Conflict(
-        lambda c: c.gradient_scatter_error_feedback and not c.gradient_scatter_dtype,
-        "{gradient_scatter_error_feedback} needs a quantized reduce-scatter, but {gradient_scatter_dtype}",
-    ),
+    _needs("gradient_scatter_error_feedback", "gradient_scatter_dtype", "a quantized reduce-scatter"),
     Conflict(
         lambda c: c.gradient_scatter_error_feedback and c.gradient_reduce_dtype,
         "{gradient_scatter_error_feedback} does not combine with {gradient_reduce_dtype}, which has its own",
     ),
-    Conflict(
-        lambda c: c.expert_dispatch_dtype and c.num_experts == 1,
-        "{expert_dispatch_dtype} needs experts, but {num_experts}",
-    ),
+    _needs("expert_dispatch_dtype", "num_experts", "experts", none=1),
     Conflict(lambda c: len(set(c.mesh_axes)) < len(c.mesh_axes), "{mesh_axes}: an axis is listed twice"),
     Conflict(
         lambda c: c.num_processes and c.process_id >= c.num_processes,
@@ -207,7 +195,7 @@ _QUANTIZATION = (
         lambda c: c.quantization and c.quantization_rules_path,
         "{quantization} and {quantization_rules_path} both give rules: leave one of them empty",
     ),
-    _needs("quantization", "intmp", "quant_cfg_path", "a JSON table of bits by layer"),
+    _needs("quantization", "quant_cfg_path", "a JSON table of bits by layer", value="intmp"),
     Conflict(
         lambda c: c.quant_cfg_path and c.quantization != "intmp",
         "{quant_cfg_path} is for quantization=intmp, but {quantization}",
