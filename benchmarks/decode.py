@@ -107,7 +107,7 @@ def main() -> None:
         name: Engine(with_weights(source, qtype), slots=1, max_length=512, eos_ids=())
         for name, qtype in WEIGHTS.items()
     }
-    sizes = {name: engine.params_nbytes for name, engine in engines.items()}
+    sizes = {name: engine.programs.params_nbytes for name, engine in engines.items()}
     for engine in engines.values():
         decode(engine, ids, 4)
     calls = {name: lambda engine=engine: decode(engine, ids, tokens) for name, engine in engines.items()}

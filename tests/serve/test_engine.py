@@ -47,7 +47,7 @@ def test_compiled_once():
         SamplingParams(seed=2, min_p=0.5, logprobs=3),
     ):
         list(engine.generate(PROMPTS, params))
-    assert engine.traces == {"prefill": 1, "decode": 1}
+    assert engine.programs.traces == {"prefill": 1, "decode": 1}
 
 
 def test_the_cache_is_updated_in_place():
@@ -222,7 +222,7 @@ def test_caches_in_low_precision(kv):
     want = {i: greedy(ONE, params_of(ONE), prompt, 5) for i, prompt in enumerate(PROMPTS)}
     same = sum(a == b for i in want for a, b in zip(got[i], want[i], strict=True))
     assert same >= 16  # of 20: a near tie may fall the other way
-    assert engine_of(kv=kv).cache_bytes_per_token < engine_of().cache_bytes_per_token
+    assert engine_of(kv=kv).programs.cache_bytes_per_token < engine_of().programs.cache_bytes_per_token
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_weights_in_low_precision_and_fused(name, tile):
     np.testing.assert_array_equal(whole.dequantize(), jnp.concatenate([p.dequantize() for p in parts], axis=1))
     floats = dequantized(params)
     engine = Engine(ONE, params, slots=1, max_length=40, chunk=8)
-    assert engine.params_nbytes < 0.5 * sum(x.nbytes for x in jax.tree.leaves(floats))
+    assert engine.programs.params_nbytes < 0.5 * sum(x.nbytes for x in jax.tree.leaves(floats))
     assert answers(engine.generate(PROMPTS[:2], GREEDY)) == {
         i: greedy(ONE, floats, prompt, 5) for i, prompt in enumerate(PROMPTS[:2])
     }

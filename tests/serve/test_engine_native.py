@@ -38,7 +38,7 @@ def made(engine, params=None):
 def test_native_layers_make_the_same_tokens(case):
     config, name = CASES[case]
     engine = engine_of(config, name)
-    assert engine.decoding == kernels.status()
+    assert engine.programs.decoding == kernels.status()
     assert "octavo_decode_layer" in engine._programs.lowered().as_text()
     got = made(engine)
     with kernels.disabled():

@@ -43,7 +43,7 @@ def verify(directory: Path, step: int | None = None, *, contents: Callable[[str]
     Returns:
       The step that the manifest names.
     """
-    manifest = _read(directory)
+    manifest = _read_manifest(directory)
     if step is not None and manifest["step"] != step:
         raise DamagedError(f"{directory / NAME} is of step {manifest['step']}: the folder was renamed")
     for name, (size, _) in manifest["files"].items():
@@ -67,7 +67,7 @@ def verify(directory: Path, step: int | None = None, *, contents: Callable[[str]
     return manifest["step"]
 
 
-def _read(directory: Path) -> dict[str, Any]:
+def _read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / NAME
     try:
         manifest = json.loads(path.read_bytes())

@@ -216,13 +216,12 @@ class _Clock:
 
 
 def _memory(source: Any, engine: Any) -> str:
-    mib = 2**20
-    kv = engine.kv
+    mib, kv, programs = 2**20, engine.kv, engine.programs
     from octavo.pretrained.memory import peak_memory
 
     kept = kv.dtype if kv.keys is None and kv.values is None else f"{kv.keys or kv.dtype}/{kv.values or kv.dtype}"
     return (
         f"  {source.describe()}\n"
-        f"  parameters {engine.params_nbytes / mib:.1f} MiB; cache {engine.cache_nbytes / mib:.1f} MiB in {kept}, "
-        f"{engine.cache_bytes_per_token:.0f} bytes per token; peak memory {peak_memory() / mib:.0f} MiB"
+        f"  parameters {programs.params_nbytes / mib:.1f} MiB; cache {programs.cache_nbytes / mib:.1f} MiB in {kept}, "
+        f"{programs.cache_bytes_per_token:.0f} bytes per token; peak memory {peak_memory() / mib:.0f} MiB"
     )

@@ -43,7 +43,7 @@ class Accelerator:
 def cpu() -> Cpu:
     """Describe this machine's CPU; what cannot be found out is 'unknown'."""
     model, flags = "unknown", None
-    if platform.system() == "Linux" and (text := _read(Path("/proc/cpuinfo"))):
+    if platform.system() == "Linux" and (text := _read_text(Path("/proc/cpuinfo"))):
         model, flags = parse_cpuinfo(text)
     elif platform.system() == "Darwin":
         model, flags = parse_sysctl(_output("sysctl", "machdep.cpu", "hw.optional"))
@@ -77,7 +77,7 @@ def accelerators(pci: Path = Path("/sys/bus/pci/devices"), kfd: Path = Path("/de
     """The accelerators that the operating system sees, whether or not JAX can use them."""
     found = {}
     for device in sorted(pci.glob("*")):
-        vendor, kind, number = (_read(device / name).strip() for name in ("vendor", "class", "device"))
+        vendor, kind, number = (_read_text(device / name).strip() for name in ("vendor", "class", "device"))
         if vendor == _NVIDIA and kind.startswith("0x03"):
             found["gpu"] = Accelerator("NVIDIA GPU", "gpu", "jax[cuda13]")
         if vendor == _GOOGLE and number in _TPU_DEVICES:
@@ -92,7 +92,7 @@ def compiler() -> str | None:
     return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:

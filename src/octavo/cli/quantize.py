@@ -104,9 +104,9 @@ def _report(source: Any, done: Any, out: Path, request: Any) -> Path:
     """Write the report page: into the output directory, or next to the output file."""
     from octavo.report import record_conversion, render
 
-    place = out / "conversion.json" if out.is_dir() else out.with_name(f"{out.name}.conversion.json")
+    record = out / "conversion.json" if out.is_dir() else out.with_name(f"{out.name}.conversion.json")
     texts = {"recipe": request.recipe, "command": request.command}
-    return render(record_conversion(source, done.params, done.summary, place, **texts))
+    return render(record_conversion(source, done.params, done.summary, record, **texts))
 
 
 def _options(args: argparse.Namespace) -> list[str]:

@@ -128,12 +128,12 @@ def _find(name: str, what: str) -> tuple[Any, types.ModuleType]:
     if not (path and colon and attributes):
         raise UsageError(f"{what} is module:function, got {name!r}")
     module = value = _import(path, attributes)
-    where = path
+    parent = path
     for attribute in attributes.split("."):
         if not hasattr(value, attribute):
             known = [n for n in dir(value) if not n.startswith("_") and callable(getattr(value, n, None))]
-            raise UsageError(f"{where} has no attribute {attribute!r}: {unknown_name(attribute, known)}")
-        value, where = getattr(value, attribute), f"{where}.{attribute}"
+            raise UsageError(f"{parent} has no attribute {attribute!r}: {unknown_name(attribute, known)}")
+        value, parent = getattr(value, attribute), f"{parent}.{attribute}"
     return value, module
 
 
@@ -216,8 +216,8 @@ def find_rules(text: str) -> tuple[QuantizationRule, ...]:
     except OSError as error:
         raise UsageError(f"--rules: {text}: {error.strerror}") from None
     except Exception as error:  # YAML's errors have a class of their own.
-        where = f"{text}: " if is_file and text not in str(error) else ""
-        raise UsageError(f"--rules: {where}{' '.join(str(error).split())}") from error
+        prefix = f"{text}: " if is_file and text not in str(error) else ""
+        raise UsageError(f"--rules: {prefix}{' '.join(str(error).split())}") from error
 
 
 def find_weights(target: Target, inputs: Sequence[Any], text: str | None) -> str | int | None:

@@ -40,7 +40,7 @@ def make_text(config: Any, split: str, batch_config: BatchConfig) -> Corpus:
             yield from _read_all(files if split == "train" else find_files(eval_path, "eval_dataset_path"))
         elif len(files) < _MANY:
             for file in files.values():
-                if piece := split_tail(_read(file))[split == "eval"]:
+                if piece := split_tail(_read_bytes(file))[split == "eval"]:
                     yield _decode(piece)
         else:
             yield from _read_all(_select(files, split))
@@ -123,10 +123,10 @@ def _select(files: dict[str, Path], split: str) -> dict[str, Path]:
 
 
 def _read_all(files: dict[str, Path]) -> Iterator[str]:
-    return (text for file in files.values() if (text := _decode(_read(file))))
+    return (text for file in files.values() if (text := _decode(_read_bytes(file))))
 
 
-def _read(file: Path) -> bytes:
+def _read_bytes(file: Path) -> bytes:
     return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
 
 

@@ -18,8 +18,8 @@ def unpack(stream: np.ndarray, bits: int, size: int) -> np.ndarray:
         return data[..., :size]
     if 8 % bits == 0:
         fields = np.empty((*data.shape, 8 // bits), np.uint8)
-        for place in range(8 // bits):
-            np.bitwise_and(data >> np.uint8(place * bits), np.uint8(2**bits - 1), out=fields[..., place])
+        for i in range(8 // bits):
+            np.bitwise_and(data >> np.uint8(i * bits), np.uint8(2**bits - 1), out=fields[..., i])
     else:
         count = 8 * data.shape[-1] // bits
         single = np.unpackbits(data, axis=-1, count=count * bits, bitorder="little")
@@ -39,8 +39,8 @@ def pack(fields: np.ndarray, bits: int, dtype: object = np.uint8) -> np.ndarray:
         per = 8 // bits
         fields = _padded(fields, size * per)
         data = np.zeros((*fields.shape[:-1], size), np.uint8)
-        for place in range(per):
-            data |= fields[..., place::per] << np.uint8(place * bits)
+        for i in range(per):
+            data |= fields[..., i::per] << np.uint8(i * bits)
     else:
         single = np.unpackbits(fields[..., None], axis=-1, count=bits, bitorder="little")
         single = single.reshape(*fields.shape[:-1], fields.shape[-1] * bits)

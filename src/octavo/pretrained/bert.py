@@ -158,7 +158,7 @@ def open_encoder(path: str | Path, *, max_length: int | None = None, num_heads: 
     with SafeTensors(path) as file:
         prefix = _prefix(file, path)
         config = _config(file, prefix, described, num_heads, path)
-        params = _read(file, prefix, config)
+        params = _read_params(file, prefix, config)
     limit = max_length or read_json(path / "sentence_bert_config.json").get("max_seq_length") or config.max_length
     limit = limit if max_length else min(limit, config.max_length)
     tokenizer = _tokenizer(path / "tokenizer.json", limit, config)
@@ -201,9 +201,11 @@ def _config(
     kind = described.get("model_type", "bert")
     if kind != "bert":
         raise ValueError(f"{path / 'config.json'}: model_type {kind!r} is not a supported encoder: bert")
-    places = described.get("position_embedding_type", "absolute")
-    if places != "absolute":
-        raise ValueError(f"{path / 'config.json'}: position_embedding_type {places!r} is not supported: absolute is")
+    position_type = described.get("position_embedding_type", "absolute")
+    if position_type != "absolute":
+        raise ValueError(
+            f"{path / 'config.json'}: position_embedding_type {position_type!r} is not supported: absolute is"
+        )
     activation = described.get("hidden_act", "gelu")
     if activation not in _ACTIVATIONS:
         known = unknown_name(str(activation), tuple(_ACTIVATIONS))
@@ -238,7 +240,7 @@ def _config(
     return config
 
 
-def _read(file: SafeTensors, prefix: str, config: BertConfig) -> Params:
+def _read_params(file: SafeTensors, prefix: str, config: BertConfig) -> Params:
     params = {path: file.read(prefix + name) for path, name in BERT.param_names(abstract_bert_params(config)).items()}
     return unflatten_paths({path: jnp.asarray(x.T if is_transposed(path) else x) for path, x in params.items()})
 
@@ -256,15 +258,13 @@ def _tokenizer(path: Path, limit: int, config: BertConfig) -> Any:
 
 def _pooling(path: Path) -> str:
     """The pooling that sentence-transformers configures, the mean by default."""
-    for place in ("1_Pooling/config.json", "pooling.json"):
+    for name in ("1_Pooling/config.json", "pooling.json"):
         asked = {
-            key for key, value in read_json(path / place).items() if key.startswith("pooling_mode_") and value is True
+            key for key, value in read_json(path / name).items() if key.startswith("pooling_mode_") and value is True
         }
         if asked:
             known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
             if len(asked) > 1 or not asked <= set(known):
-                raise ValueError(
-                    f"{path / place} asks for {', '.join(sorted(asked))}; Octavo has {', '.join(POOLINGS)}"
-                )
+                raise ValueError(f"{path / name} asks for {', '.join(sorted(asked))}; Octavo has {', '.join(POOLINGS)}")
             return known[asked.pop()]
     return "mean"

@@ -6,10 +6,10 @@ the rules then give the quantizer of each, exactly as in training. The model is 
 
 import dataclasses
 import functools
-import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,11 +87,11 @@ def quantize_array(x: np.ndarray, quantizer: Quantizer) -> tuple[QArray, float]:
         if result is None:
             result = codes._map(functools.partial(_empty, axis=axis, size=size, piece=piece.shape[axis]))
         for name in ("qvalue", "scale", "zero_point"):
-            part = getattr(codes, name)
-            if part is not None:
-                place = [slice(None)] * part.ndim
-                place[axis] = slice(start, start + part.shape[axis])
-                getattr(result, name)[tuple(place)] = np.asarray(part)
+            array = getattr(codes, name)
+            if array is not None:
+                index = [slice(None)] * array.ndim
+                index[axis] = slice(start, start + array.shape[axis])
+                getattr(result, name)[tuple(index)] = np.asarray(array)
     assert result is not None
     return result, _decibels(signal, noise)
 
@@ -209,38 +209,50 @@ def convert_model(
     Returns:
       The parameters by path, arrays and QArrays of NumPy, and a summary.
     """
-    start = time.perf_counter()
     params: dict[str, Any] = {}
-    kinds: dict[str, int] = {}
-    ratios: dict[str, float] = {}
+    sums = ConversionSums(len(source.leaves), max(map(len, source.leaves)))
     quantizers = param_quantizers(source.config, rules, scale_dtype=scale_dtype)
-    lines = progress_lines(source.leaves)
     for path, leaf in source.leaves.items():
         value: Any
+        ratio = None
         if codes is not None and path in codes:
             value, ratio = codes[path]
-            ratios |= {} if ratio is None else {path: ratio}
         elif path in quantizers:
-            value, ratios[path] = quantize_array(to_float(leaf.load(), "float32"), quantizers[path])
+            value, ratio = quantize_array(to_float(leaf.load(), "float32"), quantizers[path])
         else:
             value = leaf.load()
         params[path] = value = value if isinstance(value, QArray) else np.asarray(value)
-        kind = storage_name(value)
-        kinds[kind] = kinds.get(kind, 0) + math.prod(leaf.shape)
+        line = sums.add(path, leaf, storage_name(value), value.nbytes, ratio)
         if log is not None:
-            ratio = f"  {ratios[path]:5.1f} dB" if path in ratios else ""
-            log(lines(path, leaf, kind, value.nbytes) + ratio)
-    before, after = (sum(x.nbytes for x in values.values()) for values in (source.leaves, params))
-    return params, Summary(before, after, source.size, kinds, ratios, time.perf_counter() - start, peak_memory())
+            log(line)
+    return params, sums.summary()
 
 
-def progress_lines(names: Collection[str]) -> Callable[[str, Leaf, str, int], str]:
-    """A function that gives the next line of a log: a name, its parameter, and the format and bytes it is stored in."""
-    numbers, width = itertools.count(1), max(map(len, names))
+class ConversionSums:
+    """Sums up the sizes of a conversion; `count` and `width` are the number of parameters and their longest name."""
 
-    def line(name: str, leaf: Leaf, kind: str, nbytes: int) -> str:
-        number = f"{next(numbers):>{len(str(len(names)))}}/{len(names)}"
+    def __init__(self, count: int, width: int):
+        self._count, self._width, self._done, self._start = count, width, 0, time.perf_counter()
+        self._before = self._after = self._values = 0
+        self._kinds: Counter[str] = Counter()
+        self._ratios: dict[str, float] = {}
+
+    def add(self, name: str, leaf: Leaf, kind: str, nbytes: int, ratio: float | None = None) -> str:
+        """Add a parameter that is stored as `kind` in so many bytes, and return its line of the log."""
+        values = math.prod(leaf.shape)
+        self._done += 1
+        self._before += leaf.nbytes
+        self._after += nbytes
+        self._values += values
+        self._kinds[kind] += values
+        number = f"{self._done:>{len(str(self._count))}}/{self._count}"
         sizes = f"{leaf.nbytes / 2**20:9.2f} MiB -> {nbytes / 2**20:8.2f} MiB"
-        return f"[{number}] {name:<{width}}  {leaf.stored:>9} -> {kind:<9} {sizes}"
+        line = f"[{number}] {name:<{self._width}}  {leaf.stored:>9} -> {kind:<9} {sizes}"
+        if ratio is None:
+            return line
+        self._ratios[name] = ratio
+        return f"{line}  {ratio:5.1f} dB"
 
-    return line
+    def summary(self) -> Summary:
+        seconds = time.perf_counter() - self._start
+        return Summary(self._before, self._after, self._values, self._kinds, self._ratios, seconds, peak_memory())

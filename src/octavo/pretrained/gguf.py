@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from octavo._names import unknown_name
 from octavo.data import SubwordTokenizer
 from octavo.files.gguf import Gguf, Tensor, tokenizer_metadata, tokenizer_of, write_gguf
 from octavo.models import ModelConfig, abstract_params
-from octavo.pretrained.convert import Summary, progress_lines
+from octavo.pretrained.convert import ConversionSums, Summary
 from octavo.pretrained.export import Export, Request, register_exporter
-from octavo.pretrained.memory import peak_memory
 from octavo.pretrained.model import Leaf, PretrainedModel, to_float
 from octavo.pretrained.names import ARCHITECTURES, EMBEDDING, GGUF, LOGITS, architecture_of, is_transposed
 from octavo.pretrained.registry import ModelFormat, register_format
@@ -45,9 +43,9 @@ def read(path: Path) -> PretrainedModel:
     config = model_config(file)
     architecture = file.metadata["general.architecture"]
     names = GGUF.param_names(abstract_params(config))
-    beyond = sorted(set(file.names()) - set(names.values()))
-    if beyond:
-        raise ValueError(f"{path} has the tensor {beyond[0]!r}, which Octavo's decoder does not: it is unsupported")
+    unknown = sorted(set(file.names()) - set(names.values()))
+    if unknown:
+        raise ValueError(f"{path} has the tensor {unknown[0]!r}, which Octavo's decoder does not: it is unsupported")
     leaves = {}
     for param, name in names.items():
         load = functools.partial(_load, file, name, _interleaved_heads(param, config, architecture))
@@ -160,29 +158,22 @@ def write_model(
       head: The type of the embedding table and the logits; Q8_0 by default where matrices are Q4_0, else theirs.
       log: Called with a line for each tensor.
     """
-    start = time.perf_counter()
     body = _tensor_type(recipe)
     top = _tensor_type(head) if head else "Q8_0" if body == "Q4_0" else body
     names = GGUF.param_names(abstract_params(source.config))
     metadata = _metadata(source, body)
-    lines = progress_lines(names.values())
+    sums = ConversionSums(len(names), max(map(len, names.values())))
     tensors: dict[str, Tensor] = {}
-    kinds: dict[str, int] = {}
-    before = after = 0
     for path, name in names.items():
         leaf = source.leaves[path]
         is_head = path in (EMBEDDING, LOGITS)
         heads = _interleaved_heads(path, source.config, metadata["general.architecture"])
         tensor = tensors[name] = _tensor(leaf.T if is_transposed(path) else leaf, top if is_head else body, heads)
-        values = math.prod(leaf.shape)
-        size = tensor.type.nbytes(values)
-        before, after = before + leaf.nbytes, after + size
-        kinds[tensor.kind] = kinds.get(tensor.kind, 0) + values
+        line = sums.add(name, leaf, tensor.kind, tensor.type.nbytes(math.prod(leaf.shape)))
         if log is not None:
-            line = lines(name, leaf, tensor.kind, size)
             tensors[name] = dataclasses.replace(tensor, values=functools.partial(_logged, tensor.values, line, log))
     write_gguf(out, metadata, tensors)
-    return Summary(before, after, source.size, kinds, {}, time.perf_counter() - start, peak_memory())
+    return sums.summary()
 
 
 def _logged(load: Callable[[], Any], line: str, log: Callable[[str], None]) -> Any:

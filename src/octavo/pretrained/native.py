@@ -113,12 +113,12 @@ def _load(directory: Path, part: str) -> Any:
 
 def _checkpoints(path: Path) -> Path | None:
     """The checkpoints of a path: a run, its directory of checkpoints, or one of them."""
-    for place in (path / "checkpoints", path):
+    for checkpoints in (path / "checkpoints", path):
         try:
-            load_abstract(place, subtree="params")
+            load_abstract(checkpoints, subtree="params")
         except (CheckpointError, OSError):
             continue
-        return place
+        return checkpoints
     return None
 
 
@@ -127,16 +127,16 @@ def _is_run(path: Path) -> bool:
 
 
 def _read_run(path: Path) -> PretrainedModel:
-    place = _checkpoints(path)
-    assert place is not None
-    found = load_abstract(place, subtree="params")
+    checkpoints = _checkpoints(path)
+    assert checkpoints is not None
+    found = load_abstract(checkpoints, subtree="params")
     if "model" not in found.extra:
-        raise ValueError(f"{place} was saved without a description of its model: it is no run of `octavo train`")
+        raise ValueError(f"{checkpoints} was saved without a description of its model: it is no run of `octavo train`")
     config = found.extra["config"]
     model = Description.from_json(json.dumps(found.extra["model"])).replace(scan_layers=False, remat="none")
-    leaves = _leaves(place, "params")
+    leaves = _leaves(checkpoints, "params")
     if config["weight_sparsity_n"] is not None:
-        leaves = _masked(place, leaves)
+        leaves = _masked(checkpoints, leaves)
     rules = rules_from_json(json.dumps(found.extra["rules"]))
     run = next((p for p in (path, *path.resolve().parents[:2]) if (p / "config.yml").is_file()), path)
     origin = {
@@ -150,11 +150,11 @@ def _read_run(path: Path) -> PretrainedModel:
     return PretrainedModel(model, leaves, read_tokenizer(run), rules, origin)
 
 
-def _masked(place: Path, leaves: dict[str, Leaf]) -> dict[str, Leaf]:
+def _masked(checkpoints: Path, leaves: dict[str, Leaf]) -> dict[str, Leaf]:
     """Weights times the sparsity masks of training."""
     masks = {
         name: mask if i is None else mask[i]
-        for path, mask in flatten_paths(load(place, subtree="masks").state).items()
+        for path, mask in flatten_paths(load(checkpoints, subtree="masks").state).items()
         for name, i in unstacked_paths(path, mask.shape[0])
     }
 

@@ -3,15 +3,11 @@
 import math
 from typing import Any
 
-from octavo._text import format_bytes
-
 type Number = int | float
 
 DASH = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
 TIMES = "\N{MULTIPLICATION SIGN}"
-
-size = format_bytes
 
 
 def percent(share: Number, digits: int = 1) -> str:
@@ -58,11 +54,6 @@ def seconds(value: Number) -> str:
     """
     unit, size = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= s), ("µs", 1e-6))
     return f"{value / size:.3g} {unit}"
-
-
-def decibels(value: Number) -> str:
-    """A signal-to-noise ratio."""
-    return f"{value:.1f} dB"
 
 
 def with_error(measured: tuple[Number, Number | None]) -> str:

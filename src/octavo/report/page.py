@@ -14,7 +14,7 @@ import jinja2
 
 from octavo._io import atomic_write
 from octavo._optional import installed_version
-from octavo._text import format_bytes_si
+from octavo._text import format_bytes, format_bytes_si
 from octavo.report import format as formats
 from octavo.report.charts import histogram_chart
 from octavo.report.format import DASH, finite, percent
@@ -25,9 +25,9 @@ _NUMBERS: dict[str, Callable[..., str]] = {
     "signed": formats.signed,
     "ratio": formats.ratio,
     "seconds": formats.seconds,
-    "size": formats.size,
+    "size": format_bytes,
     "si": format_bytes_si,
-    "db": formats.decibels,
+    "db": "{:.1f} dB".format,
     "interval": formats.interval,
     "error": formats.with_error,
 }

@@ -110,13 +110,8 @@ class Engine:
         self.slots, self.max_length, self.chunk = slots, max_length, chunk
         check_least(self, 1, "slots", "max_length", "chunk")
         self.eos_ids = frozenset(getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids)
-        self._programs = Programs(config, load, rules=rules, slots=slots, max_length=max_length, kv=kv, chunk=chunk)
-        self.params_nbytes = self._programs.params_nbytes
-        """Bytes of the parameters in memory."""
-        self.cache_nbytes = self._programs.cache_nbytes
-        """Bytes of keys and values."""
-        self.cache_bytes_per_token = self._programs.cache_bytes_per_token
-        """Bytes per token in the cache."""
+        self.programs = Programs(config, load, rules=rules, slots=slots, max_length=max_length, kv=kv, chunk=chunk)
+        """The compiled programs, with the sizes of their parameters and cache."""
         self._running: list[_Slot | None] = [None] * slots
         self._waiting: deque[Request] = deque()
         self._ended: list[Event] = []
@@ -135,16 +130,6 @@ class Engine:
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._waiting)
-
-    @property
-    def decoding(self) -> str:
-        """What runs the layers when decoding: CPU kernels, or XLA and why."""
-        return self._programs.decoding
-
-    @property
-    def traces(self) -> dict[str, int]:
-        """How often each program was traced."""
-        return dict(self._programs.traces)
 
     def add(self, request: Request) -> None:
         """Queue a request, which starts when a slot is free."""
@@ -249,7 +234,7 @@ class Engine:
         prompt = slot.request.prompt
         piece = prompt[slot.done : slot.done + self.chunk]
         settings = Settings.of([slot.request.params.replace(seed=slot.seed)])
-        out = self._programs.prefill(number, piece, slot.done, settings)
+        out = self.programs.prefill(number, piece, slot.done, settings)
         slot.done += len(piece)
         if slot.prefilling:
             return []
@@ -260,7 +245,7 @@ class Engine:
         active[numbers] = True
         slots = [(n, slot) for n in numbers if (slot := self._running[n]) is not None]
         steps = min([most, STEPS, *(self._remaining(slot) for _, slot in slots)])
-        out = self._programs.decode(active, steps, top=any(slot.request.params.logprobs for _, slot in slots))
+        out = self.programs.decode(active, steps, top=any(slot.request.params.logprobs for _, slot in slots))
         return [
             self._event(n, *out.fetch(n, slot.request.params.logprobs, step))
             for step in range(steps)

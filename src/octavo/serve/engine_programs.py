@@ -68,6 +68,7 @@ class Programs:
         config, params = prepare_params(config, load, fuse=not rules)
         self.config, self.chunk, self._rules = config, chunk, rules
         self.traces: Counter[str] = Counter()
+        """How often each program was traced."""
         # As a flat tuple: flattening a tree of QArrays at every step costs as much as a small model.
         leaves, self._tree = jax.tree.flatten(params)
         self._leaves = tuple(leaves)
@@ -78,6 +79,7 @@ class Programs:
         padded = -(-max_length // chunk) * chunk
         cache = KVCache.empty(config, kv, slots=slots, max_length=padded)
         self.cache_nbytes, self.cache_bytes_per_token = cache.nbytes, cache.bytes_per_token
+        """Bytes of all keys and values, and of those of one token."""
         self.params_nbytes = sum(x.size * x.dtype.itemsize for x in leaves)
         zeros = jnp.zeros(slots, jnp.int32)
         settings = Settings(*(jnp.zeros((slots, *x.shape[1:]), x.dtype) for x in Settings.of([])))

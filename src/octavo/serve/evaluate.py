@@ -90,7 +90,7 @@ def evaluate(
     kv: KVConfig | None = None,
     length: int = 256,
     layers: bool = True,
-    say: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Evaluation:
     """Evaluate a model on the token ids of a text, in independent windows.
 
@@ -101,7 +101,7 @@ def evaluate(
         kv: If given, attention reads keys and values from a cache of this precision.
         length: The tokens of a window.
         layers: Whether to compare the outputs of layers with those of the reference.
-        say: Called with the progress.
+        progress: Called with the progress.
     """
     began = time.perf_counter()
     windows = list(_windows(ids, length, source))
@@ -121,8 +121,8 @@ def evaluate(
         measured = _measure(run(tokens), None if other is None else other(tokens), targets)
         for name, values in measured.items():
             found.setdefault(name, []).append(np.asarray(values)[counts])
-        if say is not None:
-            say(f"{min(start + rows, len(windows))} of {len(windows)} windows")
+        if progress is not None:
+            progress(f"{min(start + rows, len(windows))} of {len(windows)} windows")
     values = {name: np.concatenate(parts).astype(np.float64) for name, parts in found.items()}
     loss = _mean(values["nll"])
     result = Evaluation(values["nll"].size, _perplexity(loss), loss, 0.0)
@@ -193,19 +193,19 @@ def _forward(source: PretrainedModel, kv: KVConfig | None) -> Callable[[np.ndarr
 def _measure(logits: Array, reference: Array | None, targets: Array) -> dict[str, Array]:
     """What is averaged over tokens, by token."""
 
-    def of(logits: Array) -> Array:
+    def log_softmax(logits: Array) -> Array:
         return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
 
-    def at(logs: Array) -> Array:
+    def at_targets(logs: Array) -> Array:
         return jnp.take_along_axis(logs, targets[..., None], axis=-1)[..., 0]
 
-    mine = of(logits)
-    found = {"nll": -at(mine)}
+    mine = log_softmax(logits)
+    found = {"nll": -at_targets(mine)}
     if reference is not None:
-        other = of(reference)
-        found["reference"] = -at(other)
+        other = log_softmax(reference)
+        found["reference"] = -at_targets(other)
         found["kl"] = jnp.sum(jnp.exp(other) * (other - mine), axis=-1)
-        found["change"] = jnp.exp(at(mine)) - jnp.exp(at(other))
+        found["change"] = jnp.exp(at_targets(mine)) - jnp.exp(at_targets(other))
         found["same"] = (jnp.argmax(mine, axis=-1) == jnp.argmax(other, axis=-1)).astype(jnp.float32)
     return found
 

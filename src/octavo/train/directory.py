@@ -121,10 +121,10 @@ def _abstract_opt_state(trainer: Trainer, opt_state_dtype: str) -> Any:
     params = trainer.abstract_state.params
     state = jax.eval_shape(optimizer.init, params)
     if trainer.is_single_device:
-        where: Any = jax.tree.map(lambda _: SingleDeviceSharding(trainer.mesh.devices.item()), state)
+        shardings: Any = jax.tree.map(lambda _: SingleDeviceSharding(trainer.mesh.devices.item()), state)
     else:
-        where = tree_shardings(state, params, trainer.param_specs, trainer.mesh)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, where)
+        shardings = tree_shardings(state, params, trainer.param_specs, trainer.mesh)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
 
 
 def description(trainer: Trainer) -> dict[str, Any]:

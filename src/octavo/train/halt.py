@@ -22,22 +22,23 @@ def explain_halt(trainer: Trainer, step: int, checkpoint: int | None) -> str:
     batch = trainer.batch(step)
     compute = jax.jit(trainer.train_step.gradients, static_argnames="step")
     gradients, _, _, loss = compute(trainer.state, batch, step=trainer.stage_start(step))
-    where = _bad_gradients(gradients) or _large_update(trainer, gradients)
+    cause = _bad_gradients(gradients) or _large_update(trainer, gradients)
     last = (
         f"the last good checkpoint is {trainer.config.run_directory / 'checkpoints' / str(checkpoint)}"
         if checkpoint is not None
         else "there is no checkpoint yet"
     )
     return (
-        f"step {step} has loss {float(loss)}; {where}. Nothing was updated with it; {last}. Try a lower learning_rate, "
+        f"step {step} has loss {float(loss)}; {cause}. Nothing was updated with it; {last}. Try a lower learning_rate, "
         "gradient_clipping_threshold=1.0, a recipe with a wider range for gradients, or more layers in high precision "
         "(quantization_first_layers, quantization_last_layers). abort_on_nan_loss=false leaves such steps out"
     )
 
 
 def _bad_gradients(gradients: Any) -> str:
-    """The gradients that are not finite; empty if there is none."""
-    bad = _not_finite(gradients)
+    """The gradients that are not finite, the worst first; empty if there is none."""
+    counts = [(name, int(jnp.sum(~jnp.isfinite(leaf))), leaf.size) for name, leaf in flatten_paths(gradients).items()]
+    bad = sorted((entry for entry in counts if entry[1]), key=lambda entry: -entry[1] / entry[2])
     shown = "; ".join(f"the gradient of {name} ({count} of {size} values)" for name, count, size in bad[:3])
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     return f"not finite: {shown}{more}" if bad else ""
@@ -49,12 +50,6 @@ def _large_update(trainer: Trainer, gradients: Any) -> str:
     largest = {name: float(jnp.max(jnp.abs(leaf))) for name, leaf in flatten_paths(updates).items()}
     name = max(largest, key=lambda name: largest[name])
     return f"all gradients are finite, but the update of {name} is as large as {largest[name]:.3g}"
-
-
-def _not_finite(tree: Any) -> list[tuple[str, int, int]]:
-    """(path, count, size) of the leaves with values that are not finite, the worst first."""
-    counts = [(name, int(jnp.sum(~jnp.isfinite(leaf))), leaf.size) for name, leaf in flatten_paths(tree).items()]
-    return sorted((entry for entry in counts if entry[1]), key=lambda entry: -entry[1] / entry[2])
 
 
 class StopSignal:

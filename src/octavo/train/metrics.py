@@ -91,7 +91,7 @@ class MetricWriter:
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """A metrics file as one dictionary per step, in order, without an incomplete last line."""
     steps: dict[int, dict[str, Any]] = {}
-    for _, line in _read(Path(path)):
+    for _, line in _read_lines(Path(path)):
         steps.setdefault(line["step"], {}).update(line)
     return [steps[step] for step in sorted(steps)]
 
@@ -115,7 +115,7 @@ class _Lines:
     def __init__(self, path: Path, start_step: int):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        kept = [(text, line) for text, line in _read(path) if line["step"] < start_step] if path.exists() else []
+        kept = [(text, line) for text, line in _read_lines(path) if line["step"] < start_step] if path.exists() else []
         self._last = {_is_eval(line): line["step"] for _, line in kept}
         whole = b"".join(text + b"\n" for text, _ in kept)
         if path.exists() and path.read_bytes() != whole:
@@ -142,7 +142,7 @@ def _is_eval(line: Mapping[str, Any]) -> bool:
     return bool(names) and all(name.startswith(EVAL) for name in names)
 
 
-def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     lines = path.read_bytes().split(b"\n")
     for number, text in enumerate(lines, 1):
         if not text.strip():

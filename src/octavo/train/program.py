@@ -253,7 +253,8 @@ class Program:
         """The plan of the loss: what the rules do to each matmul."""
         return plan(self.loss, self.rules, *self.loss_arguments, weights="params")
 
-    def verify(self) -> Verification:
+    @functools.cached_property
+    def verification(self) -> Verification:
         """The precision of every matmul of a quantized training step, optimizer included."""
         step = functools.partial(self.train_step.train, step=self.quantized_step)
         return verify(step, self.abstract_state, self.abstract_batch)

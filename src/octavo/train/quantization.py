@@ -116,8 +116,8 @@ def _recipe_rules(config: Config) -> tuple[QuantizationRule, ...]:
     name, methods = config.quantization, _methods(config)
     exclude = None if config.quantization_exclude == "none" else config.quantization_exclude
     if methods and (name == "intmp" or config.constant_bound_config):
-        where = "quant_cfg_path (w_scale, a_scale, g_scale)" if name == "intmp" else "constant_bound_config"
-        raise ValueError(f"quantization={name} has its ranges from {where}: leave the calibration methods out")
+        source = "quant_cfg_path (w_scale, a_scale, g_scale)" if name == "intmp" else "constant_bound_config"
+        raise ValueError(f"quantization={name} has its ranges from {source}: leave the calibration methods out")
     if name == "intmp":
         rules = recipe(name, exclude=exclude, config=config.quant_cfg_path)
     elif not config.use_qwix_quantization and name in _AQT_BITS:

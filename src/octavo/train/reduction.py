@@ -93,13 +93,13 @@ def with_error_shardings(shardings: TrainState, state: TrainState, reductions: A
         return NamedSharding(reduction.stored.mesh, PartitionSpec(*(None,) * stacked, *reduction.error_spec))
 
     if reductions:
-        of = lambda reduction, error: jax.tree.map(lambda _: sharding(reduction), error)  # noqa: E731
-        shardings = dataclasses.replace(shardings, errors=jax.tree.map(of, reductions, state.errors))
+        errors = jax.tree.map(lambda r, error: jax.tree.map(lambda _: sharding(r), error), reductions, state.errors)
+        shardings = dataclasses.replace(shardings, errors=errors)
     if not sites:
         return shardings
     by_path = {f"{site.path}/{site.op_id}/{ERROR_FEEDBACK}/error": site for site in sites}
 
-    def of_site(path: Any, leaf: Any, replicated: NamedSharding) -> NamedSharding:
+    def site_sharding(path: Any, leaf: Any, replicated: NamedSharding) -> NamedSharding:
         site = by_path.get(path_str(path[1:]))
         if site is None or site.placement.reduction is None:
             return replicated
@@ -107,5 +107,5 @@ def with_error_shardings(shardings: TrainState, state: TrainState, reductions: A
         weight, _ = site.lhs if reduction.left else site.rhs
         return sharding(reduction, leaf.ndim - 1 - len(weight))
 
-    quant = jax.tree_util.tree_map_with_path(of_site, state.quant, shardings.quant)
+    quant = jax.tree_util.tree_map_with_path(site_sharding, state.quant, shardings.quant)
     return dataclasses.replace(shardings, quant=quant)

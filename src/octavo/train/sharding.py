@@ -102,10 +102,10 @@ def tree_shardings(tree: Any, params: Any, specs: Any, mesh: Any) -> Any:
         parts = path_str(path).split("/")
         found = (named.get("/".join(parts[start:]), ((), None)) for start in range(len(parts)))
         spec = next((spec for shape, spec in found if spec is not None and shape == tuple(moment.shape)), None)
-        where = NamedSharding(mesh, spec if spec is not None else PartitionSpec())
+        like_param = NamedSharding(mesh, spec if spec is not None else PartitionSpec())
         if not is_moment(leaf):
-            return where
-        codes = shardings(moment, where)
+            return like_param
+        codes = shardings(moment, like_param)
         return codes if moment is leaf else ExpandedMoment(codes, codes.scale)
 
     return jax.tree_util.tree_map_with_path(sharding, tree, is_leaf=is_moment)

@@ -131,7 +131,7 @@ def test_many_clients(engine, expected):
         assert ROUNDS * CLIENTS / 16 < left_early <= ROUNDS * CLIENTS / 8
         assert not engine.busy
         assert engine.active == 0
-        assert all(count == 1 for count in engine.traces.values()), "each program was compiled once"
+        assert all(count == 1 for count in engine.programs.traces.values()), "each program was compiled once"
     # The first round starts the threads that tokenize, and warms allocators up.
     assert left[1:] == [left[1]] * (ROUNDS - 1)
     assert left[1][1] == 0, "jobs that are kept"

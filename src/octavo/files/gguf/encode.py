@@ -16,10 +16,12 @@ def _cast(dtype: np.dtype, limit: float) -> Callable[[str, np.ndarray], np.ndarr
             return array.ravel().view(np.uint8)
         with np.errstate(over="ignore"):
             cast = array.astype(dtype)
-        lost = np.isinf(cast.astype(np.float32)) & np.isfinite(array.astype(np.float64))
-        if lost.any():
-            where = np.abs(array.astype(np.float64))[lost].max()
-            raise FileError(f"tensor {name!r}: {where:.6g} is beyond {dtype.name}, which ends at {limit:.6g}; use F32")
+        overflows = np.isinf(cast.astype(np.float32)) & np.isfinite(array.astype(np.float64))
+        if overflows.any():
+            largest = np.abs(array.astype(np.float64))[overflows].max()
+            raise FileError(
+                f"tensor {name!r}: {largest:.6g} is beyond {dtype.name}, which ends at {limit:.6g}; use F32"
+            )
         return cast.ravel().view(np.uint8)
 
     return cast

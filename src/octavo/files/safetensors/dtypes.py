@@ -40,7 +40,7 @@ _TYPES = {
     "U64": np.uint64,
 }
 DTYPES = {name: np.dtype(dtype) for name, dtype in _TYPES.items()}
-ORDER = {name: place for place, name in enumerate(DTYPES)}
+ORDER = {name: i for i, name in enumerate(DTYPES)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NARROW = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 LARGEST = 2**63 - 1

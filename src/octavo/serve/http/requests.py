@@ -137,6 +137,11 @@ class GenerationRequest(_Model):
         return self
 
     @property
+    def token_limit(self) -> int | None:
+        """The most tokens of an answer."""
+        return self.max_tokens
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the number of tokens used."""
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -190,11 +195,6 @@ class CompletionRequest(GenerationRequest):
         return self
 
     @property
-    def token_limit(self) -> int | None:
-        """The most tokens of an answer."""
-        return self.max_tokens
-
-    @property
     def num_logprobs(self) -> int | None:
         """How many alternatives to each token have their log probability in the answer; None for no logprobs."""
         return self.logprobs
@@ -227,7 +227,6 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of an answer."""
         return self.max_completion_tokens or self.max_tokens
 
     @property

@@ -22,7 +22,7 @@ class Layer:
 
     name: str
     values: dict[str, Text]
-    places: dict[str, str]
+    locations: dict[str, str]
     kind: str = "file"
 
 
@@ -86,16 +86,16 @@ def _inherited(path: str, directory: Path | None, above: tuple[Path, ...]) -> It
     if file.resolve() in above:
         names = " -> ".join(p.name for p in (*above, file))
         raise ConfigError([f"base_config: files inherit from each other in a circle, {names}"])
-    layer = _read(file)
+    layer = _read_layer(file)
     base = layer.values.pop("base_config", "")
     yield layer
     if isinstance(base, list):
-        raise ConfigError([f"{layer.places['base_config']}: base_config is one file, got a list"])
+        raise ConfigError([f"{layer.locations['base_config']}: base_config is one file, got a list"])
     if base and base.lower() not in ("none", "null"):
         yield from _inherited(base, file.parent, (*above, file.resolve()))
 
 
-def _read(file: Path) -> Layer:
+def _read_layer(file: Path) -> Layer:
     name = _display_name(file)
     try:
         # Scalars are kept as text: the type of the key, not YAML, decides how 3e-4 or none is parsed.
@@ -104,23 +104,25 @@ def _read(file: Path) -> Layer:
         raise ConfigError([f"{name} is no YAML: {error}"]) from None
     except RecursionError:
         raise ConfigError([f"{name} is nested too deeply"]) from None
-    values, places, problems = {}, {}, []
+    values, locations, problems = {}, {}, []
     if node is not None and not isinstance(node, yaml.MappingNode):
         raise ConfigError([f"{name} is no mapping of keys to values"])
     for key, value in node.value if node is not None else ():
-        place = f"{name}:{key.start_mark.line + 1}"
+        location = f"{name}:{key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
-            problems.append(f"{place}: a key is a {key.id}, not text")
+            problems.append(f"{location}: a key is a {key.id}, not text")
         elif key.value in values:
-            problems.append(f"{place}: {key.value} is set already, on line {places[key.value].rpartition(':')[2]}")
+            problems.append(
+                f"{location}: {key.value} is set already, on line {locations[key.value].rpartition(':')[2]}"
+            )
         elif isinstance(value, yaml.MappingNode) or not _is_flat(value):
-            problems.append(f"{place}: {key.value} is nested; a value is a number, a text or a list of them")
+            problems.append(f"{location}: {key.value} is nested; a value is a number, a text or a list of them")
         else:
             values[key.value] = value.value if isinstance(value, yaml.ScalarNode) else [v.value for v in value.value]
-            places[key.value] = place
+            locations[key.value] = location
     if problems:
         raise ConfigError(problems)
-    return Layer(name, values, places)
+    return Layer(name, values, locations)
 
 
 def _is_flat(node: yaml.Node) -> bool:

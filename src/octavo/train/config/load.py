@@ -31,8 +31,8 @@ _PATHS = ("load_parameters_path", "quant_cfg_path", "quantization_rules_path")
 class Sources(dict[str, str]):
     """Where each key that is set anywhere was set last, such as `mine.yml:3`; `notes` are further messages."""
 
-    def __init__(self, places: Mapping[str, str], notes: Sequence[str] = ()):
-        super().__init__(places)
+    def __init__(self, locations: Mapping[str, str], notes: Sequence[str] = ()):
+        super().__init__(locations)
         self.notes = tuple(notes)
 
 
@@ -74,7 +74,7 @@ class _Loader:
         paths, command = self._arguments(argv)
         environment = self._environment(environ)
         for key in sorted(set(command.values) & set(environment.values)):
-            self._add(f"{key} is set by the command line and by {environment.places[key]}: unset one of them", key)
+            self._add(f"{key} is set by the command line and by {environment.locations[key]}: unset one of them", key)
         try:
             read = [layer for path in paths for layer in files.read_layers(path)]
         except ConfigError as error:
@@ -85,31 +85,31 @@ class _Loader:
     def merge(self, layers: list[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
         """The strongest value of each key, and where it is set."""
         values: dict[str, Any] = {}
-        places: dict[str, str] = {}
+        locations: dict[str, str] = {}
         for i, layer in enumerate(layers):
             for key, text in layer.values.items():
-                place = layer.places[key]
+                location = layer.locations[key]
                 if key in maxtext.NO_EFFECT:
-                    self.notes.append(f"{key} has no effect: {maxtext.NO_EFFECT[key]} ({place})")
+                    self.notes.append(f"{key} has no effect: {maxtext.NO_EFFECT[key]} ({location})")
                 elif key not in _FIELDS:
-                    self._add(unknown_key(key, _FIELDS, place))
+                    self._add(unknown_key(key, _FIELDS, location))
                 else:
                     try:
                         value = parse(_FIELDS[key], text)
                     except ValueError as error:
-                        self._add(f"{key}={format_value(text)}: {error} ({place})", key)
+                        self._add(f"{key}={format_value(text)}: {error} ({location})", key)
                     else:
                         self._note_override(layer, layers[:i], key, value, values)
                         values[key] = value
-                    places[key] = place
-        return values, places
+                    locations[key] = location
+        return values, locations
 
-    def resolve(self, values: dict[str, Any], places: dict[str, str]) -> Loaded:
+    def resolve(self, values: dict[str, Any], locations: dict[str, str]) -> Loaded:
         """The configuration, if there is no problem."""
         common = values.get("quantization_calibration_method")
         for key in METHODS:
             # Checked here, because only the sources tell an explicit "absmax" from the default.
-            if common and common != values.get(key, common) == "absmax" and places[key] in (_COMMAND, _ENVIRONMENT):
+            if common and common != values.get(key, common) == "absmax" and locations[key] in (_COMMAND, _ENVIRONMENT):
                 self._add(
                     f"quantization_calibration_method={common} and {key}=absmax: set either it or the three methods"
                 )
@@ -119,13 +119,13 @@ class _Loader:
         try:
             config = Config(**values | named)
         except ConfigError as error:
-            self.problems += [_with_source(p, places) for p in error.problems if not unread & set(p.keys)]
+            self.problems += [_with_source(p, locations) for p in error.problems if not unread & set(p.keys)]
         if config is not None and not self.problems:
-            self.problems += [_with_source(problem, places) for problem in _missing_files(config)]
+            self.problems += [_with_source(problem, locations) for problem in _missing_files(config)]
         if config is None or self.problems:
             raise ConfigError(self.problems)
-        places |= dict.fromkeys(named, "from model, recipe and time")
-        return Loaded(config, Sources(places, [*self.notes, *find_notes(config.to_dict())]))
+        locations |= dict.fromkeys(named, "from model, recipe and time")
+        return Loaded(config, Sources(locations, [*self.notes, *find_notes(config.to_dict())]))
 
     def _add(self, text: str, *keys: str) -> None:
         self.problems.append(Problem(keys, text))
@@ -152,15 +152,15 @@ class _Loader:
 
     def _environment(self, environ: Mapping[str, str]) -> Layer:
         values: dict[str, Text] = {}
-        places: dict[str, str] = {}
+        locations: dict[str, str] = {}
         for prefix in _PREFIXES:
             for variable in (name for name in environ if name.startswith(prefix)):
                 key = variable.removeprefix(prefix).lower()
                 if key in values:
-                    self._add(f"{places[key]} and {variable} are both set: unset one", key)
+                    self._add(f"{locations[key]} and {variable} are both set: unset one", key)
                 elif key in _FIELDS or key in maxtext.NO_EFFECT or _misspelt(key):
-                    values[key], places[key] = environ[variable], variable
-        return Layer(_ENVIRONMENT, values, places, _ENVIRONMENT)
+                    values[key], locations[key] = environ[variable], variable
+        return Layer(_ENVIRONMENT, values, locations, _ENVIRONMENT)
 
     def _with_model(self, layers: list[Layer], directory: Path) -> list[Layer]:
         naming = [i for i, layer in enumerate(layers) if "model_name" in layer.values]
@@ -171,7 +171,7 @@ class _Loader:
             below = files.read_model_layers(str(layer.values["model_name"]).strip("'\""), directory)
         except ConfigError as error:
             for problem in error.problems:
-                self._add(f"{problem.text} ({layer.places['model_name']})", "model_name")
+                self._add(f"{problem.text} ({layer.locations['model_name']})", "model_name")
             return layers
         at = naming[-1] if layer.kind == "file" else len(layers) - 2
         return [*layers[:at], *below, *layers[at:]]
@@ -185,7 +185,7 @@ class _Loader:
             and {layer.kind, others[-1].kind} == {"file", "model"}
             and before not in (None, _FIELDS[key].default, value)
         ):
-            new, old = f"{key}={format_value(value)} of {layer.places[key]}", others[-1].places[key]
+            new, old = f"{key}={format_value(value)} of {layer.locations[key]}", others[-1].locations[key]
             self.notes.append(f"{new} overrides {format_value(before)} of {old}")
 
 
@@ -194,9 +194,9 @@ def _misspelt(key: str) -> bool:
     return bool(difflib.get_close_matches(key, _FIELDS, n=1, cutoff=0.85))
 
 
-def _with_source(problem: Problem, places: Mapping[str, str]) -> Problem:
+def _with_source(problem: Problem, locations: Mapping[str, str]) -> Problem:
     """A problem with where its keys were set."""
-    found = dict.fromkeys(places[key] for key in problem.keys if key in places)
+    found = dict.fromkeys(locations[key] for key in problem.keys if key in locations)
     return Problem(problem.keys, f"{problem.text} ({', '.join(found)})") if found else problem
 
 
