@@ -10,8 +10,8 @@ import pytest
 
 from octavo.data import KEYS, BatchConfig, make_dataset
 from octavo.data.corpus import Corpus
+from octavo.data.loaders import parse_text
 from octavo.data.streaming import DocumentStream
-from octavo.data.tf_example import parse_text
 from octavo.data.tokenizer import ByteTokenizer
 
 TEXTS = [f"document {i}: " + "x" * (7 * i % 23) for i in range(12)]

@@ -268,4 +268,4 @@ def test_a_batch_in_halves_trains_as_a_whole_one(experts):
     losses = [[float(t.step()["learning/loss"]) for _ in range(4)] for t in (whole, halves)]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
     np.testing.assert_allclose(*losses, rtol=2e-3)
-    assert halves.verification.share() == pytest.approx(whole.verification.share())
+    assert halves.verify().share() == pytest.approx(whole.verify().share())

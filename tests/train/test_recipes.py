@@ -67,7 +67,7 @@ def check_coverage(program: Program, name: str, *blocks: str) -> None:
     quantized = sorted(row.path for row in rows if row.reason is None)
     assert quantized == sorted(f"decoder/layers/{part}" for part in parts)
     share = sum(row.flops for row in rows if row.reason is None) / sum(row.flops for row in rows)
-    found = program.verification
+    found = program.verify()
     if recipe in WEIGHT_ONLY:
         assert found.flops("weight_only", backward=False) / found.flops(backward=False) == pytest.approx(share)
         return

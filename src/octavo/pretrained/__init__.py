@@ -5,8 +5,7 @@ from octavo.pretrained.bert import Encoder, open_encoder
 from octavo.pretrained.calibrated import CalibrationData
 from octavo.pretrained.convert import Summary, convert_model, param_quantizers
 from octavo.pretrained.export import Export, Request, export_model, exporters, register_exporter
-from octavo.pretrained.model import Leaf, PretrainedModel
-from octavo.pretrained.registry import ModelFormat, model_formats, open_model, register_format
+from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, model_formats, open_model, register_format
 from octavo.pretrained.weight_rules import weight_rules
 
 __all__ = [

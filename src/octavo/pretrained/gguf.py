@@ -15,9 +15,8 @@ from octavo.files.gguf import Gguf, Tensor, tokenizer_metadata, tokenizer_of, wr
 from octavo.models import ModelConfig, abstract_params
 from octavo.pretrained.convert import ConversionSums, Summary
 from octavo.pretrained.export import Export, Request, register_exporter
-from octavo.pretrained.model import Leaf, PretrainedModel, to_float
+from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, register_format, to_float
 from octavo.pretrained.names import ARCHITECTURES, EMBEDDING, GGUF, LOGITS, architecture_of, is_transposed
-from octavo.pretrained.registry import ModelFormat, register_format
 from octavo.qarray import QArray
 
 _ARCHITECTURES = tuple(name for name, architecture in ARCHITECTURES.items() if architecture.in_gguf)

@@ -14,9 +14,8 @@ from octavo.files.layouts import Layout, Scheme, get_layout, layout_of
 from octavo.files.safetensors import SafeTensors, write
 from octavo.models import ModelConfig, abstract_params
 from octavo.pretrained.export import Export, Exporter, converting, register_exporter
-from octavo.pretrained.model import Leaf, PretrainedModel, to_float
+from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, register_format, to_float
 from octavo.pretrained.names import ARCHITECTURES, HUGGINGFACE, architecture_of, is_transposed
-from octavo.pretrained.registry import ModelFormat, register_format
 from octavo.pretrained.tokenizer import read_tokenizer
 from octavo.qarray import QArray
 

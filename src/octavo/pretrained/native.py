@@ -19,8 +19,7 @@ from octavo.checkpoint import CheckpointError, CheckpointManager, load, load_abs
 from octavo.models import ModelConfig
 from octavo.models.functional import unstacked_paths
 from octavo.pretrained.export import Export, converting, register_exporter
-from octavo.pretrained.model import Leaf, PretrainedModel
-from octavo.pretrained.registry import ModelFormat, register_format
+from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, register_format
 from octavo.pretrained.tokenizer import read_tokenizer
 from octavo.qarray import QArray, is_qarray
 from octavo.rules import QtRule, QuantizationRule, rules_from_json, rules_to_json

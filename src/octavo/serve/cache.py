@@ -11,9 +11,9 @@ from octavo._names import unknown_name
 from octavo._typing import Array, Float, Shaped
 from octavo.models import QKV, ModelConfig, layer_groups
 from octavo.serve.cache_attention import CacheIndex
-from octavo.serve.cache_config import FLOAT, KVConfig
 from octavo.serve.cache_kivi import KiviLayer
 from octavo.serve.cache_layers import CacheLayer, PositionLayer
+from octavo.serve.cache_store import FLOAT, KVConfig
 
 _LAYERS: dict[str, type[CacheLayer]] = {"dkv": PositionLayer, "heads_and_dkv": PositionLayer, "kivi": KiviLayer}
 

@@ -19,9 +19,8 @@ from octavo._typing import Array, Float, Shaped
 from octavo.models import QKV
 from octavo.qarray import Quantizer
 from octavo.serve.cache_attention import CacheIndex, KVBlock, attend
-from octavo.serve.cache_config import KVConfig
 from octavo.serve.cache_layers import CacheLayer
-from octavo.serve.cache_store import BLOCK, KEY_TIME, VALUE_TIME, StorageSpec, Store, get_cache_format
+from octavo.serve.cache_store import BLOCK, KEY_TIME, VALUE_TIME, KVConfig, StorageSpec, Store, get_cache_format
 
 
 @jax.tree_util.register_dataclass

@@ -9,8 +9,7 @@ from octavo._typing import Array, Float
 from octavo.models import QKV
 from octavo.qarray import Quantizer
 from octavo.serve.cache_attention import CacheIndex, KVBlock, attend
-from octavo.serve.cache_config import KVConfig
-from octavo.serve.cache_store import KEY_TIME, VALUE_TIME, StorageSpec, Store, get_cache_format
+from octavo.serve.cache_store import KEY_TIME, VALUE_TIME, KVConfig, StorageSpec, Store, get_cache_format
 
 
 @dataclasses.dataclass(frozen=True)

@@ -253,8 +253,7 @@ class Program:
         """The plan of the loss: what the rules do to each matmul."""
         return plan(self.loss, self.rules, *self.loss_arguments, weights="params")
 
-    @functools.cached_property
-    def verification(self) -> Verification:
+    def verify(self) -> Verification:
         """The precision of every matmul of a quantized training step, optimizer included."""
         step = functools.partial(self.train_step.train, step=self.quantized_step)
         return verify(step, self.abstract_state, self.abstract_batch)

@@ -9,6 +9,7 @@ import jax
 
 from octavo._tree import path_str
 from octavo.data import make_dataset
+from octavo.inspect import Verification
 from octavo.models import init_params
 from octavo.qarray import dequantize, is_qarray, shardings
 from octavo.rules import Schedule
@@ -48,6 +49,11 @@ class Trainer(Program):
     def eval_data(self) -> Any:
         """The data of the evaluations."""
         return make_dataset(self.config, "eval", batch_size=self.batch_size)
+
+    @functools.cached_property
+    def verification(self) -> Verification:
+        """The result of `verify`, computed once."""
+        return self.verify()
 
     @property
     def flops(self) -> int:

@@ -7,7 +7,6 @@ is just below the file that names the model; if the environment or the command l
 
 import dataclasses
 import datetime
-import difflib
 import glob
 import os
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from octavo._names import did_you_mean
 from octavo.train.config import files, maxtext
 from octavo.train.config.conflicts import METHODS, find_notes
 from octavo.train.config.files import Layer, Text
@@ -158,7 +158,8 @@ class _Loader:
                 key = variable.removeprefix(prefix).lower()
                 if key in values:
                     self._add(f"{locations[key]} and {variable} are both set: unset one", key)
-                elif key in _FIELDS or key in maxtext.NO_EFFECT or _misspelt(key):
+                # Others may have their own variables with these prefixes: a key, or nearly one, is meant for us.
+                elif key in _FIELDS or key in maxtext.NO_EFFECT or did_you_mean(key, _FIELDS, cutoff=0.85):
                     values[key], locations[key] = environ[variable], variable
         return Layer(_ENVIRONMENT, values, locations, _ENVIRONMENT)
 
@@ -187,11 +188,6 @@ class _Loader:
         ):
             new, old = f"{key}={format_value(value)} of {layer.locations[key]}", others[-1].locations[key]
             self.notes.append(f"{new} overrides {format_value(before)} of {old}")
-
-
-def _misspelt(key: str) -> bool:
-    """Whether a variable was meant for a key; others may have their own variables with these prefixes."""
-    return bool(difflib.get_close_matches(key, _FIELDS, n=1, cutoff=0.85))
 
 
 def _with_source(problem: Problem, locations: Mapping[str, str]) -> Problem:
