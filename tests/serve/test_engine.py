@@ -51,11 +51,11 @@ def test_compiled_once():
 
 
 def test_the_cache_is_updated_in_place():
-    programs = engine_of()._programs
+    programs = engine_of().programs
     text = programs.lowered().compile().as_text()
     header = text.partition("\n")[0]
     assert len(re.findall(r"(?:may|must)-alias", header)) == len(programs._state)
-    length = engine_of()._programs._state_of(programs._state).cache.max_length
+    length = engine_of().programs._state_of(programs._state).cache.max_length
     entry = text[text.index("ENTRY") :]
     assert not [line for line in entry.splitlines() if " copy(" in line and f",{length}" in line]
 
@@ -208,8 +208,8 @@ def test_text_stop_and_end(monkeypatch):
 def test_logits_that_are_no_numbers_end_a_request(monkeypatch):
     engine = engine_of()
     table = params_of(ONE)["token_embedder"]["embedding"]
-    leaves = [x.at[4].set(jnp.nan) if x.shape == table.shape else x for x in engine._programs._leaves]
-    monkeypatch.setattr(engine._programs, "_leaves", tuple(leaves))
+    leaves = [x.at[4].set(jnp.nan) if x.shape == table.shape else x for x in engine.programs._leaves]
+    monkeypatch.setattr(engine.programs, "_leaves", tuple(leaves))
     # The logits are tied to the table: those of every text with token 4 are NaN.
     assert [e.finish for e in engine.generate([[4]], GREEDY)] == ["error"]
     assert not engine.busy

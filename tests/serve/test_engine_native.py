@@ -39,12 +39,12 @@ def test_native_layers_make_the_same_tokens(case):
     config, name = CASES[case]
     engine = engine_of(config, name)
     assert engine.programs.decoding == kernels.status()
-    assert "octavo_decode_layer" in engine._programs.lowered().as_text()
+    assert "octavo_decode_layer" in engine.programs.lowered().as_text()
     got = made(engine)
     with kernels.disabled():
         plain = engine_of.__wrapped__(config, name)
         assert plain.decoding == "XLA, because CPU kernels are switched off here by octavo.kernels.disabled()"
-        assert "octavo_" not in plain._programs.lowered().as_text()
+        assert "octavo_" not in plain.programs.lowered().as_text()
         want = made(plain)
     for a, b in zip(got, want, strict=True):
         assert [token for token, _ in a] == [token for token, _ in b]
