@@ -43,7 +43,7 @@ def test_native_layers_make_the_same_tokens(case):
     got = made(engine)
     with kernels.disabled():
         plain = engine_of.__wrapped__(config, name)
-        assert plain.decoding == "XLA, because CPU kernels are switched off here by octavo.kernels.disabled()"
+        assert plain.programs.decoding == "XLA, because CPU kernels are switched off here by octavo.kernels.disabled()"
         assert "octavo_" not in plain.programs.lowered().as_text()
         want = made(plain)
     for a, b in zip(got, want, strict=True):
