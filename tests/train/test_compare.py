@@ -54,7 +54,7 @@ def test_the_table_is_of_pairs():
 def test_intervals_are_students(count):
     values = np.random.default_rng(count).normal(size=count).tolist()
     wanted = stats.t.interval(0.95, count - 1, loc=np.mean(values), scale=stats.sem(values))
-    np.testing.assert_allclose(interval(values), wanted, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(interval(values), wanted, rtol=1e-9)
     assert all(math.isnan(x) for x in interval([1.0]))
 
 

@@ -20,8 +20,6 @@ from octavo.train.telemetry import Telemetry, worst_weights
 from octavo.train.trainer import Trainer
 
 FLOAT = "float"
-# Two-sided 95 % quantiles of Student's t, by degrees of freedom.
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclasses.dataclass
@@ -240,7 +238,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     """
     if len(values) < 2:
         return math.nan, math.nan
-    freedom = len(values) - 1
-    t = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.4 / freedom
-    half = t * statistics.stdev(values) / math.sqrt(len(values))
+    import scipy.special  # a dependency of JAX
+
+    half = float(scipy.special.stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
     return statistics.fmean(values) - half, statistics.fmean(values) + half

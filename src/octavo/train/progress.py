@@ -1,7 +1,6 @@
 """Progress of a run: a live bar in a terminal, log lines anywhere else."""
 
 import builtins
-import collections
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ _EVAL_COLUMNS = (
     ("eval/avg_perplexity", "perplexity={:.3f}"),
     ("eval/total_weights", "total_weights={:.0f}"),
 )
+_BAR_COLUMNS = ((_LOSS, "loss {:.3f}"), (_STEP, "{:.3g} s/step"), (_TOKENS, "{:,.0f} tokens/s"))
 
 
 def log_line(step: int, metrics: Mapping[str, Any]) -> str:
@@ -80,12 +80,11 @@ class Progress:
         self._bar: Any = _make_bar() if stdout and sys.stdout.isatty() else None
         if self._bar is not None:
             self._task = self._bar.add_task("starting", total=total)
-        self._recent: collections.deque[float] = collections.deque(maxlen=20)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show that a step, counted from 0, is done."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=step + 1, description=self._description(step, metrics))
+            self._bar.update(self._task, completed=step + 1, description="  ".join(_format(_BAR_COLUMNS, metrics)))
         elif step % self._period == 0 or step == self._total - 1:
             self.log(log_line(step, metrics))
 
@@ -95,16 +94,6 @@ class Progress:
             self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
         else:
             self._log(message)
-
-    def _description(self, step: int, metrics: Mapping[str, Any]) -> str:
-        if metrics.get(_STEP) is not None:
-            self._recent.append(float(metrics[_STEP]))
-        parts = _format(((_LOSS, "loss {:.3f}"), (_STEP, "{:.3g} s/step"), (_TOKENS, "{:,.0f} tokens/s")), metrics)
-        if self._recent and step + 1 < self._total:
-            # The median: the first step also compiles.
-            pace = sorted(self._recent)[len(self._recent) // 2]
-            parts.append(f"{duration(pace * (self._total - step - 1))} left")
-        return "  ".join(parts)
 
     def __enter__(self) -> "Progress":
         if self._bar is not None:
@@ -119,22 +108,9 @@ class Progress:
 def _make_bar() -> Any:
     """A bar drawn by rich, or None if it is not installed."""
     try:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
     except ModuleNotFoundError:
         return None
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-    return Bar(*columns, refresh_per_second=4)
-
-
-def duration(seconds: int | float) -> str:
-    """A time in the two largest units.
-
-    >>> duration(42), duration(187), duration(7384), duration(200000)
-    ('42 s', '3 min 7 s', '2 h 3 min', '2 d 7 h')
-    """
-    total = round(seconds)
-    for unit, size, part, smaller in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if total >= size:
-            return f"{total // size} {unit} {total % size // smaller} {part}"
-    return f"{total} s"
+    return Bar(*columns, TimeRemainingColumn(), TextColumn("left"), refresh_per_second=4)
