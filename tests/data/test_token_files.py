@@ -60,6 +60,7 @@ def test_the_tokenizer_of_a_token_file(config, tmp_path):
     write_tokens(tmp_path / "x.npy", text, vocab_size=256, eos=255, tokenizer="byte")
     data = make_dataset(config(dataset_type="tokens", dataset_path=str(tmp_path / "x.npy")))
     assert data.decode(text) == "plain text, said twice"
+    assert data.tokenizer.files(), "a run writes these, so that its model can be prompted"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 import octavo
 from octavo._names import unknown_name
+from octavo._text import format_table
 from octavo.frameworks.model import framework_of
 from octavo.rules import QuantizationRule, as_rules, get_recipe, recipes
 from octavo.transform.api import argument_names
@@ -93,9 +94,7 @@ def _target_call(args: argparse.Namespace, needs_rules: str | None) -> TargetCal
 
 def print_recipes() -> int:
     """Print all recipes with their summaries."""
-    width = max(map(len, recipes(aliases=True)))
-    for name in recipes(aliases=True):
-        print(f"{name:{width}}  {get_recipe(name).summary}")
+    print("\n".join(format_table([(name, get_recipe(name).summary) for name in recipes(aliases=True)])))
     return 0
 
 

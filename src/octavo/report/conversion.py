@@ -1,6 +1,7 @@
 """The page about a conversion: the type, size and error of each parameter."""
 
 import math
+import operator
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,8 @@ def record_conversion(
     """
     get = stored if callable(stored) else stored.__getitem__
     tensors = [_tensor(source, name, get(name), summary.ratios.get(name)) for name in source.leaves]
-    worst = sorted((row for row in tensors if row["sqnr_db"] is not None and row["quantized"]), key=_sqnr)[:WORST]
+    measured = (row for row in tensors if row["sqnr_db"] is not None and row["quantized"])
+    worst = sorted(measured, key=operator.itemgetter("sqnr_db"))[:WORST]
     histograms = [
         histogram(row["path"], _float(source.leaves[row["path"]].load()), get(row["path"]), sqnr_db=row["sqnr_db"])
         for row in worst
@@ -90,10 +92,6 @@ def _tensor(source: PretrainedModel, path: str, value: Any, db: float | None) ->
 
 def _float(value: Any) -> np.ndarray:
     return np.asarray(value.dequantize("float32") if isinstance(value, QArray) else value, np.float32)
-
-
-def _sqnr(row: Mapping[str, Any]) -> float:
-    return row["sqnr_db"]
 
 
 def conversion_report(record: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
