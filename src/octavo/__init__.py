@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from octavo.frameworks.nnx import QuantStat
     from octavo.inspect import verify
+    from octavo.lora import LoraProvider, LoraRule, apply_lora_to_model
     from octavo.numerics import Format, formats, get_format, register_format
     from octavo.ops import (
         DotConfig,
@@ -43,6 +44,8 @@ __all__ = [
     "Calibration",
     "DotConfig",
     "Format",
+    "LoraProvider",
+    "LoraRule",
     "Matmul",
     "Operand",
     "PtqProvider",
@@ -57,6 +60,7 @@ __all__ = [
     "Schedule",
     "WithAux",
     "accumulate_gradients",
+    "apply_lora_to_model",
     "conv_general_dilated",
     "convert",
     "dequantize",
@@ -94,6 +98,7 @@ _MODULES = {
     "frameworks": "WithAux accumulate_gradients convert overwrite_with_gradients plan quantize_model quantize_params "
     "served split_gradients",
     "inspect": "verify",
+    "lora": "LoraProvider LoraRule apply_lora_to_model",
     "numerics": "Format formats get_format register_format",
     "ops": "DotConfig Matmul Operand conv_general_dilated dot dot_general einsum gmm ragged_dot "
     "ragged_dot_general tgmm",

@@ -142,7 +142,10 @@ def test_texts_of_another_type_raise(key, text, words):
             {"dataset_type": "pyhton"},
             "dataset_type=pyhton: did you mean 'python'? Known: grain, hf, python, synthetic, text, tfds, tokens",
         ),
-        ({"tokenizer_type": "bytes"}, "tokenizer_type=bytes: did you mean 'byte'? Known: bpe, byte, huggingface"),
+        (
+            {"tokenizer_type": "bytes"},
+            "tokenizer_type=bytes: did you mean 'byte'? Known: bpe, byte, huggingface, model",
+        ),
         ({"model_name": ""}, "model_name=: must not be empty"),
         ({"learning_rate_schedule_steps": 0}, "learning_rate_schedule_steps=0: -1 for the run's steps, or at least 1"),
         (

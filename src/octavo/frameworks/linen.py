@@ -158,7 +158,9 @@ class _Call:
                 if initializing:
                     return pure(variables, rngs, *args, **kwargs)
                 low = self._quantized(pure)
-                state = {c: self._nest(v) for c, v in module.variables.items() if c != PARAMS}
+                # Of parameters, only those that the provider has added are state.
+                used = {c: v for c, v in module.variables.items() if c != PARAMS or self.provider.overrides}
+                state = {c: self._nest(plain(v)) for c, v in used.items()}
                 inputs = plain(variables), rngs, *args
                 out, after = low._run(low._trace(inputs, kwargs), state, self._key(), self._updates())
                 new.update(after)
@@ -196,7 +198,8 @@ class _Call:
         return unflatten_paths({self.prefix: tree}) if self.prefix else tree
 
     def _key(self) -> Any:
-        return self.module.make_rng(_STREAM) if self.module.has_rng(_STREAM) else None
+        stream = self.provider.rng_stream
+        return self.module.make_rng(stream) if self.module.has_rng(stream) else None
 
     def _updates(self) -> bool:
         frozen = isinstance(self.provider, StageProvider) and not self.provider.updates
@@ -217,7 +220,8 @@ class _Call:
                 return bare.apply(variables, *args, **kwargs, method=method, mutable=True, rngs=streams)
 
         inputs = (plain(variables), args, kwargs)
-        self._put(nest_state(union_state(self._quantized(pure, p)._initial(inputs, {}) for p in stateful)))
+        key = module.make_rng(PARAMS) if provider.overrides and module.has_rng(PARAMS) else None
+        self._put(nest_state(union_state(self._quantized(pure, p)._initial(inputs, {}, key) for p in stateful)))
         if provider.quantizes_params:
             self._quantize(self._quantized(pure).stored_quantizers(*inputs))
 

@@ -73,9 +73,9 @@ class ModuleCall:
         leaves = [leaf if passed else next(computed) for passed, leaf in self.passed]
         return jax.tree.unflatten(self.out_tree, leaves), new
 
-    def initial(self) -> dict[Any, Any]:
-        """The initial state of the operations, by key."""
-        return self.quantized._initial((self.inputs,), {})
+    def initial(self, key: Any = None) -> dict[Any, Any]:
+        """The initial state of the operations, by key; `key` is a PRNG key for random state."""
+        return self.quantized._initial((self.inputs,), {}, key)
 
     def stored_quantizers(self) -> dict[str, Quantizer]:
         """The quantizer of each parameter that a rule quantizes."""

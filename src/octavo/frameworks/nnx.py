@@ -160,7 +160,7 @@ def _entry(family: Family, name: str, method: Any) -> Callable[..., Any]:
 
 def _call(family: Family, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rngs = args[0].qwix_rngs
-    key = rngs.stochastic_rounding() if isinstance(rngs, nnx.Rngs) else None
+    key = rngs[family.provider.rng_stream]() if isinstance(rngs, nnx.Rngs) else None
     places = state_places((args, kwargs))
     state = {key: variable.get_value() for key, variable in places.items()}
     with nnx.update_context(_TAG):
@@ -262,7 +262,8 @@ def _initialize(model: Any, name: str, inputs: tuple[Any, ...], kwargs: dict[str
     with nnx.update_context(_TAG):
         call, _ = _module_call(family, name, (model, *inputs), kwargs, on_unmatched="error")
         quantizers = call.stored_quantizers()
-        state = call.initial() if provider.stateful else {}
+        rngs = model.qwix_rngs
+        state = call.initial(rngs.params() if isinstance(rngs, nnx.Rngs) else None) if provider.stateful else {}
     modules = {_path(module): module for _, module in nnx.iter_modules(model)}
     for key, value in state.items():
         put(modules, key, value)

@@ -24,7 +24,8 @@ class OverwriteWithGradient(nnx.Variable):
     """The NNX variable of delayed scaling, whose gradient is its new value."""
 
 
-VARIABLES = {QUANT_STATS: QuantStat, GRADIENT_STATE: OverwriteWithGradient}
+VARIABLES = {QUANT_STATS: QuantStat, GRADIENT_STATE: OverwriteWithGradient, "params": nnx.LoRAParam}
+"""The variables of each collection of state; parameters that a provider adds are adapters."""
 
 
 def is_member(node: Any) -> bool:

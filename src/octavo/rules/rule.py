@@ -5,7 +5,7 @@ import difflib
 import functools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from octavo._config import Config
 from octavo.calibration import CalibrationLike
@@ -58,6 +58,9 @@ class QuantizationRule(Config):
     QuantizationRule(module_path='.*/mlp/.*', weight_qtype='int4', tile_size=128)
     """
 
+    adapts: ClassVar[bool] = False
+    """Whether the provider's operations also replace matmuls whose weight stays in float."""
+
     module_path: str = ".*"
     op_names: Collection[str] = ()
     weight_qtype: FormatLike | None = None
@@ -103,7 +106,7 @@ class QuantizationRule(Config):
         (True, False)
         """
         types = ("weight_qtype", "act_qtype", "kv_qtype", "fwd", "dlhs", "drhs")
-        return self.skip or all(getattr(self, name, None) is None for name in types)
+        return self.skip or (not self.adapts and all(getattr(self, name, None) is None for name in types))
 
     def matches(self, path: str, op: str, *, weights: bool) -> bool:
         """Whether this rule matches an operation at a path; `weights` is whether one of its operands is a weight.

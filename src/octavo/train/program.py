@@ -15,9 +15,11 @@ from octavo._tree import flatten_paths
 from octavo.data.packing import KEYS
 from octavo.inspect import Plan, Verification, plan, verify
 from octavo.models import ModelConfig, abstract_params
+from octavo.pretrained import PretrainedModel
 from octavo.rules import QtRule, QuantizationRule, Schedule, recipe
 from octavo.train import distributed, sharding
 from octavo.train.config import Config
+from octavo.train.initial import ARCHITECTURE, UNCONFIGURED, open_source, with_architecture
 from octavo.train.mesh import global_batch_size, make_mesh
 from octavo.train.optimizer import learning_rate_schedule, make_optimizer
 from octavo.train.quantization import training_schedule, with_communication
@@ -29,25 +31,22 @@ STOP = "stop"
 """The metric of multi-process runs with the stop signal that any process received."""
 
 
-def model_config(config: Config, vocab_size: int = 0) -> ModelConfig:
-    """The model of a configuration; `vocab_size` is the tokenizer's, for a configuration that leaves it open."""
+def model_config(config: Config, vocab_size: int = 0, source: PretrainedModel | None = None) -> ModelConfig:
+    """The model of a configuration.
+
+    Args:
+      config: The configuration.
+      vocab_size: The tokenizer's, for a configuration that leaves it open.
+      source: The model that the run starts from, which has what no key configures.
+    """
+    given: dict[str, Any] = {field: getattr(config, key) for key, field in ARCHITECTURE.items()}
+    given["vocab_size"] = config.vocab_size or vocab_size
+    if source is not None:
+        given |= {field: getattr(source.config, field) for field in UNCONFIGURED}
     return ModelConfig(
-        vocab_size=config.vocab_size or vocab_size,
-        emb_dim=config.base_emb_dim,
-        num_layers=config.base_num_decoder_layers,
-        num_query_heads=config.base_num_query_heads,
-        num_kv_heads=config.base_num_kv_heads,
-        head_dim=config.head_dim,
-        mlp_dim=config.base_mlp_dim,
+        **given,
         activation=config.mlp_activations[0],
-        norm_eps=config.normalization_layer_epsilon,
-        rope_theta=config.rope_max_timescale,
-        tied_logits=config.logits_via_embedding,
-        num_experts=config.num_experts,
-        experts_per_token=config.num_experts_per_tok,
-        shared_experts=config.shared_experts,
         moe_mlp_dim=config.base_moe_mlp_dim or config.base_mlp_dim,
-        first_dense_layers=config.first_num_dense_layers,
         sparse_matmul=config.sparse_matmul,
         scan_layers=config.scan_layers,
         unscanned_first=max(config.unscanned_first_layers, config.quantization_first_layers),
@@ -64,10 +63,11 @@ class Program:
     """A run without arrays, on a mesh of devices: those of this machine, or others that are only described.
 
     Args:
-      config: The configuration.
+      config: The configuration; with `load_parameters_path`, the architecture is that of the model there.
       mesh: The mesh; that of the configuration on the devices that there are by default.
       vocab_size: The tokenizer's, for a configuration that leaves it open.
       schedule: The rules by stages; those of the configuration by default.
+      source: The model at `load_parameters_path`, if it is open already.
 
     Raises:
       ConfigError: Sizes that cannot be sharded over the mesh.
@@ -78,10 +78,19 @@ class Program:
     (3, 1280, 320)
     """
 
-    def __init__(self, config: Config, mesh: Any = None, *, vocab_size: int = 0, schedule: Schedule | None = None):
-        self.config = config
+    def __init__(
+        self,
+        config: Config,
+        mesh: Any = None,
+        *,
+        vocab_size: int = 0,
+        schedule: Schedule | None = None,
+        source: PretrainedModel | None = None,
+    ):
+        self.source = open_source(config) if source is None else source
+        self.config = config = with_architecture(config, self.source)
         self.mesh = make_mesh(config) if mesh is None else mesh
-        self.model = model_config(config, vocab_size)
+        self.model = model_config(config, vocab_size, self.source)
         self.batch_size = global_batch_size(config, self.mesh.size)
         self.recipe_schedule = self.schedule = schedule or training_schedule(config)
         if not self.is_single_device:

@@ -90,6 +90,7 @@ def train(config: Config, *, log: Log | None = None, mesh: Any = None, schedule:
     ) as checkpoints:
         check_no_overwrite(config, checkpoints)
         trainer = Trainer(config, mesh, schedule)
+        config = trainer.config  # with the architecture of load_parameters_path
         saved = restore(trainer, checkpoints, print_line)
         outcome = _finished(trainer, saved)
         if outcome is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from octavo._tree import path_str
+from octavo.checkpoint import load
 from octavo.data import make_dataset
 from octavo.inspect import Verification
 from octavo.models import init_params
@@ -15,6 +16,7 @@ from octavo.qarray import dequantize, is_qarray, shardings
 from octavo.rules import Schedule
 from octavo.train import distributed
 from octavo.train.config import Config
+from octavo.train.initial import check_tokenizer, load_params, open_source, with_architecture
 from octavo.train.mesh import global_batch_size, make_mesh
 from octavo.train.program import Program
 from octavo.train.step import Batch, Metrics, TrainState, apply_masks, is_mask_update_step
@@ -40,8 +42,11 @@ class Trainer(Program):
 
     def __init__(self, config: Config, mesh: Any = None, schedule: Schedule | None = None):
         mesh = make_mesh(config) if mesh is None else mesh
+        source = open_source(config)
+        config = with_architecture(config, source)
         self.data = make_dataset(config, "train", batch_size=global_batch_size(config, mesh.size))
-        super().__init__(config, mesh, vocab_size=self.data.vocab_size, schedule=schedule)
+        check_tokenizer(source, self.data)
+        super().__init__(config, mesh, vocab_size=self.data.vocab_size, schedule=schedule, source=source)
         self._compiled: dict[tuple[str, int], Any] = {}
         self.resume(self._initial_state())
 
@@ -61,26 +66,28 @@ class Trainer(Program):
         return self.verification.flops()
 
     def _initial_state(self) -> TrainState:
-        key = jax.random.key(self.config.init_weights_seed)
-        init = functools.partial(init_params, self.model)
-        out = {} if self.is_single_device else {"out_shardings": self.state_shardings.params}
-        params = jax.jit(init, **out)(key)
-        if self.config.load_parameters_path:
-            params = self._load_params(params)
+        params = self._initial_params()
         if self.is_single_device:
             return self.init_state(params)
         return jax.jit(self.init_state, out_shardings=self.state_shardings)(params)
 
-    def _load_params(self, params: Any) -> Any:
-        """Parameters from another run's checkpoint, dequantized if it holds quantized ones."""
-        from octavo.checkpoint import load
-
-        path = self.config.load_parameters_path
+    def _initial_params(self) -> Any:
+        """Random parameters, or those at `load_parameters_path`."""
+        path, out = self.config.load_parameters_path, None if self.is_single_device else self.state_shardings.params
+        if self.source is not None:
+            return load_params(self.source, self.model, out)
+        init = functools.partial(init_params, self.model)
+        params = jax.jit(init, **({} if out is None else {"out_shardings": out}))(
+            jax.random.key(self.config.init_weights_seed)
+        )
+        if not path:
+            return params
+        # A checkpoint without a description of its model.
         if not self.config.checkpoint_is_quantized:
             return load(path, params, subtree="params").state
         found = load(path, subtree="params").state
         floats = jax.tree.map(lambda x: dequantize(x) if is_qarray(x) else x, found, is_leaf=is_qarray)
-        return floats if self.is_single_device else distributed.shard_tree(floats, self.state_shardings.params)
+        return floats if out is None else distributed.shard_tree(floats, out)
 
     def quantized_params(self) -> Any:
         """The parameters for serving: QArrays where a rule quantizes them, sharded like the parameters."""

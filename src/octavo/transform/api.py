@@ -75,6 +75,11 @@ class Traced(NamedTuple):
     values: list[Value]
     out_tree: Any
 
+    @property
+    def dtypes(self) -> dict[str, Any]:
+        """The dtype of each parameter by name."""
+        return {v.origin.leaves[0]: v.data.dtype for v in self.values if v.origin.leaves}
+
 
 class Quantized:
     """A function in low precision; see `quantized`."""
@@ -118,6 +123,10 @@ class Quantized:
         ['count', 'sum_of_absmax']
         """
         return nest_state(self._initial(args, kwargs))
+
+    def init_random(self, key: PRNGKeyArray, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`init` for a provider whose state is random, such as the adapters of `octavo.lora`."""
+        return nest_state(self._initial(args, kwargs, key))
 
     def stateful(
         self, state: Mapping[str, Any] | None = None, *, key: PRNGKeyArray | None = None, update: bool = True
@@ -176,12 +185,14 @@ class Quantized:
         finally:
             tracing.reset(token)
 
-    def _discover(self, traced: Traced, concrete: bool = False) -> tuple[dict[Any, Site], dict[Key, Any]]:
-        """The sites and the initial state: as shapes, or if `concrete` as arrays."""
-        context = Context(self.provider, evaluate, **self._options, init=True, update=False)
+    def _discover(
+        self, traced: Traced, concrete: bool = False, key: Any = None
+    ) -> tuple[dict[Any, Site], dict[Key, Any]]:
+        """The sites and the initial state: as shapes, or if `concrete` as arrays; `key` is for random state."""
+        context = Context(self.provider, evaluate, **self._options, dtypes=traced.dtypes, init=True, update=False)
 
         def run(arrays):
-            frame = Frame(context)
+            frame = Frame(context, key=key)
             evaluate(traced.jaxpr, [v._replace(data=x) for v, x in zip(traced.values, arrays, strict=True)], frame)
             return frame.new
 
@@ -189,8 +200,8 @@ class Quantized:
         self._check(context)
         return context.sites, state
 
-    def _initial(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Key, Any]:
-        return self._discover(self._trace(args, kwargs), concrete=True)[1]
+    def _initial(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any = None) -> dict[Key, Any]:
+        return self._discover(self._trace(args, kwargs), concrete=True, key=key)[1]
 
     def _run(
         self,
@@ -201,7 +212,9 @@ class Quantized:
         known: Mapping[Key, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """The result and the new state; `known` is the state that `_discover` found, if it was called."""
-        context = Context(self.provider, evaluate, **self._options, cache=self._cache, update=update)
+        context = Context(
+            self.provider, evaluate, **self._options, dtypes=traced.dtypes, cache=self._cache, update=update
+        )
         before: dict[Key, Any] = {}
         if self.provider.stateful:
             known = self._discover(traced)[1] if known is None else known

@@ -89,7 +89,7 @@ def _matmul(eqn: Equation, values: list[Value], frame: Frame, marked: ProductCal
     known = call is None and (left.constant or left.leaves) and (right.constant or right.leaves)
     origin = combine(site.origins) if known else Origin(module=site.path)
     given = call is not None and call.config is not None
-    if not any(site.quantized) and (given or site.config is None):
+    if not any(site.quantized) and (given or site.config is None) and not site.is_adapted:
         return Value(bind(eqn, [as_array(v.data) for v in values])[0], origin)
     # Numbers that are written into the program become arrays.
     data = [v.data if isinstance(v.data, jax.Array | QArray) else jnp.asarray(v.data) for v in args]

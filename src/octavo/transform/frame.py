@@ -67,6 +67,8 @@ class Context:
     host: Host | None = None
     shardings: Mapping[str | None, Any] = dataclasses.field(default_factory=dict)
     """The shardings of weights by name, as far as they are known."""
+    dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The dtypes of parameters by name."""
     sites: dict[Any, Site] = dataclasses.field(default_factory=dict)
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
 

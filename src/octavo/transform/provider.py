@@ -54,6 +54,8 @@ class QuantizationProvider:
 
     quantizes_params: bool = False
     """Whether parameters are expected in low precision already, as `quantize_params` makes them."""
+    rng_stream: str = "stochastic_rounding"
+    """The stream of a Flax model's random keys."""
     overrides: frozenset[str] = frozenset()
     """The operations that a subclass overrides."""
 

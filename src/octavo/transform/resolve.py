@@ -91,7 +91,8 @@ def _resolve(site: Site, context: Context) -> Site:
     elif site.op in ("dot_general", "einsum") and not site.params["dimension_numbers"][0][0]:
         reason = "an outer product: nothing is contracted"
     elif (config := dot_config(rule, lhs_weight=lhs, rhs_weight=rhs)) is None:
-        reason = "two activations, and the rule has no act_qtype"
+        adapted = rule.adapts and (lhs or rhs)
+        reason = "float with an adapter" if adapted else "two activations, and the rule has no act_qtype"
     elif site.gradient is not None and (config := _gradient_config(config, site.gradient)) is None:
         reason = "the rule keeps gradients in float"
     site = dataclasses.replace(site, rule=rule, config=config, reason=reason)

@@ -49,6 +49,11 @@ class Site:
     """The reason why it stays in float, if it does."""
 
     @property
+    def is_adapted(self) -> bool:
+        """Whether the provider's operation runs although the weight may stay in float."""
+        return self.rule is not None and self.rule.adapts and self.leaf is not None and self.gradient is None
+
+    @property
     def flops(self) -> int:
         """The FLOPs of all executions."""
         # With expert parallelism every device has a buffer for all rows, but each row is computed by one expert.

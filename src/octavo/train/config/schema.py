@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import octavo._config
-from octavo.data import datasets, tokenizers
+from octavo.data import datasets, register_tokenizer, tokenizers
 from octavo.train.config import checks
 from octavo.train.config.checks import AXES
 from octavo.train.config.conflicts import find_conflicts
@@ -43,6 +43,20 @@ _REMAT = (
     *("none", "full", "minimal", "minimal_with_context", "dots"),
     *("save_qkv_proj", "save_out_proj", "save_dot_except_mlp"),
 )
+
+
+def _model_tokenizer(config: Any, texts: Any) -> Any:
+    """The tokenizer of the model at `load_parameters_path`."""
+    del texts
+    from octavo.pretrained import open_model
+
+    found = open_model(config.load_parameters_path).tokenizer if config.load_parameters_path else None
+    if found is None:
+        raise ValueError("tokenizer_type=model needs a model with a tokenizer: set load_parameters_path to one")
+    return found
+
+
+register_tokenizer("model", _model_tokenizer)
 
 
 def _size(open_size: str) -> dict[str, Any]:
@@ -82,7 +96,7 @@ class Config(octavo._config.Config):
     checkpoint_period: int = _checkpoints(100, "steps between two checkpoints", low=1)
     max_num_checkpoints_to_keep: int = _checkpoints(3, "older checkpoints are deleted", low=1)
     keep_period: int = _checkpoints(0, "keep every checkpoint at a multiple of this; 0: none", low=0)
-    load_parameters_path: str = _checkpoints("", "checkpoint whose parameters a new run starts from")
+    load_parameters_path: str = _checkpoints("", "model or checkpoint whose parameters a new run starts from")
 
     model_name: str = _model("default", "a file configs/models/<model_name>.yml", check=checks.check_not_empty)
     base_emb_dim: int = _model(320, "width of the residual stream", low=1)
@@ -122,7 +136,9 @@ class Config(octavo._config.Config):
     dataset_type: str = _data("python", "python: the standard library's source", **_registered(datasets))
     synthetic_kind: str = _data("language", "a language to learn, or one fixed batch", choices=("language", "fixed"))
     dataset_path: str = _data("", "text, tokens, tfds: file, directory or pattern")
-    tokenizer_type: str = _data("byte", "bpe: learned from the text", **_registered(tokenizers))
+    tokenizer_type: str = _data(
+        "byte", "bpe: learned from the text; model: of load_parameters_path", **_registered(tokenizers)
+    )
     tokenizer_path: str = _data("", "huggingface: a tokenizer.json or its directory")
     max_target_length: int = _data(128, "tokens in a sequence", low=2)
     per_device_batch_size: int | float = _data(16, "sequences per device and step; 0.5: one for two devices", above=0)

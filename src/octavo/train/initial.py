@@ -1,0 +1,144 @@
+"""Starting from a pretrained model: its architecture and tokenizer, and its parameters in the layout of a run."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from octavo._tree import flatten_paths, unflatten_paths
+from octavo.data import Dataset, Tokenizer
+from octavo.models import ModelConfig, abstract_params
+from octavo.models.decoder import layer_groups
+from octavo.pretrained import PretrainedModel, open_model
+from octavo.pretrained.model import to_float
+from octavo.train.config import Config, ConfigError
+
+ARCHITECTURE = {
+    "base_emb_dim": "emb_dim",
+    "base_num_decoder_layers": "num_layers",
+    "base_num_query_heads": "num_query_heads",
+    "base_num_kv_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "base_mlp_dim": "mlp_dim",
+    "vocab_size": "vocab_size",
+    "normalization_layer_epsilon": "norm_eps",
+    "rope_max_timescale": "rope_theta",
+    "logits_via_embedding": "tied_logits",
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "shared_experts": "shared_experts",
+    "first_num_dense_layers": "first_dense_layers",
+}
+"""The keys of an architecture, with the fields of `ModelConfig` that they set."""
+UNCONFIGURED = ("rope_scaling", "qkv_bias", "qk_norm")
+"""Fields of an architecture that only a pretrained model sets."""
+
+_PROBE = "The 3 naïve cafés; def f(x):\n\treturn x**2 # 日本"
+
+
+def open_source(config: Config) -> PretrainedModel | None:
+    """The model at `load_parameters_path`; None if there is none, or if it is a checkpoint without a description."""
+    path = config.load_parameters_path
+    if not path or "://" in path:
+        return None
+    from octavo.checkpoint import CheckpointError, load_abstract
+
+    try:
+        return open_model(path)
+    except (ValueError, OSError) as error:
+        for place in (Path(path) / "checkpoints", Path(path)):
+            try:
+                if "model" not in load_abstract(place, subtree="params").extra:
+                    return None
+            except (CheckpointError, OSError):
+                continue
+        raise ConfigError([f"load_parameters_path={path}: {error}"]) from error
+
+
+def with_architecture(config: Config, source: PretrainedModel | None) -> Config:
+    """A configuration with the architecture and the tokenizer of a model.
+
+    Raises:
+      ConfigError: Keys of the architecture have values that are neither their defaults nor those of the model.
+
+    >>> with_architecture(Config(base_emb_dim=64), None).base_emb_dim
+    64
+    """
+    if source is None:
+        return config
+    given: dict[str, Any] = {key: getattr(source.config, field) for key, field in ARCHITECTURE.items()}
+    given["mlp_activations"] = (source.config.activation, "linear")
+    given["base_moe_mlp_dim"] = source.config.moe_mlp_dim if source.config.num_experts > 1 else config.base_moe_mlp_dim
+    default = Config().to_dict()
+    problems = [
+        f"{key}={getattr(config, key)}, but the model at load_parameters_path has {value}: leave {key} out"
+        for key, value in given.items()
+        if getattr(config, key) not in (value, default[key])
+    ]
+    if problems:
+        raise ConfigError(problems)
+    tokenizer = source.tokenizer
+    if config.tokenizer_type == "byte" and tokenizer is not None and tokenizer.name != "byte":
+        given["tokenizer_type"] = "model"
+    return config.replace(**given)
+
+
+def check_tokenizer(source: PretrainedModel | None, data: Dataset) -> None:
+    """Raise unless the data has the tokens that a model knows.
+
+    Raises:
+      ConfigError: The text of the data is tokenized in another way than the model's.
+    """
+    if source is None or data.tokenizer is None:
+        return
+    own, other = source.tokenizer, data.tokenizer
+    if own is None:
+        if other.name == "byte" and source.config.vocab_size != other.vocab_size:
+            raise ConfigError([
+                f"{source.name} comes without a tokenizer, and its {source.config.vocab_size} ids are not bytes: set "
+                "tokenizer_type=huggingface with tokenizer_path, or give dataset_type=tokens"
+            ])  # fmt: skip
+        return
+    if own.digest != other.digest and _probe(own) != _probe(other):
+        raise ConfigError([
+            f"tokenizer_type={other.name} is not the tokenizer of {source.name}: {_PROBE[:12]!r} is "
+            f"{other.tokenize(_PROBE[:12]).tolist()} instead of {own.tokenize(_PROBE[:12]).tolist()}; leave "
+            "tokenizer_type and tokenizer_path out, or set tokenizer_type=model"
+        ])  # fmt: skip
+
+
+def _probe(tokenizer: Tokenizer) -> tuple[Any, ...]:
+    return (*tokenizer.tokenize(_PROBE).tolist(), tokenizer.eos_ids and tokenizer.eos_id)
+
+
+def load_params(source: PretrainedModel, model: ModelConfig, shardings: Any = None) -> dict[str, Any]:
+    """The parameters of a model in the layout of a run, in float: layers are stacked as `model` scans them.
+
+    Args:
+      source: The pretrained model. QArrays are dequantized.
+      model: The model of the run: the same architecture, with its own scan and dtypes.
+      shardings: A tree of shardings like the parameters; None on one device. Each parameter is loaded by itself.
+    """
+    dtype = jnp.dtype(model.weight_dtype)
+    names = {i: group.name for group in layer_groups(source.config) for i in group.layers}
+    groups = {group.name: group for group in layer_groups(model)}
+    placed = {} if shardings is None else flatten_paths(shardings)
+
+    def load(path: str) -> np.ndarray:
+        return np.asarray(to_float(source.leaves[path].load(), str(dtype)), dtype)
+
+    def leaf(path: str) -> Any:
+        top, _, rest = path.partition("/")
+        name, _, rest = rest.partition("/")
+        if top != "decoder" or name not in groups:
+            host = load(path)
+        else:
+            layers = [load(f"{top}/{names[i]}/{rest}") for i in groups[name].layers]
+            host = np.stack(layers) if groups[name].is_stack else layers[0]
+        if path not in placed:
+            return jnp.asarray(host)
+        return jax.make_array_from_callback(host.shape, placed[path], lambda index: host[index])
+
+    return unflatten_paths({path: leaf(path) for path in flatten_paths(abstract_params(model))})

@@ -1,0 +1,133 @@
+"""Runs that start from a pretrained model: architecture, tokenizer and parameters of its file."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from octavo.checkpoint import CheckpointManager
+from octavo.data import SubwordTokenizer
+from octavo.data.subwords import train_bpe
+from octavo.models import ModelConfig, apply, init_params
+from octavo.pretrained import PretrainedModel, Request, export_model, open_model
+from octavo.pretrained.model import to_float
+from octavo.qarray import is_qarray
+from octavo.train import ConfigError
+from octavo.train.config import Config
+from octavo.train.initial import load_params, open_source, with_architecture
+from octavo.train.trainer import Trainer
+from tests.train.common import SMALL
+
+MODEL = ModelConfig(
+    vocab_size=300, emb_dim=32, num_layers=3, num_query_heads=2, num_kv_heads=1, head_dim=16, mlp_dim=64,
+    norm_eps=1e-6, rope_theta=5e4, qkv_bias=True, tied_logits=False, scan_layers=False,
+)  # fmt: skip
+ARCHITECTURE = [name for name in SMALL if name.startswith("base_")] + ["head_dim"]
+TEXT = "def add(a, b):\n    return a + b\n" * 40
+
+
+def started(path, **changes) -> Config:
+    """A configuration that leaves the architecture to the file."""
+    rest = {name: value for name, value in SMALL.items() if name not in ARCHITECTURE}
+    return Config(**{**rest, "load_parameters_path": str(path), **changes})
+
+
+@functools.cache
+def source() -> PretrainedModel:
+    params = jax.jit(init_params, static_argnums=0)(MODEL, jax.random.key(0))
+    bias = jax.tree_util.tree_map_with_path(
+        lambda path, x: x + 0.1 if "bias" in jax.tree_util.keystr(path) else x, params
+    )
+    tokenizer = SubwordTokenizer(train_bpe([TEXT], 300), bos_id=0, eos_ids=(0,), add_bos=True)
+    return PretrainedModel.from_params(MODEL, bias, tokenizer=tokenizer, origin={"name": "tiny", "path": "tiny"})
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The same model as a Hugging Face directory, a GGUF file and in Octavo's own format."""
+    root = tmp_path_factory.mktemp("files")
+    for name, kind, recipe in (("hf", "safetensors", "int8"), ("q8.gguf", "gguf", "q8_0"), ("own", "octavo", "int4")):
+        export_model(kind, source(), root / name, Request(recipe))
+    return root
+
+
+@pytest.mark.parametrize("name", ["hf", "q8.gguf", "own"])
+def test_parameters_of_a_file_in_the_layout_of_the_run(name, files):
+    config = started(files / name, unscanned_first_layers=1)
+    opened = open_source(config)
+    resolved = with_architecture(config, opened)
+    assert (resolved.base_num_decoder_layers, resolved.rope_max_timescale) == (3, 5e4)
+    layout = MODEL.replace(scan_layers=True, unscanned_first=1)
+    params = load_params(opened, layout)
+    assert params["decoder"]["layers"]["mlp"]["wo"]["kernel"].shape == (2, 64, 32)
+    floats = jax.tree.map(lambda x: x.dequantize("float32") if is_qarray(x) else x, opened.params("float32"),
+                          is_leaf=is_qarray)  # fmt: skip
+    tokens = np.arange(24).reshape(2, 12)
+    expected = apply(opened.config, floats, tokens)[0]
+    np.testing.assert_allclose(apply(layout, params, tokens)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_on_a_mesh_from_a_hugging_face_directory(files, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    config = started(
+        files / "hf",
+        dataset_type="text",
+        dataset_path=str(tmp_path / "text.txt"),
+        num_devices=2,
+        per_device_batch_size=1,
+    )
+    trainer = Trainer(config)
+    assert trainer.config.tokenizer_type == "model"
+    assert trainer.model.qkv_bias
+    assert trainer.model.vocab_size == 300
+    kernel = trainer.state.params["decoder"]["layers"]["mlp"]["wo"]["kernel"]
+    assert len(kernel.sharding.device_set) == 2
+    assert not kernel.is_fully_replicated
+    stored = open_model(files / "hf").leaves["decoder/layers_1/mlp/wo/kernel"].load()
+    np.testing.assert_array_equal(kernel[1], to_float(stored, "float32"))
+    assert Trainer(trainer.config).model == trainer.model  # the resolved configuration names the same model
+
+
+def test_keys_that_contradict_the_file_are_all_listed(files):
+    config = started(files / "hf", base_emb_dim=64, vocab_size=512)
+    with pytest.raises(ConfigError) as caught:
+        Trainer(config)
+    text = str(caught.value)
+    assert "base_emb_dim=64, but the model at load_parameters_path has 32: leave base_emb_dim out" in text
+    assert "vocab_size=512, but the model at load_parameters_path has 300" in text
+
+
+def test_another_tokenizer_is_an_error(files, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    data = {"dataset_type": "text", "dataset_path": str(tmp_path / "text.txt")}
+    other = tmp_path / "tokenizer.json"
+    other.write_text(train_bpe(["zzz yyy " * 50], 280))
+    wrong = started(files / "hf", tokenizer_type="huggingface", tokenizer_path=str(other), **data)
+    with pytest.raises(ConfigError, match=r"is not the tokenizer of .*leave tokenizer_type and tokenizer_path out"):
+        Trainer(wrong)
+    (files / "bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (files / "bare" / name).write_bytes((files / "hf" / name).read_bytes())
+    with pytest.raises(ConfigError, match=r"comes without a tokenizer, and its 300 ids are not bytes"):
+        Trainer(started(files / "bare", **data))
+
+
+def test_a_directory_that_is_no_model(tmp_path):
+    (tmp_path / "notes.txt").write_text("nothing")
+    with pytest.raises(ConfigError, match=r"load_parameters_path=.*is not a model that Octavo can open"):
+        Trainer(started(tmp_path))
+
+
+def test_a_checkpoint_without_a_description_has_the_configured_architecture(tmp_path):
+    config = Config(**SMALL)
+    params = Trainer(config).state.params
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"params": params})
+    again = Trainer(config.replace(load_parameters_path=str(tmp_path), init_weights_seed=1))
+    jax.tree.map(np.testing.assert_array_equal, again.state.params, params)
+
+
+def test_the_tokenizer_of_a_model_needs_one():
+    with pytest.raises(ValueError, match=r"tokenizer_type=model needs a model with a tokenizer"):
+        Trainer(Config(**{**SMALL, "dataset_type": "python", "tokenizer_type": "model"}))
