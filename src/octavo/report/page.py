@@ -118,6 +118,9 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.ChainableUndefined,
     )
-    made.filters.update(fmt=as_text, heads=heads, cells=cells, plain=plain, histogram=histogram_chart)
-    made.filters["slug"] = lambda heading: re.sub(r"\W+", "-", heading.lower()).strip("-")
+    made.filters.update(fmt=as_text, heads=heads, cells=cells, plain=plain, histogram=histogram_chart, slug=_slug)
     return made
+
+
+def _slug(heading: str) -> str:
+    return re.sub(r"\W+", "-", heading.lower()).strip("-")
