@@ -1,12 +1,13 @@
 """Packages that only some features need."""
 
 import importlib
-from importlib import metadata
 from types import ModuleType
 
 
 def installed_version(distribution: str) -> str | None:
     """The version of a distribution, or None if it is not installed."""
+    from importlib import metadata  # not needed by `octavo --help`, which should not wait for it
+
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
