@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -21,6 +22,14 @@ def test_help_names_the_commands_and_what_to_type_next(capsys):
 def test_no_command_prints_the_help(capsys):
     assert main([]) == 0
     assert "usage: octavo" in capsys.readouterr().out
+
+
+def test_a_reader_that_closes_the_pipe_is_no_error(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["train", "--help"]) == 0
 
 
 def test_an_unknown_command_is_named(capsys):

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -41,7 +42,16 @@ class _Version(argparse.Action):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        status = _run(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe; nothing is left to flush at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in _KEY_VALUE:
         return importlib.import_module(_KEY_VALUE[arguments[0]][0]).main(arguments[1:])
     parser = make_parser()

@@ -78,8 +78,6 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         printer.close()
         return 130
-    except BrokenPipeError:  # the reader has closed the pipe
-        return 0
     printer.close()
     print(f"octavo generate: {clock.summary(ids)}\n{_memory(source, engine)}", file=sys.stderr)
     return 1 if clock.failed else 0
