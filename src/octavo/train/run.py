@@ -76,7 +76,7 @@ def train(config: Config, *, log: Log | None = None, mesh: Any = None, schedule:
       HaltedError: A loss or a gradient is not finite. Checkpoints that were saved before stay.
       CheckpointError: A checkpoint could not be written or read.
     """
-    began, print_line = time.perf_counter(), log or functools.partial(print, flush=True)
+    start_time, print_line = time.perf_counter(), log or functools.partial(print, flush=True)
     if not (main := distributed.is_main_process()):
         log = print_line = lambda _: None  # process 0 writes for all
     if config.enable_checkpointing:
@@ -91,8 +91,8 @@ def train(config: Config, *, log: Log | None = None, mesh: Any = None, schedule:
         check_no_overwrite(config, checkpoints)
         trainer = Trainer(config, mesh, schedule)
         config = trainer.config  # with the architecture of load_parameters_path
-        saved = restore(trainer, checkpoints, print_line)
-        outcome = _finished(trainer, saved)
+        extra = restore(trainer, checkpoints, print_line)
+        outcome = _finished(trainer, extra)
         if outcome is not None:
             print_line(_finished_line(outcome, config))
         else:
@@ -110,15 +110,15 @@ def train(config: Config, *, log: Log | None = None, mesh: Any = None, schedule:
             )
             bar = Progress(config.steps, log_period=config.log_period, log=log)
             with writer, bar as progress, stop_signals() as stop:
-                outcome = _Run(trainer, checkpoints, writer, progress, began, saved).loop(stop)
+                outcome = _Run(trainer, checkpoints, writer, progress, start_time, extra).loop(stop)
         if outcome.complete and config.save_quantized_params_path:
             save_quantized(trainer, print_line)
     return outcome
 
 
-def _finished(trainer: Trainer, saved: dict[str, Any]) -> Outcome | None:
+def _finished(trainer: Trainer, extra: dict[str, Any]) -> Outcome | None:
     """The outcome of a run that has nothing left to do."""
-    loss, eval_loss = saved.get("loss"), saved.get("eval_loss")
+    loss, eval_loss = extra.get("loss"), extra.get("eval_loss")
     if _reached_target(trainer.config, eval_loss):
         return Outcome(trainer.now, TARGET, loss, eval_loss)
     return Outcome(trainer.now, DONE, loss, eval_loss) if trainer.now >= trainer.config.steps else None
@@ -144,22 +144,23 @@ class _Run:
         checkpoints: CheckpointManager,
         writer: MetricWriter,
         progress: Progress,
-        began: float,
-        saved: dict[str, Any],
+        start_time: float,
+        extra: dict[str, Any],
     ):
         self.trainer, self.config, self.checkpoints = trainer, trainer.config, checkpoints
         self.writer, self.progress, self.telemetry = writer, progress, Telemetry(trainer)
-        self.tokens = trainer.batch_size * self.config.max_target_length / trainer.mesh.size
-        self.memory: int | None = None
+        self.tokens_per_device = trainer.batch_size * self.config.max_target_length / trainer.mesh.size
+        self.memory_bytes: int | None = None
         # The start time, as if the run had never been interrupted, and the total duration of its steps.
-        self.began, self.training = began - saved.get("seconds", 0.0), saved.get("training_seconds", 0.0)
-        self.loss, self.eval_loss = saved.get("loss"), saved.get("eval_loss")
-        self.saved = trainer.now if saved else None
+        self.start_time = start_time - extra.get("seconds", 0.0)
+        self.training_seconds = extra.get("training_seconds", 0.0)
+        self.loss, self.eval_loss = extra.get("loss"), extra.get("eval_loss")
+        self.saved_step = trainer.now if extra else None
         self.pending: tuple[int, Any] | None = None
         # Several processes stop when the metrics of a step have a stop signal; a single process stops at the signal.
         self.multiprocess = distributed.is_multiprocess()
-        self.stopped: signal.Signals | None = None
-        self.last = time.perf_counter()
+        self.stop_signal: signal.Signals | None = None
+        self.last_time = time.perf_counter()
 
     def loop(self, stop: StopSignal) -> Outcome:
         """Train until the last step, a target or a signal."""
@@ -168,7 +169,7 @@ class _Run:
         except jax.errors.JaxRuntimeError as error:
             if not self.multiprocess:
                 raise
-            raise distributed.connection_lost(self.trainer.now, self.saved, error) from error
+            raise distributed.connection_lost(self.trainer.now, self.saved_step, error) from error
         return Outcome(self.trainer.now, reason, self.loss, self.eval_loss)
 
     def steps(self, stop: StopSignal) -> str:
@@ -187,16 +188,16 @@ class _Run:
                 self.report()
                 for task in due:
                     task(step)
-                self.last = time.perf_counter()  # not included in step times
+                self.last_time = time.perf_counter()  # not included in step times
             if _reached_target(config, self.eval_loss):
                 reason = TARGET
-            elif (by := self.stopped if self.multiprocess else stop.by) is not None and step + 1 < config.steps:
+            elif (by := self.stop_signal if self.multiprocess else stop.by) is not None and step + 1 < config.steps:
                 self.progress.log(f"{by.name}: stopping after step {step}")
                 reason = INTERRUPTED if by == signal.SIGINT else TERMINATED
             if reason != DONE:
                 break
         self.report()
-        if self.saved != trainer.now:
+        if self.saved_step != trainer.now:
             self.save()
         self.checkpoints.wait_until_finished()
         return reason
@@ -219,7 +220,7 @@ class _Run:
         text = f"compiled in {time.perf_counter() - started:.1f} seconds"
         if sizes is not None:
             held, temporary = sizes.argument_size_in_bytes, sizes.temp_size_in_bytes
-            self.memory = held + temporary
+            self.memory_bytes = held + temporary
             text += f"; memory: {held / 2**20:.1f} MiB of state and batch, {temporary / 2**20:.1f} MiB temporary"
         self.progress.log(text)
         if not self.trainer.is_single_device:
@@ -227,7 +228,7 @@ class _Run:
             self.progress.log(f"in a step, {communication.line()}")
             if self.trainer.schedule.at(step)[0] and distributed.is_main_process():
                 write_plan(self.trainer.plan().with_communication(communication), self.config.run_directory)
-        self.last = time.perf_counter()
+        self.last_time = time.perf_counter()
 
     def report(self) -> None:
         """Read, write and show the metrics of the step before, if that has not been done."""
@@ -236,9 +237,9 @@ class _Run:
         (step, metrics), self.pending = self.pending, None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if number := int(values.pop(STOP, 0)):
-            self.stopped = signal.Signals(number)
+            self.stop_signal = signal.Signals(number)
         now = time.perf_counter()
-        seconds, self.last = now - self.last, now
+        seconds, self.last_time = now - self.last_time, now
         if values.pop("halted"):
             self.checkpoints.wait_until_finished()
             raise HaltedError(explain_halt(self.trainer, step, self.checkpoints.latest_step()))
@@ -248,13 +249,13 @@ class _Run:
         tflops = self.trainer.flops / self.trainer.mesh.size / 1e12
         values["learning/perplexity"] = _exp(values["learning/lm_loss"])
         values["perf/step_time_seconds"] = seconds
-        values["perf/per_device_tokens"] = self.tokens
-        values["perf/per_device_tokens_per_sec"] = self.tokens / seconds
+        values["perf/per_device_tokens"] = self.tokens_per_device
+        values["perf/per_device_tokens_per_sec"] = self.tokens_per_device / seconds
         values["perf/per_device_tflops"] = tflops
         values["perf/per_device_tflops_per_sec"] = tflops / seconds
-        if self.memory is not None:
-            values["perf/memory_bytes"] = self.memory
-        self.training += seconds
+        if self.memory_bytes is not None:
+            values["perf/memory_bytes"] = self.memory_bytes
+        self.training_seconds += seconds
         self.loss = values["learning/loss"]
         self.writer.write(step, values)
         self.progress.update(step, values)
@@ -273,23 +274,23 @@ class _Run:
 
     def evaluate(self, step: int) -> None:
         self.eval_loss = loss = self.trainer.evaluate()
-        seconds = time.perf_counter() - self.began
+        seconds = time.perf_counter() - self.start_time
         values = {"eval/avg_loss": loss, "eval/avg_perplexity": _exp(loss), "eval/seconds": seconds}
-        self.writer.write(step, {**values, "eval/training_seconds": self.training})
+        self.writer.write(step, {**values, "eval/training_seconds": self.training_seconds})
         self.progress.log(eval_line(step, values))
         if _reached_target(self.config, loss):
             at = f"target_eval_loss={self.config.target_eval_loss:g} reached after {step + 1} steps"
-            self.progress.log(f"{at}: {self.training:.1f} seconds of training, {seconds:.1f} in all")
+            self.progress.log(f"{at}: {self.training_seconds:.1f} seconds of training, {seconds:.1f} in all")
 
     def save(self) -> None:
         if not self.config.enable_checkpointing:
             return
-        times = {"seconds": time.perf_counter() - self.began, "training_seconds": self.training}
+        times = {"seconds": time.perf_counter() - self.start_time, "training_seconds": self.training_seconds}
         losses = {"loss": self.loss, "eval_loss": self.eval_loss}
         data = {"data": self.trainer.data.describe()}
         extra = {**times, **losses, **data, **description(self.trainer)}
         self.checkpoints.save(self.trainer.now, self.trainer.state, extra)
-        self.saved = self.trainer.now
+        self.saved_step = self.trainer.now
 
 
 def _exp(loss: float) -> float:
