@@ -2,8 +2,7 @@
 
 from octavo.files.gguf.header import Info
 from octavo.files.gguf.reader import Gguf
-from octavo.files.gguf.tokenizer import GgufTokenizer, tokenizer_of
-from octavo.files.gguf.tokenizer_metadata import tokenizer_metadata
+from octavo.files.gguf.tokenizer import GgufTokenizer, tokenizer_metadata, tokenizer_of
 from octavo.files.gguf.types import TYPES, TensorType
 from octavo.files.gguf.writer import Tensor, write_gguf
 

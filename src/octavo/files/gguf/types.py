@@ -5,7 +5,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 
-from octavo.files.gguf import blocks, kquants
+from octavo.files.gguf import blocks
 from octavo.files.gguf.blocks import SUPER, Splitter, record
 
 
@@ -55,19 +55,17 @@ _ALL = (
     TensorType(6, "Q5_0", 32, record(_D, ("qh", "u1", 4), _QS16), blocks.q5_0),
     TensorType(7, "Q5_1", 32, record(_D, _M, ("qh", "u1", 4), _QS16), blocks.q5_1),
     TensorType(8, "Q8_0", 32, record(_D, ("qs", "i1", 32)), blocks.q8_0),
-    TensorType(10, "Q2_K", SUPER, record(("scales", "u1", 16), ("qs", "u1", 64), _D, _DMIN), kquants.q2_k),
-    TensorType(
-        11, "Q3_K", SUPER, record(("hmask", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), _D), kquants.q3_k
-    ),
-    TensorType(12, "Q4_K", SUPER, record(_D, _DMIN, ("scales", "u1", 12), ("qs", "u1", 128)), kquants.q4_k),
+    TensorType(10, "Q2_K", SUPER, record(("scales", "u1", 16), ("qs", "u1", 64), _D, _DMIN), blocks.q2_k),
+    TensorType(11, "Q3_K", SUPER, record(("hmask", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), _D), blocks.q3_k),
+    TensorType(12, "Q4_K", SUPER, record(_D, _DMIN, ("scales", "u1", 12), ("qs", "u1", 128)), blocks.q4_k),
     TensorType(
         13,
         "Q5_K",
         SUPER,
         record(_D, _DMIN, ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)),
-        kquants.q5_k,
+        blocks.q5_k,
     ),
-    TensorType(14, "Q6_K", SUPER, record(("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), _D), kquants.q6_k),
+    TensorType(14, "Q6_K", SUPER, record(("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), _D), blocks.q6_k),
     TensorType(15, "Q8_K", SUPER, record(("d", "<f4", 1), ("qs", "i1", 256), ("bsums", "<i2", 16)), blocks.q8_0),
     _opaque(16, "IQ2_XXS", SUPER, 66),
     _opaque(17, "IQ2_XS", SUPER, 74),
