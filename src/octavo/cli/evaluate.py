@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.options import MODEL, add_kv_cache, fail, kv_config
+from octavo.cli.options import MODEL, add_adapter, add_kv_cache, fail, kv_config, open_source
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -24,6 +24,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--against", metavar="FLOAT", help="the reference model, such as the float original")
     parser.add_argument("--max-tokens", type=int, metavar="N", default=0, help="only the first N tokens of the text")
     parser.add_argument("--length", type=int, metavar="N", default=256, help="tokens in a window (default 256)")
+    add_adapter(parser)
     add_kv_cache(parser)
     parser.add_argument(
         "--out", metavar="DIR", help="the directory of the report and its JSON (default: runs/eval-MODEL-TEXT)"
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.serve.evaluate import evaluate
 
     try:
-        source = open_model(args.model)
+        source = open_source(args)
         against = open_model(args.against) if args.against else None
         if source.tokenizer is None:
             raise ValueError(f"{args.model} has no tokenizer: it cannot read a text")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.options import MODEL, add_kv_cache, fail, kv_config
+from octavo.cli.options import MODEL, add_adapter, add_kv_cache, fail, kv_config, open_source
 
 _MOST_SLOTS = 8
 
@@ -51,6 +51,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--repetition-penalty", type=float, metavar="R", default=1.0, help="above 1: fewer repeats")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
     parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end the answer before this text")
+    add_adapter(parser)
     add_kv_cache(parser)
     parser.add_argument("--slots", type=int, metavar="N", help="prompts at a time (default: all, up to 8)")
     parser.add_argument("--max-length", type=int, metavar="N", help="tokens of a prompt and its answer (default: fits)")
@@ -101,10 +102,9 @@ def _params(args: argparse.Namespace) -> Any:
 
 
 def _engine(args: argparse.Namespace, prompts: Sequence[str]) -> tuple[Any, Any, list[list[int]]]:
-    from octavo.pretrained import open_model
     from octavo.serve import Engine
 
-    kv, source = kv_config(args), open_model(args.model)
+    kv, source = kv_config(args), open_source(args)
     tokenizer = source.tokenizer
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer: it cannot read a prompt")

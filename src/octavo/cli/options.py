@@ -49,6 +49,19 @@ def add_grad(parser: argparse.ArgumentParser, verb: str) -> None:
     )
 
 
+def add_adapter(parser: argparse.ArgumentParser) -> None:
+    """Add the LoRA adapter of a model."""
+    parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter of PEFT, which is merged into the weights")
+
+
+def open_source(args: argparse.Namespace) -> Any:
+    """The model of a command, with its adapter merged if there is one."""
+    from octavo.pretrained import open_model, read_adapter, with_adapter
+
+    source = open_model(args.model)
+    return with_adapter(source, read_adapter(args.adapter, source.config)) if args.adapter else source
+
+
 def add_kv_cache(parser: argparse.ArgumentParser) -> None:
     """Add the formats of the KV cache."""
     parser.add_argument("--kv", metavar="FORMAT", help="keys and values in int8, int4 or fp8")

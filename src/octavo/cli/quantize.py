@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.options import MODEL, fail
+from octavo.cli.options import MODEL, add_adapter, fail, open_source
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -62,6 +62,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         help="bits per weight of the layers, for a recipe of several formats, such as int3,int4,int8:gptq: each weight "
         "gets the format that costs least of the KL divergence",
     )
+    add_adapter(parser)
     parser.add_argument("--force", action="store_true", help="replace what is at OUT")
     parser.add_argument("--quiet", action="store_true", help="do not print a line for each parameter")
     return parser
@@ -69,7 +70,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Convert as the arguments say, and return the exit status."""
-    from octavo.pretrained import CalibrationData, Request, export_model, open_model
+    from octavo.pretrained import CalibrationData, Request, export_model
 
     out = Path(args.out)
     command = shlex.join(["octavo", "quantize", Path(args.model).name, args.recipe, out.name, *_options(args)])
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         bits=args.bits,
     )
     try:
-        source = open_model(args.model)
+        source = open_source(args)
         print(source.describe(), flush=True)
         done = export_model(args.format, source, out, request)
         page = _report(source, done, out, request)
@@ -112,5 +113,6 @@ def _report(source: Any, done: Any, out: Path, request: Any) -> Path:
 def _options(args: argparse.Namespace) -> list[str]:
     given = [("--head", args.head, ""), ("--format", args.format, "octavo"), ("--scales", args.scales, "")]
     given += [("--data", Path(args.data).name, "")] if args.data else []
+    given += [("--adapter", Path(args.adapter).name, "")] if args.adapter else []
     given += [("--bits", f"{args.bits:g}", "")] if args.bits else []
     return [word for name, value, default in given if value != default for word in (name, value)]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.options import MODEL, add_kv_cache, fail, kv_config
+from octavo.cli.options import MODEL, add_adapter, add_kv_cache, fail, kv_config, open_source
 
 _DEFAULT_LENGTH = 2048
 
@@ -35,6 +35,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-length", type=int, metavar="N", help="tokens of a text (default: the model's, up to 2048)"
     )
+    add_adapter(parser)
     add_kv_cache(parser)
     parser.add_argument(
         "--timeout", type=float, metavar="S", default=600.0, help="seconds for a response (default 600)"
@@ -94,10 +95,9 @@ def _serve(args: argparse.Namespace, sock: socket.socket, limits: Any, key: str 
 
 
 def _engine(args: argparse.Namespace) -> tuple[Any, str]:
-    from octavo.pretrained import open_model
     from octavo.serve import Engine
 
-    kv, source = kv_config(args), open_model(args.model)
+    kv, source = kv_config(args), open_source(args)
     if source.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer: it cannot read a prompt")
     # Memory is reserved for every slot, and the context of some models is very long.

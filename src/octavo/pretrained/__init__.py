@@ -1,6 +1,7 @@
 """Pretrained models: reading the files of several programs, conversion to low precision, and writing."""
 
 from octavo.pretrained import gguf, huggingface, native
+from octavo.pretrained.adapter import Adapter, read_adapter, with_adapter, write_adapter
 from octavo.pretrained.bert import Encoder, open_encoder
 from octavo.pretrained.calibrated import CalibrationData
 from octavo.pretrained.convert import Summary, convert_model, param_quantizers
@@ -9,6 +10,7 @@ from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, model_fo
 from octavo.pretrained.weight_rules import weight_rules
 
 __all__ = [
+    "Adapter",
     "CalibrationData",
     "Encoder",
     "Export",
@@ -24,9 +26,12 @@ __all__ = [
     "open_encoder",
     "open_model",
     "param_quantizers",
+    "read_adapter",
     "register_exporter",
     "register_format",
     "weight_rules",
+    "with_adapter",
+    "write_adapter",
 ]
 
 del gguf, huggingface, native  # imported so that what they register is known
