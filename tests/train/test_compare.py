@@ -81,9 +81,20 @@ def test_a_comparison_is_run_kept_and_reported(tmp_path, capsys):
     assert json.loads((tmp_path / "test" / "comparison.json").read_text()) == saved
 
 
+@pytest.mark.slow
+def test_seeds_share_their_programs():
+    programs: dict = {}
+    for seed in (0, 1):
+        config = small(quantization="int8", init_weights_seed=seed, data_shuffle_seed=seed)
+        trainer = compare.Trainer(config, programs=programs)
+        assert trainer.compiled("train", 0) is next(iter(programs.values()))
+        trainer.compiled("evaluate", 0)
+    assert len(programs) == 2
+
+
 def test_a_run_that_diverges_ends_alone(monkeypatch):
     class Fake:
-        def __init__(self, config):
+        def __init__(self, config, programs):
             self.bad, self.count = config.quantization == "int4", 0
             self.verification = type("V", (), {"forward": 0.0, "backward": 0.0, "share": lambda self: 0.0})()
 

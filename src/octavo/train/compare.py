@@ -96,6 +96,7 @@ class Comparison:
         self.config, self.recipes, self.seeds = config, tuple(recipes), tuple(range(seeds))
         self.eval_points, self.directory, self.fresh, self.log = eval_points, directory, fresh, log
         self.results: list[Result] = []
+        self._programs: dict[str, Any] = {}  # seeds are arguments of a step, so all of them run the same programs
 
     def run(self) -> list[Result]:
         """All runs, seed by seed."""
@@ -114,7 +115,7 @@ class Comparison:
 
     def _paired(self, names: Iterable[str], seed: int) -> list[Result]:
         self.log(f"seed {seed}: {', '.join(names)}")
-        trainers = {name: Trainer(self._config(name, seed)) for name in names}
+        trainers = {name: Trainer(self._config(name, seed), programs=self._programs) for name in names}
         results = {name: _empty(name, seed, trainer) for name, trainer in trainers.items()}
         steps = self.config.steps
         every = max(1, steps // self.eval_points)

@@ -33,6 +33,7 @@ class Trainer(Program):
       config: The configuration.
       mesh: The mesh; that of the configuration on the devices that there are by default.
       schedule: The rules by stages; those of the configuration by default.
+      programs: Executables by their StableHLO. Trainers that share the dict compile a program once.
 
     >>> from octavo.train.config import Config
     >>> trainer = Trainer(Config(num_devices=1, dataset_type="synthetic", base_emb_dim=32, base_mlp_dim=64))
@@ -40,7 +41,13 @@ class Trainer(Program):
     (0, (16, 128))
     """
 
-    def __init__(self, config: Config, mesh: Any = None, schedule: Schedule | None = None):
+    def __init__(
+        self,
+        config: Config,
+        mesh: Any = None,
+        schedule: Schedule | None = None,
+        programs: dict[str, Any] | None = None,
+    ):
         mesh = make_mesh(config) if mesh is None else mesh
         source = open_source(config)
         config = with_architecture(config, source)
@@ -48,6 +55,7 @@ class Trainer(Program):
         check_tokenizer(source, self.data)
         super().__init__(config, mesh, vocab_size=self.data.vocab_size, schedule=schedule, source=source)
         self._compiled: dict[tuple[str, int], Any] = {}
+        self._programs = programs
         self.resume(self._initial_state())
 
     @functools.cached_property
@@ -120,8 +128,16 @@ class Trainer(Program):
                 lowered = self.jitted(kind, step).lower(self.state, self.data.batch(0))
             else:
                 lowered = self.lower(kind, step)
-            self._compiled[kind, stage] = lowered.compile()
+            self._compiled[kind, stage] = self._compile(lowered)
         return self._compiled[kind, stage]
+
+    def _compile(self, lowered: Any) -> Any:
+        if self._programs is None:
+            return lowered.compile()
+        text = lowered.as_text()
+        if text not in self._programs:
+            self._programs[text] = lowered.compile()
+        return self._programs[text]
 
     def step(self, stop: signal.Signals | None = None) -> Metrics:
         """Take one step and return its metrics, which are still being computed.
