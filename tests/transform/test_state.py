@@ -220,9 +220,19 @@ class TestStochasticRounding:
         return jax.jit(lambda key: grad(params, key))
 
     def test_it_needs_a_key(self):
-        low = octavo.quantized(mlp, self.rule)
+        low, x = octavo.quantized(mlp, self.rule), normal(2, 4, 16)
         with pytest.raises(ValueError, match=r"rounds stochastically and needs a random key.*stateful\(key=key\)"):
-            jax.eval_shape(low, PARAMS, normal(2, 4, 16))
+            jax.eval_shape(jax.grad(lambda params: jnp.sum(low(params, x))), PARAMS)
+        forward = octavo.quantized(
+            mlp, [self.rule.replace(fwd=octavo.Matmul(None, octavo.Operand("int8", rounding="stochastic")))]
+        )
+        with pytest.raises(ValueError, match=r"dot_general0 at 'a' rounds stochastically and needs a random key"):
+            jax.eval_shape(forward, PARAMS, x)
+
+    def test_a_forward_pass_needs_no_key_where_only_gradients_round_stochastically(self):
+        x, nearest = normal(2, 4, 16), self.rule.replace(bwd_stochastic_rounding=None)
+        got, want = (octavo.quantized(mlp, rule)(PARAMS, x) for rule in (self.rule, nearest))
+        np.testing.assert_array_equal(got, want)
 
     def test_the_key_decides(self):
         x = normal(2, 4, 16)

@@ -161,6 +161,11 @@ class Matmul(Config):
         if self.lhs and self.rhs and self.lhs.dequant == self.rhs.dequant == "other":
             raise ValueError("only one operand's scale can be moved into the other")
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether an operand is rounded stochastically."""
+        return any(operand is not None and operand.rounding.stochastic for operand in (self.lhs, self.rhs))
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class DotConfig(Config):
@@ -190,11 +195,10 @@ class DotConfig(Config):
     tracked: dict[str, Operand] = dataclasses.field(init=False, repr=False, compare=False)
     """The operands with trackers: "lhs" and "rhs" of the forward, the cotangents of "dlhs" and "drhs"."""
     stochastic: bool = dataclasses.field(init=False, repr=False, compare=False)
-    """Whether an operand is rounded stochastically, so that a call needs a key."""
+    """Whether an operand is rounded stochastically, so that its matmul needs a key."""
 
     def __post_init__(self):
-        each = (operand for m in (self.fwd, self.dlhs, self.drhs) for operand in (m.lhs, m.rhs) if operand is not None)
-        object.__setattr__(self, "stochastic", any(operand.rounding.stochastic for operand in each))
+        object.__setattr__(self, "stochastic", any(m.stochastic for m in (self.fwd, self.dlhs, self.drhs)))
         operands = {"lhs": self.fwd.lhs, "rhs": self.fwd.rhs, "dlhs": self.dlhs.lhs, "drhs": self.drhs.lhs}
         tracked = {name: o for name, o in operands.items() if o is not None and o.tracker is not None}
         object.__setattr__(self, "tracked", tracked)

@@ -160,6 +160,12 @@ def _forward(
 
 @jit_if_tracing
 def _product_fwd(call: Call, lhs: Array, rhs: Array, extra: Any, key: PRNGKeyArray | None, scaling: Scaling):
+    if key is None and call.config.stochastic:
+        raise ValueError(
+            f"the gradient of a {call.product.op} rounds stochastically and needs a random key: pass key= to the "
+            "operation, call octavo.quantized(fn, rules).stateful(key=key)(...), or in a Flax model give the rng stream "
+            "'stochastic_rounding'"
+        )
     lhs, rhs = without_reduced((lhs, rhs))
     out, (left, right, seen, keys, smoothed) = _forward(call, lhs, rhs, extra, key, scaling)
     config, dims = call.config, call.product.dims

@@ -157,12 +157,12 @@ def run_matmul(site: Site, frame: Frame, lhs: Any, rhs: Any, *rest: Any, params:
     return op(lhs, rhs, *args, **options, config=config, key=key, scaling=scaling)
 
 
-def _rounding_key(site: Site, frame: Frame) -> Array:
-    """The random key of a matmul."""
+def _rounding_key(site: Site, frame: Frame) -> Array | None:
+    """The random key of a matmul; None if there is none and only gradients need one, which raise without it."""
     key = frame.key_of(site.path, site.op_id)
     if key is None and frame.context.init:
         return jax.random.key(0)
-    if key is None:
+    if key is None and site.config is not None and site.config.fwd.stochastic:
         raise ValueError(
             f"{site.op_id} at {site.path!r} rounds stochastically and needs a random key: call "
             "octavo.quantized(fn, rules).stateful(key=key)(...), or in a Flax model give the rng stream "
