@@ -29,6 +29,7 @@ __all__ = [
     "fully_quantized",
     "int_symmetric",
     "set_stochastic_rounding",
+    "set_use_mid_quant",
 ]
 
 _NOISE_BITS = {"jax.uniform": 24, "custom-1": 16}
@@ -99,13 +100,6 @@ def config_v4(
     >>> config.fwd.lhs.qtype.name, config.dlhs.lhs.qtype.name, config.drhs.lhs
     ('int8', 'float8_e5m2', None)
     """
-    if dlhs_mid_alpha_both != SKIP or drhs_mid_alpha_both != SKIP:
-        raise NotImplementedError("only the forward is smoothed: leave dlhs_mid_alpha_both and drhs_mid_alpha_both out")
-    if fwd_mid_alpha_both not in (SKIP, 0.5):
-        raise ValueError(
-            f"fwd_mid_alpha_both={fwd_mid_alpha_both}: AQT raises both sides to alpha, SmoothQuant one to alpha and "
-            "the other to 1 - alpha, which agree at 0.5 only: use config_v4(...).replace(smooth=alpha)"
-        )
     if fwd_bits is None and True in (dlhs_use_fwd_quant, drhs_use_fwd_quant):
         raise ValueError("use_fwd_quant takes the forward's low-bit values, but the forward is in float: give fwd_bits")
     config = make(
@@ -118,7 +112,27 @@ def config_v4(
         arithmetic=arithmetic,
     )
     config = set_stochastic_rounding(config, True, False, rng_type)
-    return config if fwd_mid_alpha_both == SKIP else config.replace(smooth=fwd_mid_alpha_both)
+    return set_use_mid_quant(config, fwd_mid_alpha_both, dlhs_mid_alpha_both, drhs_mid_alpha_both)
+
+
+def set_use_mid_quant(
+    config: DotConfig,
+    fwd_mid_alpha_both: float | str = SKIP,
+    dlhs_mid_alpha_both: float | str = SKIP,
+    drhs_mid_alpha_both: float | str = SKIP,
+) -> DotConfig:
+    """A copy of a config in which both operands of a matmul are scaled before they are quantized.
+
+    Each contracted index k of the left operand is divided by max|lhs_k|**alpha / max|rhs_k|**alpha, and of the right
+    one multiplied by it, which cancels out in the matmul. SmoothQuant's other exponent is 1 - alpha: `Matmul.smooth`
+    takes one number for it.
+
+    >>> set_use_mid_quant(config_v4(), 1.0, 1.0).dlhs.smooth
+    (1.0, 1.0)
+    """
+    alphas = {"fwd": fwd_mid_alpha_both, "dlhs": dlhs_mid_alpha_both, "drhs": drhs_mid_alpha_both}
+    wanted = {name: alpha for name, alpha in alphas.items() if alpha not in (SKIP, None)}
+    return config.replace(**{name: getattr(config, name).replace(smooth=(a, a)) for name, a in wanted.items()})
 
 
 def fully_quantized(

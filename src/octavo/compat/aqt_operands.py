@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from octavo._config import Config
 from octavo._typing import DTypeLike
-from octavo.numerics import Format, IntFormat, get_format
+from octavo.numerics import Format, IntFormat, UnroundedFormat, get_format
 from octavo.ops.config import DotConfig, Matmul, Operand
 
 SKIP: Literal["skip"] = "skip"
@@ -33,17 +33,19 @@ class LocalAqt(Config):
             raise ValueError(f"a contraction has at least one shard, got {self.contraction_axis_shard_count}")
 
 
-def int_symmetric(bits: int, preserve_zero: bool = True, preserve_max_val: bool = False) -> Format:
+def int_symmetric(bits: int, preserve_zero: bool = True, preserve_max_val: bool = False, round: bool = True) -> Format:
     """AQT's IntSymmetric: integers about zero, in one of four conventions.
 
     With `preserve_zero` zero is representable; without it the values are half-integers. With `preserve_max_val` the end
-    of the range is the centre of the last bucket, without it that bucket's far edge.
+    of the range is the centre of the last bucket, without it that bucket's far edge. Without `round` values are scaled
+    and clipped only, which shows the error of scales by themselves.
 
     >>> [int_symmetric(8, zero, top).bound for zero in (True, False) for top in (False, True)]
     [127.5, 127.0, 128.0, 127.5]
     """
     # Half-integer buckets are already symmetric.
-    return IntFormat(bits=bits, preserve_zero=preserve_zero, preserve_max=preserve_max_val, narrow=preserve_zero)
+    fmt = IntFormat(bits=bits, preserve_zero=preserve_zero, preserve_max=preserve_max_val, narrow=preserve_zero)
+    return fmt if round else UnroundedFormat(base=fmt)
 
 
 def make(

@@ -9,6 +9,7 @@ from octavo.numerics.packing import pack_bits, unpack_bits
 from octavo.numerics.registry import FormatLike, formats, get_format, register_format
 from octavo.numerics.rounding import Nearest, Rounding, Stochastic, get_rounding
 from octavo.numerics.tables import TableFormat
+from octavo.numerics.unrounded import UnroundedFormat
 
 __all__ = [
     "E8M0",
@@ -23,6 +24,7 @@ __all__ = [
     "Rounding",
     "Stochastic",
     "TableFormat",
+    "UnroundedFormat",
     "formats",
     "get_format",
     "get_rounding",

@@ -102,6 +102,10 @@ class Format(Config, abc.ABC):
     def grid(self) -> np.ndarray:
         """Every finite representable value, ascending, as float64."""
 
+    def gradient(self, x: Float[Array, "*s"]) -> Shaped[Array, "*s"] | None:
+        """The factor of the straight-through gradient at scaled values, or a mask; None for one everywhere."""
+        return None
+
     def round(self, x: Float[Array, "*s"], noise: Float[Array, "*n"] | None = None) -> Float[Array, "*s"]:
         """The representable values that `x` rounds to."""
         return self.decode(self.encode(x, noise))

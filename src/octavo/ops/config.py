@@ -5,6 +5,7 @@ is the first operand and the residual (the operand saved by the forward pass) th
 """
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,9 +27,12 @@ class Operand(Config):
     Args:
       qtype: the format of the codes.
       tile: the tile size along a contracted axis: a count of values, or the fraction 1/n of the axis.
-      tile_axis: which contracted axis has tiles: -1 the last, 0 the first, which is where a batch is sharded.
+      tile_axis: which contracted axis has tiles: -1 the last; 0 the first, which is where a batch is sharded; None all.
       square: use tiles of the same size along the last remaining axis as well.
       per_tensor: one scale for the tensor, or with `tile` one for all rows of a tile.
+      channelwise_axes: the axes of the operand that have a scale per index, in place of those that are not contracted;
+        "contracted" for one scale per index of the contracted (and batch) axes. Scales that vary along the contraction
+        are applied before the matmul, which then runs in float.
       calibration: the method that chooses the range.
       rounding: "nearest" or "stochastic".
       scale_dtype: the dtype of scales.
@@ -45,7 +49,7 @@ class Operand(Config):
 
     qtype: Format
     tile: int | float | None = None
-    tile_axis: int = -1
+    tile_axis: int | None = -1
     square: bool = False
     per_tensor: bool = False
     calibration: Calibration = "absmax"  # pyrefly: ignore
@@ -55,13 +59,14 @@ class Operand(Config):
     dequant: str = "output"
     tracker: Tracker | None = None
     check_finite: bool = True
+    channelwise_axes: tuple[int, ...] | str | None = None
     _quantizer: Quantizer = dataclasses.field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
         qtype: FormatLike,
         tile: int | float | None = None,
-        tile_axis: int = -1,
+        tile_axis: int | None = -1,
         square: bool = False,
         per_tensor: bool = False,
         calibration: CalibrationLike = "absmax",
@@ -71,6 +76,7 @@ class Operand(Config):
         dequant: str = "output",
         tracker: Tracker | None = None,
         check_finite: bool = True,
+        channelwise_axes: Sequence[int] | str | None = None,
     ):
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         fmt = get_format(qtype)
@@ -86,10 +92,16 @@ class Operand(Config):
         put("dequant", dequant)
         put("tracker", tracker)
         put("check_finite", check_finite)
+        axes = channelwise_axes
+        put("channelwise_axes", axes if axes is None or isinstance(axes, str) else tuple(axes))
         if dequant not in _DEQUANT:
             raise ValueError(f"dequant is one of {_DEQUANT}, got {dequant!r}")
-        if tile_axis not in (0, -1):
-            raise ValueError(f"tile_axis is -1, the last contracted axis, or 0, the first; got {tile_axis}")
+        if tile_axis not in (0, -1, None):
+            raise ValueError(f"tile_axis is -1, the last contracted axis, 0, the first, or None, all; got {tile_axis}")
+        if isinstance(axes, str) and axes != "contracted":
+            raise ValueError(f"channelwise_axes are axes of the operand, or 'contracted'; got {axes!r}")
+        if axes is not None and (per_tensor or dequant == "other" or fmt.tile is not None):
+            raise ValueError("channelwise_axes need dequant='output' or 'input', no per_tensor and no block format")
         if square and self.tile is None:
             raise ValueError("square tiles need a tile size: Operand('fp8', tile=128, square=True)")
         if dequant == "other" and (self.tile is not None or per_tensor):
@@ -112,11 +124,18 @@ class Operand(Config):
         remaining = [a for a in range(ndim) if a not in contracting and a not in batch]
         tiled: dict[int, int | float] = {}
         if self.tile is not None and contracting:
-            tiled[contracting[self.tile_axis]] = self.tile
+            tiled = dict.fromkeys(contracting if self.tile_axis is None else [contracting[self.tile_axis]], self.tile)
             if self.square and remaining:
                 tiled[remaining[-1]] = self.tile
-        if self.dequant == "other":
-            channelwise = [*batch, *contracting]
+        if self.dequant == "other" or self.channelwise_axes == "contracted":
+            channelwise = [a for a in (*batch, *contracting) if a not in tiled]
+        elif self.channelwise_axes is not None:
+            axes = [operator.index(a) for a in self.channelwise_axes]
+            if outside := [a for a in axes if not -ndim <= a < ndim]:
+                raise ValueError(
+                    f"channelwise_axes={self.channelwise_axes}: the operand has {ndim} axes, not {outside}"
+                )
+            channelwise = [a % ndim for a in axes if a % ndim not in tiled]
         else:
             channelwise = [] if self.per_tensor else [a for a in (*batch, *remaining) if a not in tiled]
         if not tiled and self.qtype.tile is not None:
@@ -136,6 +155,9 @@ class Matmul(Config):
         by `rhs`, along this matmul's contraction; "original" saves the float value, quantized by `rhs` if given.
       rotate: the block size of a Hadamard rotation of both operands along the last contracted axis, which spreads
         outliers and cancels out in the matmul.
+      smooth: SmoothQuant's alpha: for each contracted index k, `lhs` is divided and `rhs` multiplied by
+        max|lhs_k|**alpha / max|rhs_k|**(1 - alpha) before they are quantized; or both exponents, as (alpha, alpha) for
+        AQT's mid-quantization.
       accumulator: the dtype in which floats, and the partial sums of tiles, are accumulated (float32 by default); the
         integers of one tile always accumulate in int32.
 
@@ -148,8 +170,11 @@ class Matmul(Config):
     residual: str = "reuse"
     rotate: int | None = None
     accumulator: str | None = None
+    smooth: float | tuple[float, float] | None = None
 
     def __post_init__(self):
+        if self.smooth is not None:
+            self._check_smooth(self.smooth)
         if self.residual not in _RESIDUALS:
             raise ValueError(f"residual is one of {_RESIDUALS}, got {self.residual!r}")
         if self.rotate is not None and (self.rotate < 2 or self.rotate & (self.rotate - 1)):
@@ -160,6 +185,14 @@ class Matmul(Config):
             raise ValueError(f"accumulator is float32, bfloat16 or float16, got {self.accumulator!r}")
         if self.lhs and self.rhs and self.lhs.dequant == self.rhs.dequant == "other":
             raise ValueError("only one operand's scale can be moved into the other")
+
+    def _check_smooth(self, alpha: Any) -> None:
+        both = tuple(alpha) if isinstance(alpha, tuple | list) else (alpha,)
+        if len(both) > 2 or not all(0 <= a <= 1 for a in both):
+            raise ValueError(f"smooth is SmoothQuant's alpha, from 0 to 1, or the exponents of both sides; got {alpha}")
+        if self.lhs is None and self.rhs is None:
+            raise ValueError("smooth makes operands easier to quantize, but this matmul quantizes none: smooth=None")
+        object.__setattr__(self, "smooth", both if len(both) == 2 else both[0])
 
     @property
     def stochastic(self) -> bool:
@@ -178,8 +211,6 @@ class DotConfig(Config):
       clip_gradient: whether the gradient of values outside the calibrated range is zero.
       sparsity: (n, m) keeps the n largest of every m weights along the contracted axis of `rhs`.
       lowering: the lowering of the matmuls, one of `octavo.ops.lowerings()`.
-      smooth: SmoothQuant's alpha: the forward divides `lhs` and multiplies `rhs`, for each contracted index k, by
-        max|lhs_k|**alpha / max|rhs_k|**(1 - alpha) before quantizing them.
 
     >>> DotConfig.qt("int8").fwd.lhs.qtype.name
     'int8'
@@ -191,7 +222,6 @@ class DotConfig(Config):
     clip_gradient: bool = True
     sparsity: tuple[int, int] | None = None
     lowering: str = "auto"
-    smooth: float | None = None
     tracked: dict[str, Operand] = dataclasses.field(init=False, repr=False, compare=False)
     """The operands with trackers: "lhs" and "rhs" of the forward, the cotangents of "dlhs" and "drhs"."""
     stochastic: bool = dataclasses.field(init=False, repr=False, compare=False)
@@ -210,6 +240,8 @@ class DotConfig(Config):
         if moved and not self.dlhs.residual == self.drhs.residual == "original":
             raise ValueError("dequant='other' mixes the operands' scales: use residual='original' on dlhs and drhs")
         for name, gradient in (("dlhs", self.dlhs), ("drhs", self.drhs)):
+            if gradient.residual == "reuse" and gradient.smooth is not None:
+                raise ValueError(f"{name} is smoothed, so it cannot reuse codes: use residual='original'")
             if gradient.residual == "reuse" and gradient.rotate:
                 raise ValueError(f"{name} rotates its operands, so it cannot reuse codes: use residual='requantize'")
         if self.sparsity is not None:
@@ -217,15 +249,7 @@ class DotConfig(Config):
             if not 0 < n < m:
                 raise ValueError(f"sparsity (n, m) keeps n of m weights, 0 < n < m; got {self.sparsity}")
             object.__setattr__(self, "sparsity", (n, m))
-        if self.smooth is not None:
-            self._check_smooth(self.smooth)
-
-    def _check_smooth(self, alpha: float) -> None:
-        if not 0 <= alpha <= 1:
-            raise ValueError(f"smooth is SmoothQuant's alpha, from 0 to 1; got {alpha}")
-        if self.fwd.lhs is None and self.fwd.rhs is None:
-            raise ValueError("smooth makes operands easier to quantize, but the forward quantizes none: smooth=None")
-        if not self.dlhs.residual == self.drhs.residual == "original":
+        if self.fwd.smooth is not None and not self.dlhs.residual == self.drhs.residual == "original":
             raise ValueError(
                 "a smoothed forward leaves smoothed codes behind: use residual='original' on dlhs and drhs"
             )

@@ -22,6 +22,8 @@ type Axes = tuple[int, ...]
 
 # With shorter tiles the per-tile results are larger than the operands: dequantizing is cheaper.
 SMALLEST_TILE = 64
+# Integers are multiplied as such in shorter tiles too if there are few, as where each device has a scale of its own.
+FEW_TILES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +193,7 @@ class DotProblem:
     def split(self) -> Split | None:
         """The form in which codes are multiplied; None where the operands are dequantized first."""
         (lhs, rhs), dims, tiles = self.operands, self.dims, []
+        integers = Codes(lhs).is_int8 and Codes(rhs).is_int8
         for a, b in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
             size = lhs.shape[a]
             sizes = [
@@ -201,7 +204,8 @@ class DotProblem:
                 if part is not None
             ]
             tile = min(sizes)
-            if any(n % tile for n in sizes if tile) or (tile < SMALLEST_TILE and tile != size):
+            short = tile < SMALLEST_TILE and tile != size and not (integers and size <= FEW_TILES * tile and tile > 1)
+            if short or any(n % tile for n in sizes if tile):
                 return None
             tiles.append(tile)
         left = Codes(lhs, dims.lhs_contract, dims.lhs_batch, tuple(tiles))

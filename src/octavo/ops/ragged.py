@@ -241,8 +241,8 @@ def _ragged_dot(
     _check_shapes(lhs, rhs, group_sizes, contract, group_offset, sharding)
     dtype = result_dtype(lhs, rhs, preferred_element_type)
     quantized = isinstance(lhs, QArray) or isinstance(rhs, QArray)
-    if config is not None and quantized:
-        raise TypeError("a config quantizes float operands; QArrays are quantized already: leave the config out")
+    if config is not None and quantized and contract != 1:
+        raise NotImplementedError("a config and a QArray that contracts its last axis: transpose the QArray first")
     if out_sharding is not None and (quantized or config is not None):
         raise NotImplementedError("a quantized ragged_dot takes no out_sharding: use jax.shard_map over the experts")
     first = None
@@ -256,7 +256,8 @@ def _ragged_dot(
     if config is not None:
         # Rows of no group are masked in the input and the output, and thereby in the gradients as well.
         call = Call(Ragged(sharding), config, jnp.dtype(dtype), precision, None, placement)
-        out = quantized_product(call, masked(lhs, rows.owned), rhs, group_sizes, key=key, scaling=scaling)
+        lhs = lhs if isinstance(lhs, QArray) else masked(lhs, rows.owned)
+        out = quantized_product(call, lhs, rhs, group_sizes, key=key, scaling=scaling)
         out = masked(out, rows.owned)
     elif quantized:
         lhs, rhs = without_reduced((lhs, rhs))

@@ -39,13 +39,18 @@ def move_scale(q: QArray, other: Array, dims: Dims, *, from_left: bool) -> tuple
     return Scaled(other, _across(full_scale(q), mine, theirs, other.ndim)), without_scale(q)
 
 
-def smooth(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims, alpha: float) -> tuple[Array, Array]:
+def smooth(
+    lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims, alpha: float | tuple[float, float]
+) -> tuple[Array, Array]:
     """Smooth outliers of both operands along the contraction, without changing their matmul.
 
     Xiao et al., SmoothQuant (2022), equation 4, for each contracted index k (and each batch):
 
         s_k = max|lhs_k|**alpha / max|rhs_k|**(1 - alpha),   lhs_k / s_k,   rhs_k * s_k
+
+    A pair for alpha is both exponents.
     """
+    alpha, beta = alpha if isinstance(alpha, tuple) else (alpha, 1 - alpha)
     if isinstance(lhs, QArray) or isinstance(rhs, QArray):
         raise TypeError("smooth scales float operands before they are quantized; a QArray is quantized already")
     wide = jnp.float64 if jnp.float64 in (lhs.dtype, rhs.dtype) else jnp.float32
@@ -54,7 +59,7 @@ def smooth(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims, alpha: float) -> 
     left = jnp.max(jnp.abs(lhs), axis=dims.lhs_remaining, keepdims=True, initial=0)
     right = jnp.max(jnp.abs(rhs), axis=dims.rhs_remaining, keepdims=True, initial=0)
     right = _sharding.reshard_for_broadcast(_across(right, theirs, mine, lhs.ndim), left)
-    s = left**alpha / right ** (1 - alpha)
+    s = left**alpha / right**beta
     # A non-finite value affects only its own row.
     s = jnp.where((s > 0) & jnp.isfinite(s), s, 1)
     # An index that is all zeros in one operand contributes nothing: do not let it widen the other's range.

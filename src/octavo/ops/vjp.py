@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from octavo import _sharding
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import AbsMax, Bounds
+from octavo.numerics import Format
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.hadamard import rotate
 from octavo.ops.lowerings.xla import row_major
@@ -58,13 +59,14 @@ def quantized_product(
     key: PRNGKeyArray | None,
     scaling: Scaling | None,
 ) -> Array:
-    """Apply a product to two float arrays, quantizing its operands and those of its gradients."""
+    """Apply a product, quantizing its float operands and those of its gradients; QArrays are operands as they are."""
     config, product, scaling = call.config, call.product, scaling or {}
-    if isinstance(lhs, QArray) or isinstance(rhs, QArray):
-        raise TypeError("a config quantizes float operands; QArrays are quantized already: leave the config out")
     product.check(config)
     if scaling or config.tracked or call.placement.reduction is not None:
         _check_scaling(config, scaling, call.placement.reduction)
+    if isinstance(lhs, QArray) or isinstance(rhs, QArray):
+        # Codes are multiplied as they are: they are not masked again, and have no gradient.
+        return _product(call._replace(placement=UNPLACED), lhs, rhs, extra, key, scaling)
     lhs, rhs = _sharding.vary_alike(lhs, rhs)
     if config.sparsity is not None:
         n, m = config.sparsity
@@ -128,7 +130,9 @@ def jit_if_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(call: Call, lhs: Array, rhs: Array, extra: Any, key: PRNGKeyArray | None, scaling: Scaling) -> Array:
+def _product(
+    call: Call, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Any, key: PRNGKeyArray | None, scaling: Scaling
+) -> Array:
     return mark(_primal(call, lhs, rhs, extra, key, scaling), call, (lhs, rhs, extra, key, scaling))
 
 
@@ -144,8 +148,8 @@ def _forward(
 ):
     config, product, gather = call.config, call.product, call.placement.gather
     keys = (None,) * 6 if key is None else tuple(jax.random.split(key, 6))
-    if config.smooth is not None:
-        lhs, rhs = smooth(lhs, rhs, product.dims, config.smooth)
+    if config.fwd.smooth is not None:
+        lhs, rhs = smooth(lhs, rhs, product.dims, config.fwd.smooth)
     left, right, seen = _quantize_operands(config.fwd, lhs, rhs, product.dims, keys[:2], scaling, ("lhs", "rhs"))
     operands = left, right
     if gather is not None and product.has_placement:
@@ -159,12 +163,14 @@ def _forward(
 
 
 @jit_if_tracing
-def _product_fwd(call: Call, lhs: Array, rhs: Array, extra: Any, key: PRNGKeyArray | None, scaling: Scaling):
+def _product_fwd(
+    call: Call, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Any, key: PRNGKeyArray | None, scaling: Scaling
+):
     if key is None and call.config.stochastic:
         raise ValueError(
             f"the gradient of a {call.product.op} rounds stochastically and needs a random key: pass key= to the "
-            "operation, call octavo.quantized(fn, rules).stateful(key=key)(...), or in a Flax model give the rng stream "
-            "'stochastic_rounding'"
+            "operation, call octavo.quantized(fn, rules).stateful(key=key)(...), or in a Flax model give the rng "
+            "stream 'stochastic_rounding'"
         )
     lhs, rhs = without_reduced((lhs, rhs))
     out, (left, right, seen, keys, smoothed) = _forward(call, lhs, rhs, extra, key, scaling)
@@ -177,22 +183,28 @@ def _product_fwd(call: Call, lhs: Array, rhs: Array, extra: Any, key: PRNGKeyArr
         _gradient_mask(config, config.fwd.rhs, smoothed[1], dims.rhs_contract, dims.rhs_batch, scaling.get("rhs")),
     )
     saved = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), (lhs_saved, rhs_saved, masks))
-    return out, (saved, extra, seen, keys, scaling, (tangent_probe(lhs), tangent_probe(rhs)))
+    probes = tuple(None if isinstance(x, QArray) else tangent_probe(x) for x in (lhs, rhs))
+    return out, (saved, extra, seen, keys, scaling, probes)
 
 
 @jit_if_tracing
 def _product_bwd(call: Call, residuals: Any, g: Array):
     (lhs, rhs, masks), extra, seen, keys, scaling, like = residuals
-    g, shardings = _once_differentiable(_sharding.without_reduced(g), *like), call.operand_shardings
+    probes = [g[:0] if x is None else x for x in like]
+    g, shardings = _once_differentiable(_sharding.without_reduced(g), *probes), call.operand_shardings
     gradients = []
     for of_lhs, residual, probe, mask, wanted in zip((True, False), (rhs, lhs), like, masks, shardings, strict=True):
+        if probe is None:  # a QArray
+            gradients.append(None)
+            continue
         # A masked gradient is reduced first: the values of an unreduced array cannot be masked.
         sharding = _sharding.gradient_sharding(wanted if mask is None else _sharding.plain(wanted))
         operand_keys = keys[2:4] if of_lhs else keys[4:6]
         grad, more = _gradient(call, of_lhs, g, residual, extra, operand_keys, scaling, probe.dtype, sharding)
         seen = seen | more
         grad = grad.astype(probe.dtype)
-        grad = grad if mask is None else jnp.where(mask, grad, jnp.zeros_like(grad))
+        if mask is not None:
+            grad = jnp.where(mask, grad, jnp.zeros_like(grad)) if mask.dtype == bool else grad * mask.astype(grad.dtype)
         if wanted is not None:
             grad = _sharding.reshard_if_explicit(grad, _sharding.gradient_sharding(wanted))
         gradients.append(grad)
@@ -217,8 +229,11 @@ def _gradient(
     config, transpose, (gather, reduction) = call.config, call.product.transpose(of_lhs), call.placement
     matmul, forward, name = (config.dlhs, config.fwd.rhs, "dlhs") if of_lhs else (config.drhs, config.fwd.lhs, "drhs")
     g, residual, matmul = _use_residual(transpose, matmul, forward, g, residual, extra)
+    residual = transpose.arrange_residual(residual)
+    if matmul.smooth is not None:
+        g, residual = smooth(g, residual, transpose.dims, matmul.smooth)
     matmul, left, right, measured, scales = transpose.quantize_by_group(
-        matmul, g, transpose.arrange_residual(residual), *extra, keys=keys, scaling=scaling, name=name
+        matmul, g, residual, *extra, keys=keys, scaling=scaling, name=name
     )
     left, right, seen = _quantize_operands(matmul, left, right, transpose.dims, keys, scaling, (name, None))
     seen = seen | measured
@@ -307,18 +322,26 @@ def _fake_quant(operand: Operand | None, x: ArrayOrQArray) -> ArrayOrQArray:
 
 
 def _gradient_mask(
-    config: DotConfig, operand: Operand | None, x: Array, contract: Axes, batch: Axes, given: dict[str, Array] | None
+    config: DotConfig,
+    operand: Operand | None,
+    x: ArrayOrQArray,
+    contract: Axes,
+    batch: Axes,
+    given: dict[str, Array] | None,
 ) -> Array | None:
-    """The mask of values within the calibrated range, where gradients pass; None if nothing can be clipped."""
-    if not config.clip_gradient or operand is None or config.fwd.rotate:
+    """The mask of values within the calibrated range, where gradients pass, or the format's own factors; None for 1."""
+    if operand is None or config.fwd.rotate or isinstance(x, QArray):
         return None
-    if given is None and not operand.calibration.may_clip:
+    own = type(operand.qtype).gradient is not Format.gradient
+    clips = config.clip_gradient and (given is not None or operand.calibration.may_clip)
+    if not own and not clips:
         return None
     quantizer, bounds = operand.quantizer(x.ndim, contracting=contract, batch=batch), given
     if operand.tracker is not None:
         measured = quantizer.measure(x)
         bounds = operand.tracker.read(given or operand.tracker.init(measured), measured)
-    return inside(quantizer, x, bounds)
+    mask, factor = inside(quantizer, x, bounds) if clips else None, quantizer.gradient(x, bounds) if own else None
+    return mask if factor is None else factor if mask is None else factor * mask.astype(factor.dtype)
 
 
 def _updated_scaling(config: DotConfig, scaling: Scaling, seen: dict[str, Bounds]) -> Scaling:
@@ -326,7 +349,7 @@ def _updated_scaling(config: DotConfig, scaling: Scaling, seen: dict[str, Bounds
     new = {}
     for name, state in scaling.items():
         operand = config.tracked.get(name)
-        if operand is not None and operand.tracker is not None:
+        if operand is not None and operand.tracker is not None and name in seen:
             bounds = {k: _sharding.replicate_axes(x) for k, x in seen[name].items()}
             updated = operand.tracker.update(state, bounds)
             # With the sharding of the old state.

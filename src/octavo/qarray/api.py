@@ -127,6 +127,8 @@ def _fake_quant_jvp(quantizer: Quantizer, masked: bool, primals: tuple[Any, Arra
     if masked:
         kept = _sharding.restore_reduced(inside(quantizer, x), _sharding.explicit(x))
         dx = jax.lax.select(kept, dx, jnp.zeros_like(dx))
+    if (factor := quantizer.gradient(x)) is not None:
+        dx = dx * _sharding.restore_reduced(factor, _sharding.explicit(x)).astype(dx.dtype)
     return out, dx.astype(out.dtype)
 
 

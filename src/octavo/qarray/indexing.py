@@ -8,6 +8,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -135,6 +136,58 @@ def take(q: Any, index: Any) -> Any:
         padding=tuple((place[axis], count) for axis, count in q.padding),
         packed=None if q.packed is None else (place[q.packed[0]], q.packed[1]),
     )
+
+
+def dynamic_update_slice(operand: Any, update: Any, start_indices: Sequence[Any]) -> Any:
+    """`jax.lax.dynamic_update_slice` of QArrays: the codes, scales and zero points of a slice are replaced.
+
+    Along an axis whose values share a scale, the update has the length of the axis; along tiles it consists of full
+    tiles, from a static start.
+
+    Args:
+      operand: The QArray to update.
+      update: A QArray of the same format, dtype and rank.
+      start_indices: The start along each axis; traced numbers where scales are per value.
+
+    Returns:
+      The updated QArray, unpacked.
+
+    >>> import octavo
+    >>> cache, row = (octavo.quantize(x, "int8", channelwise_axes=(0,)) for x in (jnp.ones((3, 4)), jnp.ones((1, 4))))
+    >>> dynamic_update_slice(cache, row, (1, 0)).scale.shape
+    (3, 1)
+    """
+    operand, update = operand.unpack(), update.unpack()
+    alike = [(q.qtype, q.dtype, q.ndim, q.zero_point is None, q.outer_scale is None) for q in (operand, update)]
+    if alike[0] != alike[1] or len(start_indices) != operand.ndim:
+        raise ValueError(
+            f"an update has the format, dtype and rank of the array, and a start for each axis; got {update} for "
+            f"{operand} at {tuple(start_indices)}"
+        )
+    if operand.outer_scale is not None or operand.padding or update.padding:
+        raise ValueError("arrays with two levels of scales or with padded tiles have no slices that can be replaced")
+
+    def place(x: Array, part: Array) -> Array:
+        starts = []
+        for axis, start in enumerate(start_indices):
+            size, new, count = operand.shape[axis], update.shape[axis], x.shape[axis]
+            tile, static = size // max(1, count), isinstance(start, int | np.integer)
+            fits = new % tile == 0 and part.shape[axis] == new // tile
+            whole = size == new and count == part.shape[axis]
+            if not whole and (not fits or (tile > 1 and not (static and start % tile == 0))):
+                raise ValueError(
+                    f"axis {axis}: {new} values from {start} with {part.shape[axis]} scales do not replace full tiles "
+                    f"of {tile} of {size} values: update the full axis, or quantize it with a scale per value"
+                )
+            starts.append(0 if whole else start // tile)
+        return jax.lax.dynamic_update_slice(x, part.astype(x.dtype), starts)
+
+    changes = {
+        name: place(getattr(operand, name), getattr(update, name))
+        for name in ("qvalue", "scale", "zero_point")
+        if getattr(operand, name) is not None
+    }
+    return operand._replace(**changes)
 
 
 def _per_axis(index: Any, ndim: int) -> list[Any]:

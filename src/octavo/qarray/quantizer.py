@@ -14,6 +14,7 @@ from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray
 from octavo.calibration import AbsMax, Bounds, Calibration, CalibrationLike, get_calibration
 from octavo.numerics import BlockFormat, Format, FormatLike, IntFormat, Rounding, get_format, get_rounding
 from octavo.qarray.arithmetic import ARITHMETICS
+from octavo.qarray.indexing import unpad
 from octavo.qarray.platform import on_cpu
 from octavo.qarray.qarray import QArray, Tiles
 
@@ -267,6 +268,20 @@ class Quantizer(Config):
         # As in Qwix, values have the dtype of an explicit scale dtype, if it is wide enough; else the input's.
         dtype = stored if self.scale_dtype and stored.itemsize >= 2 else np.dtype(x.dtype)
         return QArray.tree_unflatten((fmt, dtype, tiles.padding, None), arrays)
+
+    def gradient(self, x: Float[Array, "..."], bounds: Bounds | None = None) -> Array | None:
+        """The factor of the gradient that the format gives each value, see `Format.gradient`; None for one."""
+        if type(self.qtype).gradient is Format.gradient:
+            return None
+        x, tiles = _sharding.without_reduced(x), self.tiles(x.shape)
+        split = tiles.split(self._widen(x))
+        if bounds is None:
+            bounds = self._measure(split, tiles, x.dtype, split)
+        else:
+            bounds = {k: tiles.split_scale(v).astype(split.dtype) for k, v in bounds.items()}
+        scale, _, outer, _ = self._scale(bounds, x.dtype)
+        factor = self.format.gradient(split / (scale if outer is None else scale * outer))
+        return None if factor is None else unpad(tiles.merge(factor), tiles.padding)
 
     def bits_per_value(self, shape: tuple[int, ...]) -> float:
         """Bits per value of a packed array of this shape, scales and padding included."""

@@ -48,7 +48,7 @@ class Conv(Product):
         return _ConvDlhs(self.geometry) if of_lhs else _ConvDrhs(self.geometry)
 
     def check(self, config: DotConfig) -> None:
-        if config.smooth is not None:
+        if any(m.smooth is not None for m in (config.fwd, config.dlhs, config.drhs)):
             raise NotImplementedError(NO_SMOOTHING)
         if config.sparsity is not None:
             raise NotImplementedError(

@@ -57,8 +57,6 @@ def einsum(
     >>> run("...d,df->...f", x, w, config=octavo.DotConfig.qt("int8")).shape
     (2, 3, 5)
     """
-    if config is not None and any(isinstance(x, QArray) for x in operands):
-        raise TypeError("a config quantizes float operands; QArrays are quantized already: leave the config out")
     ranges = [scaling] if isinstance(scaling, Mapping) else [*(scaling or ())]
     done = 0
 

@@ -59,7 +59,7 @@ class Ragged(_Grouped, Product):
         return {"ragged_dot_dimension_numbers": NUMBERS}
 
     def check(self, config: DotConfig) -> None:
-        if config.smooth is not None:
+        if any(m.smooth is not None for m in (config.fwd, config.dlhs, config.drhs)):
             raise NotImplementedError(NO_SMOOTHING)
         if config.drhs.rotate is not None:
             raise ValueError(
