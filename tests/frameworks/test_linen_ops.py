@@ -224,7 +224,7 @@ class TestModes:
         assert isinstance(left["first"]["kernel"], dict)
         np.testing.assert_array_equal(left["first"]["bias"], variables["params"]["first"]["bias"])
         with pytest.raises(ValueError, match="quantized parameters without a float one"):
-            maxtext.match_quantized_params(converted["params"], {"other": jnp.ones(3)})
+            maxtext.match_aqt_and_unquantized_param(converted["params"], {"other": jnp.ones(3)})
 
 
 def test_a_function_is_converted_and_served():
@@ -444,3 +444,54 @@ def test_a_weight_that_is_rotated_or_masked_before_it_is_rounded_is_served_as_it
     trained = jax.jit(octavo.quantized(product, rules))(params, x)
     low = octavo.convert(product, params, x, rules=rules)
     np.testing.assert_array_equal(jax.jit(octavo.served(product, rules))(low, x), trained)
+
+
+class TestMaxTextModes:
+    """`configure_quantization(config, mode)` of seed 002: train, convert once, serve without the float kernel."""
+
+    class Model(nn.Module):
+        quant: object
+
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8, name="dense", dot_general_cls=self.quant.dot_general_cls(("embed", "mlp")))(x)
+            w = self.param("w", nn.initializers.lecun_normal(), (8, 4))
+            return self.quant.einsum(("mlp", "out"))("bi,io->bo", x, w)
+
+    def model(self, mode, replicate=False):
+        config = types.SimpleNamespace(quantization="int8", replicate_quant_scale=replicate)
+        return self.Model(maxtext.configure_quantization(config, mode))
+
+    def test_convert_stores_codes_and_serve_multiplies_them(self):
+        x = jax.random.normal(KEY, (4, 16))
+        params = self.model("train").init(KEY, x)
+        trained = self.model("train").apply(params, x)
+        out, stored = self.model("convert").apply(params, x, mutable="aqt")
+        np.testing.assert_array_equal(out, trained)
+        frozen = stored["aqt"]["dense"]["AqtDotGeneral_0"]["qrhs"]["frozen"]
+        assert (
+            frozen.qtype.name == stored["aqt"]["AqtEinsum_0"]["AqtDotGeneral_0"]["qrhs"]["frozen"].qtype.name == "int8"
+        )
+        left = maxtext.remove_quantized_params(params["params"], stored["aqt"])
+        assert left["dense"]["kernel"] == {}
+        assert left["dense"]["bias"].shape == (8,)
+        zeros = jax.tree.map(jnp.zeros_like, params["params"]) | {
+            "dense": left["dense"] | {"kernel": jnp.zeros((16, 8))}
+        }
+        served = self.model("serve").apply({"params": zeros, **stored}, x)
+        np.testing.assert_array_equal(served, trained)
+        with pytest.raises(
+            ValueError, match=r"AqtDotGeneral_0' serves codes of the collection 'aqt', which was not given"
+        ):
+            self.model("serve").apply(params, x)
+
+    @pytest.mark.parametrize("replicate", [False, True])
+    def test_served_variables_have_the_names_of_their_axes(self, replicate):
+        made = jax.eval_shape(self.model("serve", replicate).init, KEY, jnp.ones((4, 16)))["aqt"]
+        frozen = made["dense"]["AqtDotGeneral_0"]["qrhs"]["frozen"]
+        assert frozen.qvalue.names == ("embed", "mlp")
+        assert frozen.scale.names == ((None, None) if replicate else (None, "mlp"))
+
+    def test_modes_of_flax_float8_are_refused(self):
+        with pytest.raises(ValueError, match="store no weights: 'serve' is for AQT's configs"):
+            maxtext.configure_quantization(types.SimpleNamespace(quantization="fp8"), "serve")

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         ids = source.tokenizer.encode(text)
         if args.max_tokens:
             ids = ids[: args.max_tokens]
-        kv = kv_config(args) if args.kv or args.kv_values else None
+        kv = kv_config(args)
         progress = _progress if sys.stderr.isatty() else None
         found = evaluate(source, ids, against=against, kv=kv, length=args.length, progress=progress)
         page = _report(args, source, against, found)

@@ -64,15 +64,21 @@ def open_source(args: argparse.Namespace) -> Any:
 
 def add_kv_cache(parser: argparse.ArgumentParser) -> None:
     """Add the formats of the KV cache."""
-    parser.add_argument("--kv", metavar="FORMAT", help="keys and values in int8, int4 or fp8")
+    parser.add_argument(
+        "--kv",
+        metavar="FORMAT",
+        help="keys and values in int8, int4 or fp8, or float; by default as the run was configured",
+    )
     parser.add_argument("--kv-values", metavar="FORMAT", help="the format of values, where it is another")
     parser.add_argument("--kv-axis", metavar="AXIS", default="dkv", help="dkv (the default), heads_and_dkv or kivi")
 
 
 def kv_config(args: argparse.Namespace) -> Any:
-    """The `KVConfig` of those options."""
+    """The `KVConfig` of those options; None for that of the model."""
     from octavo.serve import KVConfig
 
     if args.kv_values and not args.kv:
         raise ValueError("--kv-values needs --kv, the format of the keys")
-    return KVConfig(keys=args.kv, values=args.kv_values or args.kv, axis=args.kv_axis) if args.kv else KVConfig()
+    if args.kv in (None, "float"):
+        return None if args.kv is None else KVConfig()
+    return KVConfig(keys=args.kv, values=args.kv_values or args.kv, axis=args.kv_axis)

@@ -1,6 +1,5 @@
 """The functions of MaxText's `quantizations.py`: the quantization of a config, and helpers."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -9,8 +8,22 @@ import jax.numpy as jnp
 from octavo._names import unknown_name
 from octavo.calibration import Fixed, get_calibration
 from octavo.compat import aqt, transformer_engine
+from octavo.compat.maxtext_rules import (
+    ConstantBoundConfig,
+    NANOOFp8Provider,
+    NvidaFp8Provider,
+    PerTensorScales,
+    QwixDotGeneral,
+    QwixEinsum,
+    QwixQuantization,
+    get_fp8_full_qwix_rule_w_sparsity,
+    get_qt_provider,
+    get_quantization_rule,
+    maybe_quantize_model,
+)
 from octavo.compat.quantization import (
     AqtQuantization,
+    Fp8Einsum,
     Fp8Quantization,
     NANOOFp8Quantization,
     Quantization,
@@ -21,38 +34,36 @@ from octavo.qarray import QArray, is_qarray, quantize
 from octavo.rules import dot_config, mixed_precision, recipe, recipes
 
 __all__ = [
+    "DEFAULT",
     "AqtQuantization",
+    "ConstantBoundConfig",
+    "Fp8Einsum",
     "Fp8Quantization",
+    "NANOOFp8Provider",
     "NANOOFp8Quantization",
+    "NvidaFp8Provider",
+    "PerTensorScales",
     "Quantization",
+    "QwixDotGeneral",
+    "QwixEinsum",
+    "QwixQuantization",
     "aqt_int",
     "configure_quantization",
     "constant_bounds",
+    "get_fp8_full_qwix_rule_w_sparsity",
+    "get_qt_provider",
     "get_quant_mode",
+    "get_quantization_rule",
     "in_convert_mode",
     "in_serve_mode",
     "manual_quantize",
-    "match_quantized_params",
-    "qwix_quantization",
+    "match_aqt_and_unquantized_param",
+    "maybe_quantize_model",
     "remove_quantized_params",
 ]
 
-
-def qwix_quantization(
-    act_calibration_method: str = "absmax",
-    weight_calibration_method: str = "absmax",
-    bwd_calibration_method: str = "absmax",
-) -> Quantization:
-    """The `fp8_full` recipe: e4m3 forward, e5m2 gradients."""
-    methods = (act_calibration_method, weight_calibration_method, bwd_calibration_method)
-    rules = recipe(
-        "fp8_full",
-        exclude=None,
-        act_calibration_method=methods[0],
-        weight_calibration_method=methods[1],
-        bwd_calibration_method=methods[2],
-    )
-    return Quantization(rules)
+DEFAULT = "__default__"
+"""The entry of a mixed-precision table for all other layers."""
 
 
 def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quantization | None:
@@ -73,8 +84,8 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
     name = config.quantization or ""
     options = {"quant_mode": quant_mode_str, "replicate_scale": getattr(config, "replicate_quant_scale", False)}
     methods = {
-        side: getattr(config, f"{short}_quantization_calibration_method", None) or "absmax"
-        for side, short in (("act", "act"), ("weight", "weight"), ("bwd", "bwd"))
+        f"{side}_calibration_method": getattr(config, f"{side}_quantization_calibration_method", None) or "absmax"
+        for side in ("act", "weight", "bwd")
     }
     match name:
         case "":
@@ -94,8 +105,7 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
                 constant_bounds(tuple(getattr(config, "constant_bound_config", ()) or ())), **options
             )
         case "fp8_full":
-            found = qwix_quantization(*(methods[side] for side in ("act", "weight", "bwd")))
-            return dataclasses.replace(found, **options)
+            return QwixQuantization(**methods, **options)
     if name not in recipes(aliases=True):
         raise ValueError(f"quantization={name!r} is no recipe: {unknown_name(name, recipes(aliases=True))}")
     if name in transformer_engine.RECIPES and transformer_engine.is_usable():
@@ -115,14 +125,12 @@ def aqt_int(bits: int, shards: int = 1) -> DotConfig:
 
 
 def constant_bounds(bounds: tuple[int | float, ...]) -> DotConfig:
-    """e4m3 forward and e5m2 gradients with one scale per tensor: dynamic, or of six constant bounds."""
+    """e4m3 forward, e5m2 gradients and residuals, one scale per tensor: dynamic, or of six constant bounds."""
     if len(bounds) not in (0, 6):
         raise ValueError(f"constant_bound_config has six bounds (fwd, dlhs, drhs; lhs and rhs of each), got {bounds}")
     compiled = dot_config(recipe("aqt_fp8_full", exclude=None)[0], lhs_weight=False, rhs_weight=True)
     assert compiled is not None
-    names = [f"{matmul}_{side}" for matmul in ("fwd", "dlhs", "drhs") for side in ("lhs", "rhs")]
-    changes = {name: {"calibration": f"constant,{bound}"} for name, bound in zip(names, bounds, strict=False)}
-    return compiled.with_operands(**changes)
+    return ConstantBoundConfig(*bounds).apply(compiled)
 
 
 def _table(config: Any) -> str:
@@ -156,24 +164,38 @@ def in_serve_mode(quant: Quantization | None) -> bool:
     return quant is not None and quant.quant_mode == "serve"
 
 
-def match_quantized_params(quantized: Any, params: Any) -> list[tuple[Any, ...]]:
-    """The paths of the float parameters that are quantized in `quantized`."""
-    stored = {path for path, leaf in _leaves(quantized) if is_qarray(leaf)}
-    found = [path for path, _ in _leaves(params) if path in stored]
-    if missing := stored - set(found):
-        raise ValueError(f"quantized parameters without a float one: {sorted(map(str, missing))[:5]}")
-    return found
+def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
+    """The path of the float parameter of each QArray, in the structure of `aqt_params`.
+
+    Args:
+      aqt_params: The collection "aqt" of a model in mode "convert", or what `octavo.convert` returns.
+      params: The float parameters.
+    """
+    left = [path for path, _ in _leaves(params)]
+
+    def match(path: Any, leaf: Any) -> Any:
+        if not is_qarray(leaf):
+            return None
+        beside = (k for k in left if k[:-1] == path[: len(k) - 1] and getattr(k[-1], "key", None) != "bias")
+        found = path if path in left else next(beside, None)
+        if found is None:
+            raise ValueError(f"quantized parameters without a float one: {jax.tree_util.keystr(path)}")
+        left.remove(found)
+        return found
+
+    return jax.tree_util.tree_map_with_path(match, aqt_params, is_leaf=is_qarray)
 
 
-def remove_quantized_params(params: Any, quantized: Any) -> Any:
-    """Float parameters with `{}` in place of those that are quantized in `quantized`.
+def remove_quantized_params(params: Any, aqt_vars: Any) -> Any:
+    """Float parameters with `{}` in place of those that are quantized in `aqt_vars`.
 
     >>> import octavo
     >>> params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
     >>> remove_quantized_params(params, {"w": octavo.quantize(params["w"], "int8"), "b": params["b"]})["w"]
     {}
     """
-    gone = set(match_quantized_params(quantized, params))
+    matched = match_aqt_and_unquantized_param(aqt_vars, params)
+    gone = set(jax.tree.leaves(matched, is_leaf=lambda x: isinstance(x, tuple)))
     return jax.tree_util.tree_map_with_path(lambda path, leaf: {} if path in gone else leaf, params)
 
 

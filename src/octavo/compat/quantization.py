@@ -6,7 +6,7 @@ All of them hold a config or rules; only Flax's own float8 operations, which kee
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -28,17 +28,30 @@ def get_quant_mode(mode: str = "train") -> str:
     return mode
 
 
+class AqtDotGeneral(DotGeneral):
+    """`DotGeneral` by AQT's name, under which its variables are stored."""
+
+
+class AqtEinsum(Einsum):
+    """`Einsum` by AQT's name, under which its variables are stored."""
+
+    dot: ClassVar[type[DotGeneral]] = AqtDotGeneral
+    dot_name: ClassVar[str] = "AqtDotGeneral_{}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Quantization:
     """Operations for Flax Linen layers.
 
-    Its methods take `mesh_axes`, as MaxText passes them, and ignore them: scales are sharded like their parameters.
+    In mode "convert" they store the codes of each weight in the collection "aqt"; in "serve" they multiply the codes
+    that are there, and `mesh_axes` are the names of their axes. In the other modes codes and scales are computed from
+    the weight at every call, and sharded like it.
 
     Attributes:
       config: A `DotConfig`, or rules by the path of the layer.
       quant_mode: One of `MODES`.
       static: Whether activations have static ranges, which mode "calibrate" collects.
-      replicate_scale: Whether scales are replicated on all devices.
+      replicate_scale: Whether stored scales are replicated on all devices.
     """
 
     config: Any = None
@@ -51,18 +64,18 @@ class Quantization:
 
     def dot_general_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
         """The `dot_general_cls` of `nn.Dense` and similar layers."""
-        del mesh_axes
-        return functools.partial(DotGeneral, self.config, static=self.static)
+        return functools.partial(AqtDotGeneral, *self._fields(mesh_axes))
 
     def einsum(self, mesh_axes: Sequence[str] = ()) -> Any:
         """A module with the signature of `jnp.einsum`."""
-        del mesh_axes
-        return Einsum(self.config, static=self.static)
+        return AqtEinsum(*self._fields(mesh_axes))
 
     def conv_general_dilated_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
         """The `conv_general_dilated_cls` of `nn.Conv`."""
-        del mesh_axes
-        return functools.partial(ConvGeneralDilated, self.config, static=self.static)
+        return functools.partial(ConvGeneralDilated, *self._fields(mesh_axes))
+
+    def _fields(self, mesh_axes: Sequence[str]) -> tuple[Any, ...]:
+        return self.config, self.static, self.quant_mode, tuple(mesh_axes), self.replicate_scale
 
 
 class AqtQuantization(Quantization):
@@ -70,7 +83,17 @@ class AqtQuantization(Quantization):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fp8Quantization(Quantization):
+class _TrainingOnly(Quantization):
+    def __post_init__(self):
+        super().__post_init__()
+        if self.quant_mode in ("convert", "serve"):
+            raise ValueError(
+                f"Flax's float8 operations quantize at every call and store no weights: {self.quant_mode!r} is for "
+                "AQT's configs; octavo.convert and octavo.served convert any model"
+            )
+
+
+class Fp8Quantization(_TrainingOnly):
     """Delayed scaling by Flax's own operations, for NVIDIA's float8 formats."""
 
     def dot_general_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
@@ -79,11 +102,10 @@ class Fp8Quantization(Quantization):
 
     def einsum(self, mesh_axes: Sequence[str] = (), dtype: Any = jnp.float32) -> Any:
         del mesh_axes
-        return _Fp8Einsum(dtype)
+        return Fp8Einsum(dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class NANOOFp8Quantization(Quantization):
+class NANOOFp8Quantization(_TrainingOnly):
     """Delayed scaling for the fnuz formats of AMD's MI300: Flax's own `dot_general`, and Octavo's einsum."""
 
     def dot_general_cls(self, mesh_axes: Sequence[str] = ()) -> Callable[..., Any]:
@@ -92,11 +114,13 @@ class NANOOFp8Quantization(Quantization):
 
     def einsum(self, mesh_axes: Sequence[str] = (), dtype: Any = jnp.float32) -> Any:
         del mesh_axes
-        return _Fp8Einsum(dtype, functools.partial(Einsum, recipe("nanoo_fp8", exclude=None)))
+        return Fp8Einsum(dtype, functools.partial(Einsum, recipe("nanoo_fp8", exclude=None)))
 
 
-class _Fp8Einsum(nn.Module):
-    dtype: Any
+class Fp8Einsum(nn.Module):
+    """Flax's einsum with amax histories, computed in `dtype`."""
+
+    dtype: Any = jnp.float32
     op: Callable[..., Any] = nn.Fp8Einsum
 
     @nn.compact

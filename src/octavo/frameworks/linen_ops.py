@@ -1,20 +1,26 @@
 """Quantized operations that Flax Linen layers take as arguments, each with a config, or with rules by layer path."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import meta
 
 from octavo import ops
 from octavo._typing import Array
 from octavo.calibration import RunningMean
-from octavo.ops import DotConfig
+from octavo.frameworks.linen_state import boxed
+from octavo.ops import DotConfig, Operand
+from octavo.ops.operands import ArrayOrQArray
 from octavo.qarray import Quantizer
 from octavo.rules import QuantizationRule, dot_config, find
 from octavo.transform.site import operand_axes
 from octavo.transform.state import GRADIENT_STATE, QUANT_STATS
+
+FROZEN = "aqt"
+"""The collection of weights that mode "convert" stores, as in AQT."""
 
 
 class _LinenOp(nn.Module):
@@ -29,16 +35,47 @@ class _LinenOp(nn.Module):
       static: Which operands have a static range in the collection "quant_stats": the activation (True or "lhs"), the
         weight ("rhs": its scales are frozen, its values are not), "both", or none (False). The range is updated while
         the collection is mutable.
+      quant_mode: "convert" quantizes the right operand once and stores it in the collection "aqt", as
+        {"qrhs": {"frozen": QArray}}; "serve" multiplies what is stored there, whatever the right operand is. Other
+        modes quantize at every call.
+      mesh_axes: The names of the axes of the right operand, which the stored codes and scales of "serve" get.
+      replicate_scale: Whether stored scales have no sharded axes.
     """
 
     config: DotConfig | tuple[QuantizationRule, ...] | None = None
     static: bool | str = False
+    quant_mode: str = "train"
+    mesh_axes: tuple[str | None, ...] = ()
+    replicate_scale: bool = False
 
     def _config_of(self, op: str) -> DotConfig | None:
         if self.config is None or isinstance(self.config, DotConfig):
             return self.config
         rule = find(self.config, "/".join(map(str, self.path[:-1])), op, weights=True)
         return None if rule is None else dot_config(rule, lhs_weight=False, rhs_weight=True)
+
+    def _weight(self, operand: Operand | None, rhs: Array, axes: dict[str, Any]) -> ArrayOrQArray:
+        """The right operand; its codes if they are stored."""
+        if operand is None or self.quant_mode not in ("convert", "serve"):
+            return rhs
+        quantizer = operand.quantizer(rhs.ndim, **axes)
+        if self.quant_mode == "convert":
+            q = quantizer.quantize(rhs)
+            self.variable(FROZEN, "qrhs", dict).value = {"frozen": q}
+            return q
+        if not self.is_initializing() and not self.has_variable(FROZEN, "qrhs"):
+            raise ValueError(
+                f"{'/'.join(self.path)!r} serves codes of the collection {FROZEN!r}, which was not given: apply the "
+                f"model in mode 'convert' with mutable={FROZEN!r} first, and pass what it returns"
+            )
+
+        def init() -> Any:
+            q = quantizer.quantize(rhs)
+            names = (*[None] * (rhs.ndim - len(self.mesh_axes)), *self.mesh_axes)
+            box = nn.LogicallyPartitioned(rhs, names)
+            return {"frozen": boxed(q, box, replicate_scale=self.replicate_scale) if self.mesh_axes else q}
+
+        return meta.unbox(self.variable(FROZEN, "qrhs", init).value)["frozen"]
 
     def _key(self) -> Array | None:
         return self.make_rng("stochastic_rounding") if self.has_rng("stochastic_rounding") else None
@@ -110,20 +147,25 @@ class DotGeneral(_LinenOp):
         config = self._config_of("dot_general")
         if config is None:
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, **kinds)
-        scaling = self._scaling(config, (lhs, rhs), {"dimension_numbers": dimension_numbers}, dimension_numbers)
+        params = {"dimension_numbers": dimension_numbers}
+        scaling = self._scaling(config, (lhs, rhs), params, dimension_numbers)
+        rhs = self._weight(config.fwd.rhs, rhs, operand_axes(params, lhs.shape, rhs.shape)[1])
         return ops.dot_general(lhs, rhs, dimension_numbers, **kinds, config=config, key=self._key(), scaling=scaling)
 
 
 class Einsum(_LinenOp):
     """Quantized `jax.numpy.einsum`, for layers that take an einsum.
 
-    Each contraction of two operands is a `DotGeneral` with its own ranges, named "product0", "product1", ...
+    Each contraction of two operands is a `dot` with its own ranges, named "product0", "product1", ...
 
     >>> model = Einsum(DotConfig.qt("int8"))
     >>> run = jax.jit(model.init_with_output, static_argnums=1)
     >>> run(jax.random.key(0), "bi,io->bo", jnp.ones((2, 8)), jnp.ones((8, 4)))[0].shape
     (2, 4)
     """
+
+    dot: ClassVar[type[DotGeneral]] = DotGeneral
+    dot_name: ClassVar[str] = "product{}"
 
     @nn.compact
     def __call__(self, subscripts: str, *operands: Array, **kwargs: Any) -> Array:
@@ -132,7 +174,8 @@ class Einsum(_LinenOp):
             return jnp.einsum(subscripts, *operands, **kwargs)
 
         def product(lhs: Array, rhs: Array, numbers: Any, *, step: int, **kinds: Any) -> Array:
-            return DotGeneral(config, self.static, name=f"product{step}")(lhs, rhs, numbers, **kinds)
+            fields = (config, self.static, self.quant_mode, self.mesh_axes, self.replicate_scale)
+            return self.dot(*fields, name=self.dot_name.format(step))(lhs, rhs, numbers, **kinds)
 
         return ops.pairwise(product, subscripts, *operands, **kwargs)
 
@@ -154,7 +197,9 @@ class ConvGeneralDilated(_LinenOp):
         names = ("lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count", "batch_group_count")
         shape = {k: v for k, v in kwargs.items() if k in names}
         dims = ops.ConvDims.of(lhs.shape, rhs.shape, window_strides, padding, **shape)
-        scaling = self._scaling(config, (lhs, rhs), {"window_strides": window_strides, **shape}, ops.Conv(dims))
+        params = {"window_strides": window_strides, **shape}
+        scaling = self._scaling(config, (lhs, rhs), params, ops.Conv(dims))
+        rhs = self._weight(config.fwd.rhs, rhs, operand_axes(params, lhs.shape, rhs.shape)[1])
         return ops.conv_general_dilated(
             lhs, rhs, window_strides, padding, **kwargs, config=config, key=self._key(), scaling=scaling
         )

@@ -33,7 +33,7 @@ def boxed(q: QArray, box: Any, *, replicate_scale: bool = False) -> QArray:
 
     def put(x: Any, spec: Any) -> Any:
         kept = tuple(spec) if x is q.qvalue or not replicate_scale else ()
-        return nn.Partitioned(x, kept + (None,) * (x.ndim - len(kept)), box.mesh)
+        return box.replace(value=x, names=kept + (None,) * (x.ndim - len(kept)))
 
     return jax.tree.map(put, q, specs)
 

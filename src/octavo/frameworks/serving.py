@@ -72,7 +72,9 @@ def convert(
     quantizers = stored_quantizers(model, rules, params, *inputs, **kwargs)
 
     def quantize(name: str, leaf: Any) -> Any:
-        return _converted(leaf, quantizers[name], replicate_scale, donate) if name in quantizers else leaf
+        if name not in quantizers:
+            return leaf
+        return quantize_sharded(leaf, quantizers[name], replicate_scale=replicate_scale, donate=donate)
 
     return map_params(quantize, params, replicate_scale=replicate_scale)
 
@@ -125,7 +127,8 @@ def stored_quantizers(model: Any, rules: Any, params: Any, *inputs: Any, **kwarg
     )
 
 
-def _converted(leaf: Any, quantizer: Quantizer, replicate_scale: bool, donate: bool) -> QArray:
+def quantize_sharded(leaf: Any, quantizer: Quantizer, *, replicate_scale: bool = False, donate: bool = False) -> QArray:
+    """A parameter as codes and scales that are sharded as it is, the scales replicated if asked for."""
     sharding, out = getattr(leaf, "sharding", None), None
     if isinstance(sharding, jax.sharding.NamedSharding):
         out = shardings(jax.eval_shape(quantizer.quantize, leaf), sharding)

@@ -146,6 +146,8 @@ def _read_run(path: Path) -> PretrainedModel:
         "quantization": config["quantization"],
         "max_length": config["max_target_length"],
     }
+    if config.get("quantize_kvcache"):
+        origin["kv_cache"] = {"format": config["kv_quant_dtype"], "axis": config["kv_quant_axis"]}
     return PretrainedModel(model, leaves, read_tokenizer(run), rules, origin)
 
 

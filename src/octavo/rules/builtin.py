@@ -34,6 +34,12 @@ def _delayed(forward: str, backward: str) -> QtRule:
     return _training(forward, backward, fwd=Matmul(operand, operand), dlhs=gradient, drhs=gradient)
 
 
+def _aqt_fp8() -> QtRule:
+    """AQT's bits of a gradient are those of both its operands, so residuals are in E5M2 too."""
+    residuals = {"dlhs_residual_qtype": _E5M2, "drhs_residual_qtype": _E5M2}
+    return _training(_E4M3, _E5M2, per_tensor=True, residual="original", additional_qt_config=residuals)
+
+
 def _deepseek() -> QtRule:
     # Codes of 128 x 128 tiles can be reused for the transposed weight. The activation's 1 x 128 tiles become 128 x 1 in
     # the weight's gradient: quantized again from the saved codes (section 3.3 of the report).
@@ -100,8 +106,8 @@ _add(MIXED, (), "Bits of weights and activations by layer, from the table passed
 _add("aqt_fp8", _forward_only(_E4M3, _E4M3), "E4M3 forward, gradients in float.", "https://github.com/google/aqt")
 _add(
     "aqt_fp8_full",
-    _training(_E4M3, _E5M2, per_tensor=True, residual="original"),
-    "E4M3 forward and E5M2 gradients, one scale per tensor, residuals quantized again from float.",
+    _aqt_fp8(),
+    "E4M3 forward, E5M2 gradients and residuals, one scale per tensor, residuals quantized again from float.",
     "https://github.com/google/aqt",
 )
 _add(

@@ -29,11 +29,12 @@ def mixed_precision(
     are float; a scale s below 1 clips at s times the largest magnitude; a tile of -1 is none. For training, `g_bits`
     and `g_scale` are those of gradients, `g_rounding` is "nearest" or "stochastic", and `g_tile_size` is that of the
     weight's gradient. As in MaxText the *last* entry that matches applies, so the rules are in reverse order.
+    Numerics are AQT's: without `g_bits`, gradients are float matmuls with the low-bit weights and activations.
 
     >>> for rule in mixed_precision({"__default__": {"w_bits": 8}, ".*/key": {"w_bits": 4}}, exclude=None):
-    ...     print(rule)
-    QuantizationRule(module_path='.*/key', weight_qtype='int4', scope='weights')
-    QuantizationRule(weight_qtype='int8', scope='weights', optional=True)
+    ...     print(rule.module_path, rule.weight_qtype, rule.residual, rule.arithmetic)
+    .*/key int4 reuse aqt
+    .* int8 reuse aqt
     """
     if config is None:
         raise ValueError(
@@ -76,15 +77,18 @@ def _rule(path: str, entry: dict[str, Any], overrides: dict[str, Any]) -> Quanti
         "weight_calibration_method": _method(entry.get("w_scale")),
         "act_calibration_method": None if act is None or entry.get("a_scale") is None else _method(entry["a_scale"]),
         "scope": "weights",
+        # As AQT's dot_general_make: its arithmetic, and gradients with the low-bit values of the forward.
+        "arithmetic": "aqt",
+        "residual": "reuse",
+        "additional_qt_config": {"disable_gradient_clipping": True},
     }
     gradient = entry.get("g_bits")
-    kind = QuantizationRule if gradient is None else QtRule
     if gradient is not None:
         fields |= _gradient(path, entry)
     elif extra := [key for key in _TRAINING[1:] if key in entry]:
         raise ValueError(f"{MIXED}: {path!r} has {extra[0]}={entry[extra[0]]} but no g_bits; set g_bits too")
     try:
-        return kind(module_path=path, **{**fields, **overrides})
+        return QtRule(module_path=path, **{**fields, **overrides})
     except ValueError as error:
         raise ValueError(f"{MIXED}: {path!r}: {error}") from None
 

@@ -76,7 +76,8 @@ class Engine:
         rules: Quantization rules for the matmuls; those of the source by default.
         slots: The number of requests that run at a time.
         max_length: The most tokens of a prompt and its answer.
-        kv: The precision of the key and value cache.
+        kv: The precision of the key and value cache; by default that of the source, if it was trained with
+            `quantize_kvcache`, else float32.
         chunk: The tokens of a prompt per prefill step.
         tokenizer: Decodes tokens; that of the source by default.
         eos_ids: Tokens that end a text; those of the tokenizer by default.
@@ -100,12 +101,13 @@ class Engine:
         rules: Any = None,
         slots: int = 1,
         max_length: int = 2048,
-        kv: KVConfig = FLOAT,
+        kv: KVConfig | None = None,
         chunk: int = 64,
         tokenizer: Any = None,
         eos_ids: Sequence[int] | None = None,
     ):
         config, load, rules, tokenizer = _unpack_source(source, params, rules, tokenizer)
+        kv = _kv_of(source) if kv is None else kv
         self.config, self.kv, self.tokenizer = config, kv, tokenizer
         self.slots, self.max_length, self.chunk = slots, max_length, chunk
         check_least(self, 1, "slots", "max_length", "chunk")
@@ -278,6 +280,12 @@ class Engine:
             text += slot.stream.finish()
             self._running[number] = None
         return Event(request.request_id, token, text, logprob, finish, top)
+
+
+def _kv_of(source: Any) -> KVConfig:
+    """The cache that a model was trained for."""
+    found = getattr(source, "origin", {}).get("kv_cache")
+    return FLOAT if found is None else KVConfig.of(found["format"], axis=found["axis"])
 
 
 def _unpack_source(

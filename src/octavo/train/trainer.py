@@ -10,9 +10,10 @@ import jax
 from octavo._tree import path_str
 from octavo.checkpoint import load
 from octavo.data import make_dataset
+from octavo.frameworks.serving import quantize_sharded
 from octavo.inspect import Verification
 from octavo.models import init_params
-from octavo.qarray import dequantize, is_qarray, shardings
+from octavo.qarray import dequantize, is_qarray
 from octavo.rules import Schedule
 from octavo.train import distributed
 from octavo.train.config import Config
@@ -106,8 +107,7 @@ class Trainer(Program):
             quantizer = quantizers.get(path_str(path))
             if quantizer is None or self.is_single_device:
                 return leaf if quantizer is None else quantizer.quantize(leaf)
-            out = shardings(jax.eval_shape(quantizer.quantize, leaf), leaf.sharding)
-            return jax.jit(quantizer.quantize, out_shardings=out)(leaf)
+            return quantize_sharded(leaf, quantizer, replicate_scale=self.config.replicate_quant_scale)
 
         return jax.tree_util.tree_map_with_path(convert, apply_masks(self.state.params, self.state.masks))
 

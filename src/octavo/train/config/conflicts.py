@@ -257,10 +257,12 @@ _NOTES = (
         lambda c: c.sgd_momentum and c.opt_type != "sgd",
         "{sgd_momentum} has no effect: it is for opt_type=sgd, but {opt_type}",
     ),
-    Conflict(lambda c: c.quantize_kvcache, "{quantize_kvcache} is for generating: training keeps no cache"),
     Conflict(
-        lambda c: c.replicate_quant_scale,
-        "{replicate_quant_scale} has no effect: the compiler chooses the sharding of scales",
+        lambda c: c.quantize_kvcache, "{quantize_kvcache} is for `octavo generate` and `serve`: training keeps no cache"
+    ),
+    Conflict(
+        lambda c: c.replicate_quant_scale and not c.save_quantized_params_path,
+        "{replicate_quant_scale} has no effect: it is for the parameters of {save_quantized_params_path}",
     ),
     Conflict(
         lambda c: c.use_manual_quantization and _quantized(c) and c.num_experts == 1,

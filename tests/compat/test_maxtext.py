@@ -1,0 +1,150 @@
+"""The names of MaxText's quantizations.py: numerics against aqtp 0.9, rules, providers, and the table of the docs."""
+
+import functools
+import json
+import types
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import octavo
+from octavo.compat import maxtext
+from octavo.rules import dot_config
+from tests.compat.test_aqt import PLAIN, data, off, three
+
+theirs = pytest.importorskip("aqt.jax.v2.config", reason="the oracles group is not installed: pip install aqtp==0.9.0")
+calibration = pytest.importorskip("aqt.jax.v2.calibration")
+
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def compare(their_config, our_config):
+    """The largest relative difference of a value and of both gradients."""
+    x, w, g = data((16, 128), (128, 32), (16, 32))
+    want = three(lambda x, w: their_config(x, w, PLAIN), x, w, g)
+    got = three(lambda x, w: octavo.dot(x, w, config=our_config), x, w, g)
+    return [off(a, b) for a, b in zip(got, want, strict=True)]
+
+
+@pytest.mark.parametrize("bounds", [(), (6.0, 5.0, 4.0, 3.0, 2.0, 7.0)])
+def test_aqt_fp8_full_has_the_numerics_of_its_builder(bounds):
+    """Residuals in e5m2, as gradients are: with e4m3 the gradients are 6.6 % apart."""
+    their_config = theirs.config_v4(fwd_bits="e4m3", dlhs_bits="e5m2", drhs_bits="e5m2")
+    theirs.set_stochastic_rounding(their_config, False, False, implementation="jax.uniform")
+    operands = [q for m in ("fwd", "dlhs", "drhs") for q in (getattr(their_config, m).dg_quantizer,)]
+    sides = [side for q in operands for side in (q.lhs, q.rhs)]
+    for i, side in enumerate(sides):
+        side.calib_shared_axes = "per_tensor"
+        if bounds:
+            side.calibration = functools.partial(calibration.ConstantCalibration, bound=bounds[i])
+    config = types.SimpleNamespace(quantization="aqt_fp8_full", constant_bound_config=bounds)
+    ours = maxtext.configure_quantization(config).config
+    ours = ours if isinstance(ours, octavo.DotConfig) else dot_config(ours[0], lhs_weight=False, rhs_weight=True)
+    assert ours.dlhs.rhs.qtype.name == ours.drhs.rhs.qtype.name == "float8_e5m2"
+    assert max(compare(their_config, ours.replace(clip_gradient=False))) < 1e-5
+
+
+TABLES = {
+    "weights": {"w_bits": 4},
+    "both": {"w_bits": 8, "a_bits": 8},
+    "clipped": {"w_bits": 4, "a_bits": 8, "w_scale": 0.8, "a_scale": 0.9},
+    "tiles": {"w_bits": 4, "a_bits": 8, "tile_size": 64},
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_intmp_has_the_numerics_of_its_builder(name, tmp_path):
+    """AQT's arithmetic, and gradients with the low-bit weights: `dot_general_make` has use_fwd_quant=True."""
+    entry = TABLES[name]
+    their_config = theirs.dot_general_make(lhs_bits=entry.get("a_bits"), rhs_bits=entry["w_bits"])
+    quantizer = their_config.fwd.dg_quantizer
+    for side, key in ((quantizer.lhs, "a_scale"), (quantizer.rhs, "w_scale")):
+        if key in entry:
+            side.calibration = functools.partial(calibration.AbsMaxCalibration, clipping_scale=entry[key])
+    path = tmp_path / "bits.json"
+    path.write_text(json.dumps({maxtext.DEFAULT: entry}))
+    config = types.SimpleNamespace(quantization="intmp", quant_cfg_path=str(path))
+    (rule,) = maxtext.configure_quantization(config).config
+    ours = dot_config(rule, lhs_weight=False, rhs_weight=True)
+    if name == "tiles":
+        tiled = pytest.importorskip("aqt.jax.v2.tiled_dot_general")
+        sides = [
+            tiled.TensorTiling(
+                contraction_axes=[tiled.AxisTiling(axis=a, tile_size=64, tile_count=None)], remaining_axes=[]
+            )
+            for a in (1, 0)
+        ]
+        cfg, plain = tiled.Cfg(lhs=sides[0], rhs=sides[1]), their_config
+        their_config = lambda x, w, numbers: tiled.tiled_dot_general(cfg, x, w, numbers, dot_general=plain)  # noqa: E731
+    assert max(compare(their_config, ours)) < 1e-5
+
+
+def seed_config(**changes):
+    values = {
+        "use_qwix_quantization": True,
+        "use_batch_split_schedule": False,
+        "quantization_local_shard_count": 2,
+        "weight_quantization_calibration_method": "fixed,-224,224",
+        "act_quantization_calibration_method": "absmax",
+        "bwd_quantization_calibration_method": "absmax",
+        "weight_sparsity_n": 2,
+        "weight_sparsity_m": 4,
+    }
+    return types.SimpleNamespace(**{**values, **changes})
+
+
+class Decoder(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, name="logits")(nn.Dense(16, name="layers_0")(x))
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Decoder(name="decoder")(x)
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8", "fp8_full", "fp8_gpu", "fp8_nanoo"])
+def test_maybe_quantize_model(name):
+    model, x = Model(), jnp.ones((4, 16))
+    low = maxtext.maybe_quantize_model(model, seed_config(quantization=name))
+    variables = jax.eval_shape(low.init, jax.random.key(0), x)
+    assert ("_overwrite_with_gradient" in variables) == (name in ("fp8_gpu", "fp8_nanoo"))
+    (rule,) = maxtext.get_quantization_rule(seed_config(quantization=name))
+    assert rule.module_path == "decoder/.*layers.*"
+    assert rule.sparsity == ((2, 4) if name == "fp8_full" else None)
+
+
+def test_a_model_is_left_alone_where_the_config_says_so():
+    model = Model()
+    for changes in (
+        {"use_qwix_quantization": False, "quantization": "int8"},
+        {"use_batch_split_schedule": True, "quantization": "fp8_full"},
+        {"quantization": ""},
+    ):
+        assert maxtext.maybe_quantize_model(model, seed_config(**changes)) is model
+    with pytest.raises(ValueError, match="quantization='intmp' has no rule in MaxText"):
+        maxtext.get_qt_provider(seed_config(quantization="intmp"))
+    with pytest.raises(ValueError, match="under AQT only"):
+        maxtext.get_quantization_rule(seed_config(quantization="int8", quantization_local_shard_count=0))
+
+
+def test_operations_of_fp8_full():
+    quant = maxtext.QwixQuantization(weight_calibration_method="fixed,-224,224")
+    dense = nn.Dense(8, dot_general_cls=quant.dot_general_cls())
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    out, variables = dense.init_with_output(jax.random.key(1), x)
+    want = octavo.dot(x, variables["params"]["kernel"], config=quant.config)
+    np.testing.assert_array_equal(out, want)
+    for module in (maxtext.QwixEinsum(quant.config), maxtext.Fp8Einsum()):
+        shape = jax.eval_shape(
+            lambda m=module: m.init_with_output(jax.random.key(0), "bi,io->bo", x, jnp.ones((16, 8)))
+        )
+        assert shape[0].shape == (4, 8)
