@@ -714,6 +714,20 @@ def test_small_shards_multiply_as_integers():
     assert found[-1][:2] == ("int8", "int8")
 
 
+def test_weighted_calibration():
+    """AQT's static ranges from means of magnitudes; its maximum is a moving average that starts at zero (bug 12)."""
+    module = pytest.importorskip("aqt.jax.v2.flax.aqt_flax_calibration")
+    x = data((16, 32))[0].at[:, 3].set(0)
+    fields = {"l1_dev_coeff": 1.5, "lp_dev_coeff": 0.5, "const_bound_coeff": 0.25, "update_count_prior": 0.0}
+    theirs_at = module.WeightedStatsCalibration(quant_collection="aqt", safe_divide=True, **fields)
+    bound, _ = theirs_at.apply({}, x, [1], None, method="get_bound", mutable="aqt")
+    ours = octavo.Quantizer("int8", channelwise_axes=(0,), calibration="weighted,1.5,0.5,0,0.25")
+    np.testing.assert_allclose(ours.measure(x)["absmax"], bound, rtol=1e-5)
+    for bad in ("weighted", "weighted,-1", "weighted,0,1,0,0,0"):
+        with pytest.raises(ValueError, match="weights are not negative and not all zero"):
+            octavo.Quantizer("int8", calibration=bad)
+
+
 # Bugs of AQT.
 
 

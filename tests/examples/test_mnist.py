@@ -42,6 +42,18 @@ def test_converted_weights_give_the_logits_of_the_float_ones_bit_for_bit(name):
     np.testing.assert_array_equal(got, want)
 
 
+def test_calibrated_ranges_are_served(monkeypatch):
+    start = lambda model, data, **_: jax.jit(model.init)(jax.random.key(0), data[0])["params"]  # noqa: E731
+    monkeypatch.setattr(mnist, "train", start)
+    data = np.asarray(jax.random.uniform(jax.random.key(1), (6, 8, 8, 1))), jnp.zeros(6, jnp.int32)
+    model = mnist.Cnn(mnist.CONFIGS["int8"], static=True)
+    stats = mnist.calibrate(model, start(model, data), data[0], steps=3, batch=4)["quant_stats"]
+    assert set(stats) == {"Conv_0", "Conv_1", "Dense_0", "Dense_1"}
+    assert {int(layer[op]["lhs"]["count"]) for layer in stats.values() for op in layer} == {3}
+    # Compares the logits of the calibrated model, bit for bit, with those of the served one.
+    assert mnist.run("int8", (data, data), epochs=1, batch=4, seed=0, steps=3).served >= 0
+
+
 def test_products_and_gradients_are_int8():
     model, x = mnist.Cnn(mnist.CONFIGS["int8"]), jnp.ones((2, 8, 8, 1))
     params = jax.jit(model.init)(jax.random.key(0), x)["params"]

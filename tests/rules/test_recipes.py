@@ -46,7 +46,7 @@ FORMATS = {
     "nanoo_fp8": (E4M3Z, E4M3Z, E5M2Z, E5M2Z, "reuse"),
     "int8w": (None, "int8", None, None, "original"),
     "int4w": (None, "int4", None, None, "original"),
-    "intmp": ("int8", "int8", None, None, "original"),
+    "intmp": ("int8", "int8", None, None, "reuse"),
     "aqt_fp8": (E4M3, E4M3, None, None, "original"),
     "aqt_fp8_full": (E4M3, E4M3, E5M2, E5M2, "original"),
     "te_fp8_delayedscaling": (E4M3, E4M3, E5M2, E5M2, "reuse"),

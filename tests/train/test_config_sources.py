@@ -181,6 +181,11 @@ def test_words_that_are_not_understood(word, text):
     assert config_errors(word) == [text]
 
 
+def test_a_flag_with_a_value_says_how_keys_are_written():
+    assert config_errors("--quantization", "int8") == ["--quantization int8: write quantization=int8, without dashes"]
+    assert config_errors("--steps") == ["--steps VALUE: write steps=VALUE, without dashes"]
+
+
 def test_two_files_are_one_too_many():
     assert config_errors("base.yml", "deepseek_fp8.yml") == [
         "base.yml and deepseek_fp8.yml: one file is read; let it inherit from others by base_config"
@@ -208,6 +213,27 @@ def test_a_method_for_all_beside_an_explicit_absmax():
 
 
 MOE = ("num_experts=4", "num_experts_per_tok=2")
+
+
+def test_the_sparsity_test_of_maxtext_is_accepted():
+    """tests/integration/sparsity_test.py in both of its forms, and the tiles of the DeepSeek recipe, with notes."""
+    words = (
+        "run_name=a base_emb_dim=128 base_num_query_heads=4 base_num_kv_heads=4 base_mlp_dim=128 base_moe_mlp_dim=128 "
+        "base_num_decoder_layers=8 head_dim=128 num_experts=2 shared_experts=1 sparse_matmul=True "
+        'quantization="fp8_full" use_qwix_quantization=True per_device_batch_size=2 max_target_length=1024 '
+        "dataset_type=synthetic steps=10 enable_checkpointing=False metrics_file=metrics.json sharding_tolerance=0.08 "
+        "weight_sparsity_n=2 weight_sparsity_m=4 weight_sparsity_update_step=1 weight_sparsity_start_step=0 "
+    )
+    noted = (
+        "decoder_block=deepseek attention_type=mla pure_nnx_decoder=true megablox=False use_tokamax_gmm=True "
+        "use_gmm_v2=true override_model_config=true enable_goodput_recording=False monitor_goodput=False "
+        "enable_checkpoint_cloud_logger=False retry_when_tokens_dropped=True use_ragged_sort=True "
+        "ragged_buffer_factor=2 use_ring_of_experts=true wi_tile_fwd_batch_seq=256 wo_tile_drhs_mlp_dim=2048"
+    )
+    config, sources = load([*words.split(), *noted.split()], environ={})
+    assert (config.quantization, config.weight_sparsity_m) == ("fp8_full", 4)
+    assert [note.split(" ")[0] for note in sources.notes] == [word.split("=")[0] for word in noted.split()]
+    assert config_errors("wi_tile_fwd=3")[0].startswith("unknown key 'wi_tile_fwd'")
 
 
 def test_maxtext_keys_without_meaning_are_noted():

@@ -11,6 +11,7 @@ from octavo.calibration.method import (
     Percentile,
     Rms,
     RoundTrip,
+    Weighted,
 )
 from octavo.calibration.registry import CalibrationLike, calibrations, get_calibration, register_calibration
 from octavo.calibration.search import Mse, Snr
@@ -35,6 +36,7 @@ __all__ = [
     "Snr",
     "State",
     "Tracker",
+    "Weighted",
     "calibrations",
     "get_calibration",
     "register_calibration",

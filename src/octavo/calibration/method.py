@@ -142,6 +142,36 @@ class AbsMean(Calibration):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
+class Weighted(Calibration):
+    """A weighted sum of the mean magnitude, a power mean and the maximum: `weighted,l1,lp,max[,constant[,p]]`.
+
+    AQT's WeightedStatsCalibration; zeros are left out of both means. Over several steps it is averaged by a tracker:
+    AQT's moving average is `Ema(decay=0.99)`, here corrected for its start.
+    """
+
+    l1: float = 0.0
+    lp: float = 0.0
+    absmax: float = 0.0
+    constant: float = 0.0
+    p: float = 2.0
+    may_clip = True  # pyrefly: ignore
+
+    def __post_init__(self):
+        weights = (self.l1, self.lp, self.absmax, self.constant)
+        if not (np.isfinite(weights).all() and min(weights) >= 0 < max(weights) and self.p > 0):
+            raise ValueError(f"weights are not negative and not all zero, and p is above 0; got {weights}, p={self.p}")
+
+    def measure(self, x, *, axes, mask=None, round_trip=None):
+        parts = ((self.l1, AbsMean()), (self.lp, AbsMean(p=self.p)), (self.absmax, AbsMax()))
+        used = [weight * method.measure(x, axes=axes)["absmax"] for weight, method in parts if weight]
+        return (
+            {"absmax": sum(used[1:], used[0]) + self.constant}
+            if used
+            else Constant(self.constant).measure(x, axes=axes)
+        )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Fixed(Calibration):
     """A range that is given: `fixed,a` for [-a, a], or `fixed,lo,hi`. One range for the whole tensor."""
 

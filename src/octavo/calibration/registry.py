@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 
 from octavo._names import unknown_name
-from octavo.calibration.method import AbsMax, AbsMean, Calibration, Constant, Fixed, MinMax, Percentile, Rms
+from octavo.calibration.method import AbsMax, AbsMean, Calibration, Constant, Fixed, MinMax, Percentile, Rms, Weighted
 from octavo.calibration.search import Mse, Snr
 
 type CalibrationLike = Calibration | str
@@ -82,5 +82,6 @@ for _name, _maker in {
     "percentile": Percentile,
     "mse": _mse,
     "snr": _snr,
+    "weighted": Weighted,
 }.items():
     register_calibration(_name, _maker)

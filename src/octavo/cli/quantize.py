@@ -70,9 +70,15 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Convert as the arguments say, and return the exit status."""
+    from octavo import _remote
     from octavo.pretrained import CalibrationData, Request, export_model
 
-    out = Path(args.out)
+    try:
+        _remote.check(args.out)
+    except ValueError as error:
+        print(f"octavo quantize: {error}", file=sys.stderr)
+        return 2
+    out = _remote.local(args.out)
     command = shlex.join(["octavo", "quantize", Path(args.model).name, args.recipe, out.name, *_options(args)])
     try:
         text = Path(args.data).read_text(encoding="utf-8", errors="replace") if args.data else None
@@ -93,11 +99,14 @@ def run(args: argparse.Namespace) -> int:
         print(source.describe(), flush=True)
         done = export_model(args.format, source, out, request)
         page = _report(source, done, out, request)
+        _remote.push(args.out)
     except (ValueError, OSError) as error:
         return fail("quantize", error)
     print(done.summary)
-    print(f"written to {out}; report: {page}")
-    print(f"next: octavo generate {out} --prompt '...'   octavo eval {out} --against {args.model} --text FILE")
+    print(f"written to {args.out}; report: {page if out == Path(args.out) else f'{args.out}/{page.name}'}")
+    print(
+        f"next: octavo generate {args.out} --prompt '...'   octavo eval {args.out} --against {args.model} --text FILE"
+    )
     return 0
 
 

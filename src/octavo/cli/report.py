@@ -28,13 +28,17 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page and return the exit status."""
+    from octavo import _remote
     from octavo.report import render, render_together
 
     try:
-        if len(args.runs) == 1:
-            path = render(args.runs[0], args.out)
-        else:
-            path = render_together(args.runs, args.out or "report.html")
+        runs = [_remote.pull(run) if _remote.is_remote(run) else run for run in args.runs]
+        out = str(_remote.local(args.out)) if args.out else None
+        path = render(runs[0], out) if len(runs) == 1 else render_together(runs, out or "report.html")
+        written = args.out or (args.runs[0] if len(runs) == 1 else "")
+        _remote.push(written)
+        if _remote.is_remote(written):
+            path = written if args.out else f"{written.rstrip('/')}/{path.name}"
     except (ValueError, OSError) as error:
         return fail("report", error)
     print(f"report: {path}")

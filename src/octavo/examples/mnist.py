@@ -19,6 +19,7 @@ import numpy as np
 
 import octavo
 from octavo._names import unknown_name
+from octavo.frameworks.linen_ops import ConvGeneralDilated, DotGeneral
 
 try:
     import flax.linen as nn
@@ -43,20 +44,21 @@ CONFIGS: dict[str, octavo.DotConfig | None] = {
 
 
 class Cnn(nn.Module):
-    """Two convolutions and two dense layers, all quantized by one config."""
+    """Two convolutions and two dense layers, all quantized by one config, with static ranges of activations or not."""
 
     config: octavo.DotConfig | None = None
+    static: bool = False
 
     @nn.compact
     def __call__(self, x):
-        conv = functools.partial(octavo.conv_general_dilated, config=self.config)
-        dot = functools.partial(octavo.dot_general, config=self.config)
-        x = nn.relu(nn.Conv(32, (3, 3), conv_general_dilated=conv)(x))
+        conv = functools.partial(ConvGeneralDilated, self.config, self.static)
+        dot = functools.partial(DotGeneral, self.config, self.static)
+        x = nn.relu(nn.Conv(32, (3, 3), conv_general_dilated_cls=conv)(x))
         x = nn.max_pool(x, (2, 2), strides=(2, 2))
-        x = nn.relu(nn.Conv(32, (3, 3), conv_general_dilated=conv)(x))
+        x = nn.relu(nn.Conv(32, (3, 3), conv_general_dilated_cls=conv)(x))
         x = nn.max_pool(x, (2, 2), strides=(2, 2)).reshape(len(x), -1)
-        x = nn.relu(nn.Dense(64, dot_general=dot)(x))
-        return nn.Dense(10, dot_general=dot)(x)
+        x = nn.relu(nn.Dense(64, dot_general_cls=dot)(x))
+        return nn.Dense(10, dot_general_cls=dot)(x)
 
 
 # Training: Adam, with a learning rate that falls to zero.
@@ -91,6 +93,22 @@ def train(model: Cnn, data: Data, *, epochs: int, batch: int, seed: int) -> Any:
     return params
 
 
+# Calibration: only the forward pass, which collects the ranges of activations.
+
+
+def calibrate(model: Cnn, params: Any, x: np.ndarray, *, steps: int, batch: int) -> Any:
+    """The statistics of static ranges, from batches of digits; none if the model has no static ranges."""
+    if not model.static or model.config is None:
+        return {}
+    run = jax.jit(functools.partial(model.apply, mutable="quant_stats"))
+    variables = {**jax.jit(model.init)(jax.random.key(0), x[:batch]), "params": params}
+    for i in range(steps):
+        rows = np.arange(i * batch, (i + 1) * batch) % len(x)
+        _, stats = run(variables, x[rows])
+        variables |= stats
+    return {"quant_stats": variables["quant_stats"]}
+
+
 # Serving: the same network, its weights stored as codes and scales.
 
 
@@ -121,12 +139,14 @@ class Found(NamedTuple):
     served_bytes: int
 
 
-def run(quantization: str, data: tuple[Data, Data], *, epochs: int, batch: int, seed: int) -> Found:
-    """Train, convert, and hold both models against the digits that were kept back."""
+def run(quantization: str, data: tuple[Data, Data], *, epochs: int, batch: int, seed: int, steps: int = 0) -> Found:
+    """Train, calibrate for some steps, convert, and hold both models against the digits that were kept back."""
     model, (x, y) = Cnn(CONFIGS[quantization]), data[1]
     params = train(model, data[0], epochs=epochs, batch=batch, seed=seed)
+    model = dataclasses.replace(model, static=steps > 0)
+    stats = calibrate(model, params, np.asarray(data[0][0]), steps=steps, batch=batch)
     served, stored = convert(model, params, x)
-    logits = [jax.jit(m.apply)({"params": p}, x) for m, p in ((model, params), (served, stored))]
+    logits = [jax.jit(m.apply)({"params": p, **stats}, x) for m, p in ((model, params), (served, stored))]
     np.testing.assert_array_equal(logits[1], logits[0], "the served logits are not those of the trained model")
     trained, low = (float(100 * np.mean(np.argmax(z, axis=1) == y)) for z in map(np.asarray, logits))
     return Found(trained, low, size(params), size(stored))
@@ -150,12 +170,20 @@ def digits() -> tuple[Data, Data]:
     return (x[:half], y[:half]), (x[half:], y[half:])
 
 
-DEFAULTS: dict[str, str | int] = {"quantization": "int8", "epochs": 20, "batch": 32, "seed": 0, "seeds": 1}
-LEAST = {"epochs": 1, "batch": 1, "seed": 0, "seeds": 1}
+DEFAULTS: dict[str, str | int] = {
+    "quantization": "int8",
+    "epochs": 20,
+    "batch": 32,
+    "calibrate": 0,
+    "seed": 0,
+    "seeds": 1,
+}
+LEAST = {"epochs": 1, "batch": 1, "calibrate": 0, "seed": 0, "seeds": 1}
 HELP = f"""
   quantization  {", ".join(CONFIGS)}
   epochs        times through the training digits
   batch         digits in a step
+  calibrate     steps that collect static ranges of activations; 0: ranges of each batch
   seed          of the initial weights and the batches
   seeds         how many runs, with this seed and those after it
 By default: {" ".join(f"{k}={v}" for k, v in DEFAULTS.items())}"""
@@ -199,7 +227,16 @@ def main(args: Sequence[str] | None = None) -> list[Found]:
     found = []
     for seed in range(first, first + options["seeds"]):
         print(f"quantization {name}, seed {seed}: training on {len(train_data[0])} digits", flush=True)
-        found.append(run(name, (train_data, test_data), epochs=options["epochs"], batch=options["batch"], seed=seed))
+        found.append(
+            run(
+                name,
+                (train_data, test_data),
+                epochs=options["epochs"],
+                batch=options["batch"],
+                seed=seed,
+                steps=options["calibrate"],
+            )
+        )
         report(found[-1], len(test_data[0]))
     if len(found) > 1:
         mean, spread = np.mean([f.served for f in found]), np.std([f.served for f in found], ddof=1)

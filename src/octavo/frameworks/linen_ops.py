@@ -10,7 +10,7 @@ from flax.core import meta
 
 from octavo import ops
 from octavo._typing import Array
-from octavo.calibration import RunningMean
+from octavo.calibration import RunningMean, Tracker
 from octavo.frameworks.linen_state import boxed
 from octavo.ops import DotConfig, Operand
 from octavo.ops.operands import ArrayOrQArray
@@ -40,6 +40,7 @@ class _LinenOp(nn.Module):
         modes quantize at every call.
       mesh_axes: The names of the axes of the right operand, which the stored codes and scales of "serve" get.
       replicate_scale: Whether stored scales have no sharded axes.
+      tracker: How static ranges of several steps are combined: their mean, or for a moving average `Ema(decay)`.
     """
 
     config: DotConfig | tuple[QuantizationRule, ...] | None = None
@@ -47,6 +48,7 @@ class _LinenOp(nn.Module):
     quant_mode: str = "train"
     mesh_axes: tuple[str | None, ...] = ()
     replicate_scale: bool = False
+    tracker: Tracker = RunningMean()
 
     def _config_of(self, op: str) -> DotConfig | None:
         if self.config is None or isinstance(self.config, DotConfig):
@@ -113,7 +115,7 @@ class _LinenOp(nn.Module):
         if side == "lhs":
             # One range per activation, for batches of any size; a weight has the same shape in every step.
             measured = {k: jnp.mean(v, keepdims=True) for k, v in measured.items()}
-        tracker = RunningMean()
+        tracker = self.tracker
         stat = self.variable(QUANT_STATS, side, tracker.init, measured)
         if self.is_initializing():
             return measured
@@ -174,7 +176,7 @@ class Einsum(_LinenOp):
             return jnp.einsum(subscripts, *operands, **kwargs)
 
         def product(lhs: Array, rhs: Array, numbers: Any, *, step: int, **kinds: Any) -> Array:
-            fields = (config, self.static, self.quant_mode, self.mesh_axes, self.replicate_scale)
+            fields = (config, self.static, self.quant_mode, self.mesh_axes, self.replicate_scale, self.tracker)
             return self.dot(*fields, name=self.dot_name.format(step))(lhs, rhs, numbers, **kinds)
 
         return ops.pairwise(product, subscripts, *operands, **kwargs)

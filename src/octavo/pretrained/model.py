@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from octavo import _remote
 from octavo._tree import flatten_paths, unflatten_paths
 from octavo.data import Tokenizer
 from octavo.frameworks import served
@@ -173,13 +174,13 @@ def open_model(path: str | Path) -> PretrainedModel:
     Args:
       path: A model that `octavo quantize` wrote, a run of `octavo train` or one of its checkpoints, a Hugging Face
         directory (config.json and safetensors, also in the layouts of compressed-tensors, GPTQ, AWQ and block fp8), or
-        a GGUF file.
+        a GGUF file. A URL of an object store, such as gs://bucket/runs/mine, is downloaded.
 
     >>> open_model("nowhere.gguf")
     Traceback (most recent call last):
     FileNotFoundError: there is no nowhere.gguf: give the path of a model...
     """
-    path = Path(path).expanduser()
+    path = _remote.pull(path).expanduser()
     known = "; ".join(found.about for found in model_formats())
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}: give the path of a model ({known})")

@@ -8,7 +8,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -75,9 +74,9 @@ def _train(config: "Config", sources: "Sources", made: dict[str, Any]) -> int:
         print(format_config(config, sources), flush=True)
     try:
         outcome = run.train(config, **made)
-        report = _write_report(config.run_directory) if first else None
+        report = _write_report(config) if first else None
     except HaltedError as error:
-        return _fail(f"{error}. Report: {_write_report(config.run_directory)}", FAILED) if first else FAILED
+        return _fail(f"{error}. Report: {_write_report(config)}", FAILED) if first else FAILED
     except ConfigError as error:  # sizes that the mesh does not divide; known once the vocabulary is
         return _fail(str(error), USAGE)
     except (CheckpointError, OSError, ValueError, distributed.ConnectionLostError) as error:
@@ -94,9 +93,13 @@ def _train(config: "Config", sources: "Sources", made: dict[str, Any]) -> int:
     return INTERRUPTED if outcome.reason == run.INTERRUPTED else 0
 
 
-def _write_report(directory: Path) -> Any:
+def _write_report(config: "Config") -> Any:
+    from octavo import _remote
+
     # `report` imports `train`, so the report is written by this command and not by the trainer.
-    return importlib.import_module("octavo.report").write_report(directory)
+    page = importlib.import_module("octavo.report").write_report(config.run_directory)
+    _remote.push(config.run_path)
+    return f"{config.run_path}/{page.name}" if _remote.is_remote(config.run_path) else page
 
 
 def _exit_process(status: int) -> int:

@@ -11,6 +11,7 @@ import jax
 import yaml
 from jax.sharding import SingleDeviceSharding
 
+from octavo import _remote
 from octavo._io import atomic_write
 from octavo.checkpoint import CheckpointManager, CheckpointWarning, Restored, load_abstract
 from octavo.inspect import Plan
@@ -141,6 +142,7 @@ def save_quantized(trainer: Trainer, log: Log) -> None:
     """Save the quantized parameters of a finished run."""
     path, params = trainer.config.save_quantized_params_path, trainer.quantized_params()
     before, after = (sum(x.nbytes for x in jax.tree.leaves(p)) for p in (trainer.state.params, params))
-    with CheckpointManager(Path(path), asynchronous=False) as checkpoints:
+    with CheckpointManager(_remote.pull(path), asynchronous=False) as checkpoints:
         checkpoints.save(trainer.now, {"params": params}, description(trainer), force=True)
+    _remote.push(path)
     log(f"quantized parameters: {before / 2**20:.1f} MiB -> {after / 2**20:.1f} MiB, in {path}")

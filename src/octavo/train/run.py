@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from octavo import _remote
 from octavo.checkpoint import CheckpointManager
 from octavo.hlo import read_communication
 from octavo.rules import Schedule
@@ -79,6 +80,21 @@ def train(config: Config, *, log: Log | None = None, mesh: Any = None, schedule:
     start_time, print_line = time.perf_counter(), log or functools.partial(print, flush=True)
     if not (main := distributed.is_main_process()):
         log = print_line = lambda _: None  # process 0 writes for all
+    if _remote.is_remote(config.run_path) and distributed.is_multiprocess():
+        raise ValueError(
+            f"base_output_directory={config.base_output_directory}: several processes write one directory, which must "
+            "be a file system that all of them see: mount the bucket, or run as one process"
+        )
+    _remote.pull(config.run_path)
+    try:
+        return _train(config, log, print_line, main, start_time, mesh, schedule)
+    finally:
+        _remote.push(config.run_path)
+
+
+def _train(
+    config: Config, log: Log | None, print_line: Log, main: bool, start_time: float, mesh: Any, schedule: Schedule | None
+) -> Outcome:
     if config.enable_checkpointing:
         # Fail now if it is missing, not at the first save.
         importlib.import_module("orbax.checkpoint")
@@ -105,12 +121,13 @@ def train(config: Config, *, log: Log | None = None, mesh: Any = None, schedule:
                 config.run_directory if main else None,
                 run_name=config.run_name,
                 tensorboard=config.enable_tensorboard,
-                extra_file=config.metrics_file,
+                extra_file=str(_remote.local(config.metrics_file)) if config.metrics_file else "",
                 start_step=trainer.now,
             )
             bar = Progress(config.steps, log_period=config.log_period, log=log)
             with writer, bar as progress, stop_signals() as stop:
                 outcome = _Run(trainer, checkpoints, writer, progress, start_time, extra).loop(stop)
+            _remote.push(config.metrics_file)
         if outcome.complete and config.save_quantized_params_path:
             save_quantized(trainer, print_line)
     return outcome
@@ -290,6 +307,7 @@ class _Run:
         data = {"data": self.trainer.data.describe()}
         extra = {**times, **losses, **data, **description(self.trainer)}
         self.checkpoints.save(self.trainer.now, self.trainer.state, extra)
+        _remote.push(self.config.run_path)  # what is complete; an asynchronous save is uploaded with the next
         self.saved_step = self.trainer.now
 
 

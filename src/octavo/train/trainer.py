@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from octavo import _remote
 from octavo._tree import path_str
 from octavo.checkpoint import load
 from octavo.data import make_dataset
@@ -82,14 +83,14 @@ class Trainer(Program):
 
     def _initial_params(self) -> Any:
         """Random parameters, or those at `load_parameters_path`."""
-        path, out = self.config.load_parameters_path, None if self.is_single_device else self.state_shardings.params
+        path, out = _remote.pull(self.config.load_parameters_path), None if self.is_single_device else self.state_shardings.params
         if self.source is not None:
             return load_params(self.source, self.model, out)
         init = functools.partial(init_params, self.model)
         params = jax.jit(init, **({} if out is None else {"out_shardings": out}))(
             jax.random.key(self.config.init_weights_seed)
         )
-        if not path:
+        if not self.config.load_parameters_path:
             return params
         # A checkpoint without a description of its model.
         if not self.config.checkpoint_is_quantized:

@@ -6,6 +6,7 @@ JAX is imported by checks that need it, so that `octavo train --help` is instant
 import re
 from collections.abc import Sequence
 
+from octavo import _remote
 from octavo._names import did_you_mean
 
 AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")
@@ -49,6 +50,11 @@ def check_name(value: str) -> None:
     part = r"[\w=+@,-][\w.=+@,-]*"
     if value and not re.fullmatch(rf"{part}(/{part})*", value):
         raise ValueError("a name is made of letters, digits and _ - . = + @, and does not begin with a dot")
+
+
+def check_path(value: str) -> None:
+    """A local path, or a URL of an object store whose package is installed."""
+    _remote.check(value)
 
 
 def check_not_empty(value: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from octavo import _remote
 from octavo._names import did_you_mean
 from octavo.train.config import files, maxtext
 from octavo.train.config.conflicts import METHODS, find_notes
@@ -89,8 +90,8 @@ class _Loader:
         for i, layer in enumerate(layers):
             for key, text in layer.values.items():
                 location = layer.locations[key]
-                if key in maxtext.NO_EFFECT:
-                    self.notes.append(f"{key} has no effect: {maxtext.NO_EFFECT[key]} ({location})")
+                if (reason := maxtext.no_effect(key)) is not None:
+                    self.notes.append(f"{key} has no effect: {reason} ({location})")
                 elif key not in _FIELDS:
                     self._add(unknown_key(key, _FIELDS, location))
                 else:
@@ -131,9 +132,14 @@ class _Loader:
         self.problems.append(Problem(keys, text))
 
     def _arguments(self, argv: list[str]) -> tuple[list[str], Layer]:
-        paths, values = [], {}
-        for word in argv:
+        paths, values, rest = [], {}, iter(argv)
+        for word in rest:
             key, equals, text = word.partition("=")
+            name = key.lstrip("-")
+            if not equals and name != key and (name in _FIELDS or maxtext.no_effect(name)):
+                value = next(rest, "VALUE")
+                self._add(f"{word} {value}: write {name}={value}, without dashes")
+                continue
             if equals:
                 if key != key.lstrip("-"):
                     self._add(f"{word}: write {word.lstrip('-')}, without dashes")
@@ -159,7 +165,7 @@ class _Loader:
                 if key in values:
                     self._add(f"{locations[key]} and {variable} are both set: unset one", key)
                 # Others may have their own variables with these prefixes: a key, or nearly one, is meant for us.
-                elif key in _FIELDS or key in maxtext.NO_EFFECT or did_you_mean(key, _FIELDS, cutoff=0.85):
+                elif key in _FIELDS or maxtext.no_effect(key) or did_you_mean(key, _FIELDS, cutoff=0.85):
                     values[key], locations[key] = environ[variable], variable
         return Layer(_ENVIRONMENT, values, locations, _ENVIRONMENT)
 
@@ -200,8 +206,11 @@ def _fresh_name(values: Mapping[str, Any]) -> str:
     """A run name that is free in the output directory."""
     given = {name: values.get(name, _FIELDS[name].default) for name in ("model_name", "quantization")}
     stem = "-".join([*filter(None, given.values()), datetime.datetime.now().strftime("%Y%m%d-%H%M%S")])
-    directory = Path(values.get("base_output_directory", _FIELDS["base_output_directory"].default))
+    directory = values.get("base_output_directory", _FIELDS["base_output_directory"].default)
     name, count = stem, 1
+    if _remote.is_remote(directory):
+        return name
+    directory = Path(directory)
     while os.path.exists(directory / name):  # unlike Path.exists, not an error for names that no file can have
         count += 1
         name = f"{stem}-{count}"

@@ -6,6 +6,7 @@ Commands from MaxText's guides run, or raise an error that names the replacement
 import re
 
 _BACKEND = "XLA chooses the code for the backend that JAX finds"
+_TILES = "tiles of grouped matmuls are chosen by octavo.ops"
 _GROUPED = "grouped matmuls have one implementation for each backend, chosen by octavo.ops"
 
 NO_EFFECT = {
@@ -24,11 +25,31 @@ NO_EFFECT = {
     "compiled_trainstep_file": "the step is compiled when the run starts",
     "pure_nnx": "the model is Flax NNX",
     "enable_nnx": "the model is Flax NNX",
+    "pure_nnx_decoder": "the model is Flax NNX",
+    "decoder_block": "there is one decoder, whose sizes are keys of their own or in the file of model_name",
+    "attention_type": "there is one attention: every head sees all earlier positions, with grouped keys and values",
+    "enable_checkpoint_cloud_logger": "nothing is recorded elsewhere",
+    "retry_when_tokens_dropped": "no token is dropped",
+    "use_ragged_sort": "tokens are sorted by expert",
+    "ragged_buffer_factor": "buffers have room for all tokens",
+    "use_ring_of_experts": "tokens are dispatched by an all-to-all",
 }
 """Keys that are accepted and change nothing, with the reason."""
 
+_NO_EFFECT_PATTERNS = {r"w[io]_tile_(fwd|dlhs|drhs)_(batch_seq|embed_dim|mlp_dim)": _TILES}
+
+
+def no_effect(name: str) -> str | None:
+    """Why a key of MaxText is accepted and changes nothing; None for other keys.
+
+    >>> no_effect("wi_tile_fwd_embed_dim"), no_effect("steps")
+    ('tiles of grouped matmuls are chosen by octavo.ops', None)
+    """
+    found = (reason for pattern, reason in _NO_EFFECT_PATTERNS.items() if re.fullmatch(pattern, name))
+    return NO_EFFECT.get(name) or next(found, None)
+
+
 _ELSEWHERE = {
-    "decoder_block": "model_name chooses a model",
     "load_full_state_path": "a run resumes from its own directory; load_parameters_path starts a new one",
     "grad_dtype": "gradients have the dtype of the weights, weight_dtype",
     "matmul_precision": "dtype is that of activations",
@@ -37,7 +58,6 @@ _ELSEWHERE = {
 }
 _PATTERNS = {
     r"(ici|dcn)_\w+_parallelism": "the axes of the mesh are data, stage, fsdp, context, tensor and expert",
-    r"w[io]_tile_\w+": _GROUPED,
 }
 _NAMES = {
     "lr": "learning_rate",

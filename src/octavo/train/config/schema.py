@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import octavo._config
+from octavo import _remote
 from octavo.data import datasets, register_tokenizer, tokenizers
 from octavo.train.config import checks
 from octavo.train.config.checks import AXES
@@ -83,11 +84,13 @@ class Config(octavo._config.Config):
     """
 
     run_name: str = _run("", "name of the run and its directory; empty: model, recipe, time", check=checks.check_name)
-    base_output_directory: str = _run("runs", "directory of the run directories")
+    base_output_directory: str = _run(
+        "runs", "directory of the run directories, also gs://...", check=checks.check_path
+    )
     steps: int = _run(200, "training steps", low=1)
     init_weights_seed: int = _run(0, "seed of the initial weights", low=0)
     log_period: int = _run(1, "steps between two lines of the log", low=1)
-    metrics_file: str = _run("", "JSON-lines file of metrics; empty: in the run directory")
+    metrics_file: str = _run("", "JSON-lines file of metrics; empty: in the run directory", check=checks.check_path)
     enable_tensorboard: bool = _run(True, "write TensorBoard events")
     abort_on_nan_loss: bool = _run(True, "stop when the loss is not finite")
 
@@ -96,7 +99,9 @@ class Config(octavo._config.Config):
     checkpoint_period: int = _checkpoints(100, "steps between two checkpoints", low=1)
     max_num_checkpoints_to_keep: int = _checkpoints(3, "older checkpoints are deleted", low=1)
     keep_period: int = _checkpoints(0, "keep every checkpoint at a multiple of this; 0: none", low=0)
-    load_parameters_path: str = _checkpoints("", "model or checkpoint whose parameters a new run starts from")
+    load_parameters_path: str = _checkpoints(
+        "", "model or checkpoint whose parameters a new run starts from", check=checks.check_path
+    )
 
     model_name: str = _model("default", "a file configs/models/<model_name>.yml", check=checks.check_not_empty)
     base_emb_dim: int = _model(320, "width of the residual stream", low=1)
@@ -262,7 +267,9 @@ class Config(octavo._config.Config):
     weight_sparsity_update_step: int = _sparsity(10, "steps between two masks", low=1)
 
     checkpoint_is_quantized: bool = _serving(False, "load_parameters_path holds quantized parameters")
-    save_quantized_params_path: str = _serving("", "directory for the quantized parameters at the end")
+    save_quantized_params_path: str = _serving(
+        "", "directory for the quantized parameters at the end", check=checks.check_path
+    )
     quantize_kvcache: bool = _serving(False, "quantize the KV cache when generating")
     kv_quant_axis: str = _serving(
         "heads_and_dkv", "one scale per token, or per token and head", choices=("heads_and_dkv", "dkv", "")
@@ -278,12 +285,17 @@ class Config(octavo._config.Config):
 
     @property
     def run_directory(self) -> Path:
-        """The directory of the run's checkpoints, metrics and report.
+        """The directory of the run's checkpoints, metrics and report; of a run in an object store, its local copy.
 
         >>> Config(run_name="first").run_directory.as_posix()
         'runs/first'
         """
-        return Path(self.base_output_directory) / (self.run_name or "unnamed")
+        return _remote.local(self.run_path)
+
+    @property
+    def run_path(self) -> str:
+        """The path of the run, or its URL."""
+        return f"{self.base_output_directory.rstrip('/')}/{self.run_name or 'unnamed'}"
 
     def to_dict(self) -> dict[str, Any]:
         """Key by key, tuples as tuples: `Config(**config.to_dict()) == config`."""
