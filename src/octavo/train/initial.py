@@ -1,12 +1,12 @@
 """Starting from a pretrained model: its architecture and tokenizer, and its parameters in the layout of a run."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from octavo import _remote
 from octavo._tree import flatten_paths, unflatten_paths
 from octavo.data import Dataset, Tokenizer
 from octavo.models import ModelConfig, abstract_params
@@ -41,14 +41,15 @@ _PROBE = "The 3 naïve cafés; def f(x):\n\treturn x**2 # 日本"
 def open_source(config: Config) -> PretrainedModel | None:
     """The model at `load_parameters_path`; None if there is none, or if it is a checkpoint without a description."""
     path = config.load_parameters_path
-    if not path or "://" in path:
+    if not path:
         return None
     from octavo.checkpoint import CheckpointError, load_abstract
 
     try:
         return open_model(path)
     except (ValueError, OSError) as error:
-        for place in (Path(path) / "checkpoints", Path(path)):
+        local = _remote.local(path)
+        for place in (local / "checkpoints", local):
             try:
                 if "model" not in load_abstract(place, subtree="params").extra:
                     return None

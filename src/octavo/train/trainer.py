@@ -83,7 +83,8 @@ class Trainer(Program):
 
     def _initial_params(self) -> Any:
         """Random parameters, or those at `load_parameters_path`."""
-        path, out = _remote.pull(self.config.load_parameters_path), None if self.is_single_device else self.state_shardings.params
+        path = _remote.pull(self.config.load_parameters_path)
+        out = None if self.is_single_device else self.state_shardings.params
         if self.source is not None:
             return load_params(self.source, self.model, out)
         init = functools.partial(init_params, self.model)
