@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import types
 
 import flax.linen as nn
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 import octavo
-from octavo.compat import maxtext
-from octavo.rules import dot_config
+from octavo.compat import aqt, maxtext
+from octavo.rules import dot_config, mixed_precision
 from tests.compat.test_aqt import PLAIN, data, off, three
+from tests.docs.test_pages import table
 
 theirs = pytest.importorskip("aqt.jax.v2.config", reason="the oracles group is not installed: pip install aqtp==0.9.0")
 calibration = pytest.importorskip("aqt.jax.v2.calibration")
@@ -134,6 +136,40 @@ def test_a_model_is_left_alone_where_the_config_says_so():
         maxtext.get_qt_provider(seed_config(quantization="intmp"))
     with pytest.raises(ValueError, match="under AQT only"):
         maxtext.get_quantization_rule(seed_config(quantization="int8", quantization_local_shard_count=0))
+
+
+NAMES = """
+DEFAULT _W_BITS _A_BITS _W_SCALE _A_SCALE _TILE_SIZE Quantization _tiling_fn _rhs_axis_metadata_wrapper AqtQuantization
+QwixQuantization QwixDotGeneral QwixEinsum Fp8Quantization _Fp8EinsumWrapper Fp8Einsum NANOOFp8Quantization
+_get_int8_quant_config ConstantBoundConfig _build_const_scale_config PerTensorScales _build_per_tensor_config
+_get_aqt_fp8_default_config _get_aqt_fp8_quant_config _dot_general_make _get_default_mp_config
+_get_mixed_precision_quant_config _get_quant_config in_convert_mode in_serve_mode get_quant_mode
+match_aqt_and_unquantized_param _get_aqt_key_paths remove_quantized_params NvidaFp8Provider NANOOFp8Provider
+get_fp8_full_qwix_rule_w_sparsity get_quantization_rule get_qt_provider maybe_quantize_model _cast_reduced_from
+_make_scale_tensor _get_max_min manual_quantize
+"""
+"""Every name that MaxText's quantizations.py defines."""
+
+
+def test_every_name_of_quantizations_py_has_a_row_that_runs():
+    rows = [row.strip("| ").split(" | ") for row in table("names", "from-maxtext.md")]
+    names = NAMES.split()
+    assert [name for row in rows for name in re.findall("`([^`]+)`", row[0])] == names
+    space = {"maxtext": maxtext, "aqt": aqt, "octavo": octavo, "jnp": jnp, "nn": nn, "config": seed_config}
+    space |= {"q": octavo.quantize(jnp.ones((2, 2)), "int8"), "mixed_precision": mixed_precision}
+    for row in rows:
+        assert eval(row[1].strip("`"), space) is not None, row
+    public = {name for name in names if not name.startswith("_")}
+    assert public <= set(maxtext.__all__)
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", "fp8", "nanoo_fp8", "aqt_fp8", "aqt_fp8_full", "te_mxfp8", "fp8_full", "int4"]
+)
+def test_every_value_of_the_seed_makes_a_quantization(name):
+    quant = maxtext.configure_quantization(seed_config(quantization=name))
+    assert callable(quant.dot_general_cls(("embed", "mlp")))
+    assert quant.einsum(("embed", "mlp")) is not None
 
 
 def test_operations_of_fp8_full():
