@@ -176,8 +176,8 @@ def match_aqt_and_unquantized_param(aqt_params: Any, params: Any) -> Any:
     def match(path: Any, leaf: Any) -> Any:
         if not is_qarray(leaf):
             return None
-        beside = (k for k in left if k[:-1] == path[: len(k) - 1] and getattr(k[-1], "key", None) != "bias")
-        found = path if path in left else next(beside, None)
+        candidates = (k for k in left if k[:-1] == path[: len(k) - 1] and getattr(k[-1], "key", None) != "bias")
+        found = path if path in left else next(candidates, None)
         if found is None:
             raise ValueError(f"quantized parameters without a float one: {jax.tree_util.keystr(path)}")
         left.remove(found)
