@@ -68,8 +68,8 @@ def test_operands_may_be_qarrays():
     for q in (octavo.quantize(w, "int8", channelwise_axes=(1,)), octavo.quantize(w, "nf4", tiled_axes={0: 16}).pack()):
         got = jax.jit(functools.partial(octavo.einsum, "bsd,df->bsf"))(x, q)
         np.testing.assert_allclose(got, jnp.einsum("bsd,df->bsf", x, q.dequantize()), atol=1e-4)
-    with pytest.raises(TypeError, match="leave the config out"):
-        octavo.einsum("bsd,df->bsf", x, q, config=DotConfig.qt("int8"))
+    low = octavo.einsum("bsd,df->bsf", x, q, config=DotConfig.qt("int8"))
+    assert 0 < np.linalg.norm(low - got) < 0.02 * np.linalg.norm(got)  # x is in int8
 
 
 def test_a_config_quantizes_in_the_order_of_the_call():

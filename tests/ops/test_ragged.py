@@ -648,6 +648,16 @@ def test_aqt_has_no_gradient():
 # What is refused.
 
 
+def test_a_config_next_to_a_qarray():
+    x, w, ct = data()
+    sizes = sizes_of("even")
+    rhs = operands("int8", x, w)[1]
+    want, pull = jax.vjp(lambda x, w: ragged_dot(x, w, sizes, config=INT8), x, w)
+    out, vjp = jax.vjp(lambda x: ragged_dot(x, rhs, sizes, config=INT8), x)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_allclose(vjp(ct)[0], pull(ct)[0], rtol=1e-5, atol=1e-5)
+
+
 def test_errors_say_what_to_do():
     x, w, ct = data()
     sizes = sizes_of("even")
@@ -658,8 +668,6 @@ def test_errors_say_what_to_do():
         gmm(x, w, sizes, transpose_rhs=True)
     with pytest.raises(ValueError, match=r"tgmm takes lhs \[k, m\]"):
         tgmm(x, ct, sizes)
-    with pytest.raises(TypeError, match="leave the config out"):
-        ragged_dot(lhs, rhs, sizes, config=INT8)
     with pytest.raises(NotImplementedError, match="takes no out_sharding"):
         ragged_dot(lhs, rhs, sizes, out_sharding=P())
     with pytest.raises(ValueError, match="cannot be rotated"):
