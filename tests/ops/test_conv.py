@@ -435,11 +435,20 @@ def test_what_a_convolution_cannot_honour_is_refused(message):
         conv_general_dilated(x, w, **geometry("same")[2], config=REFUSED[message])
 
 
+def test_a_config_next_to_a_qarray():
+    x, w, _, _ = operands("same")
+    kwargs, config = geometry("same")[2], DotConfig.qt("int8")
+    want, pull = jax.vjp(lambda x, w: conv_general_dilated(x, w, **kwargs, config=config), x, w)
+    dims = Conv(ConvDims.of(x.shape, w.shape, **kwargs)).dims
+    q = config.fwd.rhs.quantizer(w.ndim, contracting=dims.rhs_contract, batch=dims.rhs_batch).quantize(w)
+    out, vjp = jax.vjp(lambda x: conv_general_dilated(x, q, **kwargs, config=config), x)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_allclose(vjp(want)[0], pull(want)[0], rtol=1e-5, atol=1e-5)
+
+
 def test_misuse_is_refused():
     x, w, _, _ = operands("same")
     kwargs, config = geometry("same")[2], DotConfig.qt("int8")
-    with pytest.raises(TypeError, match="a config quantizes float operands"):
-        conv_general_dilated(octavo.quantize(x, "int8"), w, **kwargs, config=config)
     with pytest.raises(ValueError, match="String padding is not implemented for transposed convolution"):
         conv_general_dilated(x, w, **kwargs, lhs_dilation=(2, 2), config=config)
 

@@ -284,7 +284,10 @@ def test_files_that_a_run_needs_are_looked_for(tmp_path):
     assert config_errors("load_parameters_path=no") == [
         "load_parameters_path=no: there is no such file or directory (command line)"
     ]
-    assert load(["load_parameters_path=gs://a/b"], environ={}).config.load_parameters_path == "gs://a/b"
+    assert load(["load_parameters_path=memory://a/b"], environ={}).config.load_parameters_path == "memory://a/b"
+    assert config_errors("load_parameters_path=gs://a/b")[0].startswith(
+        "load_parameters_path=gs://a/b: the package for gs:// is missing: "
+    )
 
 
 def test_rules_and_tables_are_read_before_the_run(tmp_path):

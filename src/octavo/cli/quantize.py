@@ -76,8 +76,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         _remote.check(args.out)
     except ValueError as error:
-        print(f"octavo quantize: {error}", file=sys.stderr)
-        return 2
+        return fail("quantize", error)
     out = _remote.local(args.out)
     command = shlex.join(["octavo", "quantize", Path(args.model).name, args.recipe, out.name, *_options(args)])
     try:

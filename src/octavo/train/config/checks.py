@@ -54,7 +54,10 @@ def check_name(value: str) -> None:
 
 def check_path(value: str) -> None:
     """A local path, or a URL of an object store whose package is installed."""
-    _remote.check(value)
+    try:
+        _remote.check(value)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix(f"{value}: ")) from None
 
 
 def check_not_empty(value: str) -> None:
