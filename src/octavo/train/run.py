@@ -93,7 +93,13 @@ def train(config: Config, *, log: Log | None = None, mesh: Any = None, schedule:
 
 
 def _train(
-    config: Config, log: Log | None, print_line: Log, main: bool, start_time: float, mesh: Any, schedule: Schedule | None
+    config: Config,
+    log: Log | None,
+    print_line: Log,
+    main: bool,
+    start_time: float,
+    mesh: Any,
+    schedule: Schedule | None,
 ) -> Outcome:
     if config.enable_checkpointing:
         # Fail now if it is missing, not at the first save.
