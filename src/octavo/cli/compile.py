@@ -73,6 +73,7 @@ def _compile(call: "TargetCall", args: argparse.Namespace) -> int:
 
 def _report(accelerator: "Accelerator", costs: dict[str, "ProgramCost"], most: int) -> list[str]:
     from octavo._text import format_bytes_si, format_table
+    from octavo.hlo import count_types, describe_quantized
 
     name, cost = list(costs.items())[-1]
     rows: list[tuple[str, ...]] = [("", "cycles", "time", "accessed", "temporary", "sent")]
@@ -86,6 +87,6 @@ def _report(accelerator: "Accelerator", costs: dict[str, "ProgramCost"], most: i
         lines.append(f"{name} takes {cost.cycles / costs[FLOAT].cycles:.2f} of the cycles of float")
     if cost.unknown:
         lines.append(f"{len(cost.unknown)} instructions of {name} have no estimate and are not counted")
-    kinds = [("matmuls", "count"), *((kind, str(count)) for kind, count in cost.matmuls.items())]
-    lines += ["", *format_table(kinds)]
+    kinds = [("matmuls", "count"), *((kind, str(count)) for kind, count in count_types(cost.matmuls).items())]
+    lines += ["", *format_table(kinds), *(describe_quantized(cost.matmuls) if len(costs) > 1 else [])]
     return lines + (["", *format_table(cost.table(most))] if cost.ops else [])

@@ -1,6 +1,7 @@
 """`octavo verify`: the share of a function's or model's matmul FLOPs in low precision."""
 
 import argparse
+import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +29,19 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         choices=("cpu", "cuda", "rocm", "tpu"),
         help="lower the program for this platform too, and report the types in it; no such device is needed",
     )
+    parser.add_argument(
+        "--accelerator",
+        metavar="NAME",
+        help="compile the program for v5e, v5p, v6e, tpu7x, h100 or b200, and report which quantized matmuls the "
+        "device multiplies in low precision; its compiler is needed, the device is not",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
         "--at-least",
         type=_share,
         metavar="SHARE",
         help="exit with status 1 if the low-precision share of the forward pass, or with --grad of either pass, is "
-        "below this, 0 to 1",
+        "below this, 0 to 1; with --accelerator also if the share of the quantized matmuls is",
     )
     return parser
 
@@ -61,16 +68,41 @@ def _verify(call: "TargetCall", args: argparse.Namespace) -> int:
     import octavo
     from octavo.cli.target import usage_errors
     from octavo.cli.weights import split_weights, value_and_grad
+    from octavo.hlo import describe_quantized
 
     with usage_errors():
         split = split_weights(call)
         fn = value_and_grad(split.fn) if args.grad else split.fn
         found = octavo.verify(fn, split.weights, split.rest, platform=args.platform)
-    print(found.to_json() if args.json else found)
+        compiled = _compiled(args.accelerator, fn, split.weights, split.rest) if args.accelerator else ()
+    if args.json:
+        print(json.dumps(json.loads(found.to_json()) | {"compiled": [matmul.to_dict() for matmul in compiled]}))
+    else:
+        print(
+            found,
+            *([f"compiled for {args.accelerator}:", *describe_quantized(compiled)] if args.accelerator else []),
+            sep="\n",
+        )
     shares = {"forward": found.forward, "backward": found.backward} if args.grad else {"forward": found.forward}
+    if args.accelerator:
+        quantized = [matmul for matmul in compiled if matmul.is_quantized]
+        shares[args.accelerator] = sum(matmul.is_low for matmul in quantized) / max(1, len(quantized))
     low = {name: share for name, share in shares.items() if args.at_least is not None and share < args.at_least}
     for name, share in low.items():
         print(
-            f"{name}: {share:.2%} of matmul FLOPs in low precision, below --at-least {args.at_least}", file=sys.stderr
+            f"{name}: {share:.2%} of {'quantized matmuls' if name == args.accelerator else 'matmul FLOPs'} in low "
+            f"precision, below --at-least {args.at_least}",
+            file=sys.stderr,
         )
     return int(bool(low))
+
+
+def _compiled(name: str, fn: Any, *args: Any) -> tuple[Any, ...]:
+    """The matmuls of the program that an accelerator's compiler makes of a function."""
+    from octavo.cli.target import UsageError
+    from octavo.hlo import compile_for, compiler_missing, get_accelerator, read_matmuls
+
+    accelerator = get_accelerator(name)
+    if (missing := compiler_missing(accelerator)) is not None:
+        raise UsageError(missing)
+    return read_matmuls(compile_for(accelerator, fn, *args).as_text())

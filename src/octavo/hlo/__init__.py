@@ -2,7 +2,8 @@
 
 from octavo.hlo.accelerators import ACCELERATORS, Accelerator, compile_for, compiler_missing, devices, get_accelerator
 from octavo.hlo.collectives import Collective, Communication, read_communication
-from octavo.hlo.cost import OpCost, ProgramCost, read_cost, read_cycles, read_matmuls
+from octavo.hlo.cost import OpCost, ProgramCost, read_cost, read_cycles
+from octavo.hlo.matmuls import CompiledMatmul, count_types, describe_quantized, read_matmuls
 from octavo.hlo.partition import partitioned_hlo
 from octavo.hlo.text import Module, parse
 
@@ -11,11 +12,14 @@ __all__ = [
     "Accelerator",
     "Collective",
     "Communication",
+    "CompiledMatmul",
     "Module",
     "OpCost",
     "ProgramCost",
     "compile_for",
     "compiler_missing",
+    "count_types",
+    "describe_quantized",
     "devices",
     "get_accelerator",
     "parse",

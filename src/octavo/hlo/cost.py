@@ -6,14 +6,13 @@ it schedules. Their sum, with loops by their trip counts, is the estimate of the
 
 import dataclasses
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from octavo._text import format_bytes_si, format_table
 from octavo.hlo.accelerators import Accelerator
 from octavo.hlo.collectives import Communication, read_communication
-from octavo.hlo.dataflow import MATMULS
+from octavo.hlo.matmuls import CompiledMatmul, read_matmuls
 from octavo.hlo.text import Instruction, Module, parse
 from octavo.hlo.visit import Visitor
 
@@ -59,7 +58,7 @@ class ProgramCost:
         bytes_accessed: The bytes that instructions read and write.
         temp_bytes: The peak of temporary memory.
         communication: The collectives.
-        matmuls: How often each pair of operand types is multiplied, such as `s8 x s8 -> s32`.
+        matmuls: The matmuls, with the types that the device multiplies.
     """
 
     ops: tuple[OpCost, ...]
@@ -67,7 +66,7 @@ class ProgramCost:
     bytes_accessed: float = 0
     temp_bytes: int = 0
     communication: Communication = dataclasses.field(default_factory=lambda: Communication(()))
-    matmuls: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    matmuls: tuple[CompiledMatmul, ...] = ()
 
     @property
     def cycles(self) -> int:
@@ -87,7 +86,7 @@ class ProgramCost:
             "bytes_accessed": self.bytes_accessed,
             "temp_bytes": self.temp_bytes,
             "communication": self.communication.summary(),
-            "matmuls": dict(self.matmuls),
+            "matmuls": [matmul.to_dict() for matmul in self.matmuls],
             "ops": [dataclasses.asdict(op) for op in self.ops],
             "unknown": [dataclasses.asdict(op) for op in self.unknown],
         }
@@ -121,26 +120,6 @@ def read_cost(compiled: Any) -> ProgramCost:
     memory, analysis = compiled.memory_analysis(), compiled.cost_analysis() or {}
     accessed, temporary = analysis.get("bytes accessed", 0), memory.temp_size_in_bytes if memory else 0
     return ProgramCost(ops, unknown, accessed, temporary, read_communication(module), read_matmuls(module))
-
-
-def read_matmuls(module: Module | str) -> dict[str, int]:
-    """How often a program multiplies each pair of operand types, the most frequent first.
-
-    TPU's compiler writes every matmul as a convolution; on GPUs some are custom calls of cuBLAS or cuDNN.
-    """
-    parsed = parse(module) if isinstance(module, str) else module
-
-    def matmul(computation: str, line: Instruction) -> Iterator[str]:
-        library = re.search(r'custom_call_target="(__cu(?:blas|dnn)[^"]*)"', line.attributes)
-        if line.opcode in MATMULS or library:
-            shapes = [parsed.shape(computation, operand) for operand in line.operands[:2]]
-            pair = " x ".join(shape.dtype if shape else "?" for shape in shapes)
-            yield f"{pair} -> {line.shapes[0].dtype}" + (f" ({library[1]})" if library else "")
-
-    counts = Counter[str]()
-    for kind, count in Visitor(parsed, matmul).visit():
-        counts[kind] += count
-    return dict(counts.most_common())
 
 
 def read_cycles(module: Module | str) -> tuple[tuple[OpCost, ...], tuple[OpCost, ...]]:
