@@ -18,7 +18,9 @@ INT4 = tuple(map(float, (*range(8), *range(-8, 0))))
 SCALES = (np.float32, ml_dtypes.bfloat16, np.float16)
 
 
-def layer(seed, *, rows=2, size=48, kv_heads=2, shared=2, dim=16, time=40, hidden=56, extras=False, packed=None):
+def layer(
+    seed, *, rows=2, size=48, kv_heads=2, shared=2, dim=16, time=40, hidden=56, extras=False, packed=None, levels=False
+):
     """Operands of one layer, drawn from a seed."""
     rng = np.random.default_rng(seed)
 
@@ -31,6 +33,9 @@ def layer(seed, *, rows=2, size=48, kv_heads=2, shared=2, dim=16, time=40, hidde
         is_packed = rng.integers(2) if packed is None else packed
         if is_packed:
             codes = rng.integers(0, 256, (-(-depth // 2), columns)).astype(np.uint8)
+            if levels:
+                small, zero = (jnp.asarray(rng.uniform(*r, scale.shape), jnp.float8_e3m4) for r in ((1, 9), (-4, 4)))
+                return Matrix(jnp.asarray(codes), small, INT4, zero, jnp.asarray(scale[0] / 20, jnp.float32))
             return Matrix(jnp.asarray(codes), jnp.asarray((scale / 4).astype(SCALES[seed % 3])), INT4)
         codes = rng.integers(-128, 128, (depth, columns)).astype(np.int8)
         return Matrix(jnp.asarray(codes), jnp.asarray((scale / 70).astype(SCALES[seed % 3])))
@@ -91,6 +96,11 @@ def test_a_layer_is_the_plain_one(isa):
 
 
 @pytest.mark.slow
+def test_scales_of_two_levels():
+    args, how = layer(0, packed=True, levels=True)
+    check(jitted(decode_layer, args, how)(), plain(args, how))
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_any_shape(seed):
     args, how = layer(seed, **shapes(seed))

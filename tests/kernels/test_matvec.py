@@ -82,6 +82,32 @@ def test_many_shapes_are_within_the_rounding_of_their_sum(start, name, transpose
         case.check(case.run(isa=isa, threads=seed % 4))
 
 
+def e3m4(rng, *shape):
+    """Any finite numbers, subnormal ones among them."""
+    codes = rng.choice([code for code in range(256) if code & 0x70 != 0x70], shape)
+    return codes.astype(np.uint8).view(ml_dtypes.float8_e3m4)
+
+
+@pytest.mark.parametrize("isa", kernels.versions())
+@pytest.mark.parametrize("rows", [1, 5])
+def test_scales_of_two_levels(isa, rows):
+    case, rng = Case(3, table=TABLES["int4"], rows=rows, depth=192, columns=75, group=64), np.random.default_rng(0)
+    scale, zero = e3m4(rng, 3, 75), e3m4(rng, 3, 75)
+    outer = np.exp(rng.standard_normal(75)).astype(np.float32)
+    wide = [np.repeat(part.astype(np.float64), 64, axis=0) for part in (scale, zero)]
+    places = np.stack([case.codes & 15, case.codes >> 4], 1).reshape(-1, 75)
+    weight = (np.asarray(TABLES["int4"])[places] - wide[1]) * wide[0] * outer
+    case.wanted = case.x.astype(np.float64) @ weight
+    size = (8 + np.abs(wide[1])) * np.abs(wide[0]) * outer
+    case.bound = 200 * UNIT * (np.abs(case.x).astype(np.float64) @ size)
+    levels = [jnp.asarray(part) for part in (scale, zero, outer)]
+    case.check(np.asarray(kernels.matvec(*case.operands[:2], *levels, table=TABLES["int4"], isa=isa)))
+    case.check(np.asarray(kernels.reference(*case.operands[:2], *levels, table=TABLES["int4"])))
+    scale[1, 7] = np.nan
+    got = kernels.matvec(*case.operands[:2], jnp.asarray(scale), *levels[1:], table=TABLES["int4"], isa=isa)
+    assert np.argwhere(np.isnan(got)[0]).tolist() == [[7]]
+
+
 @pytest.mark.parametrize("rows", slow_except((1, 4, 17), range(1, 18)))
 def test_any_number_of_rows(rows):
     for transposed in (False, True):

@@ -1,12 +1,15 @@
 """The command: `octavo quantize MODEL int4:gptq OUT --data text`."""
 
 import json
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from octavo.cli import main
+from octavo.files.gguf import write_imatrix
 from octavo.pretrained import (
     CalibrationData,
     PretrainedModel,
@@ -20,7 +23,7 @@ from octavo.pretrained.calibrated import calibrated_codes
 from octavo.pretrained.native import write_model
 from octavo.serve import Engine, SamplingParams
 from octavo.serve.evaluate import evaluate
-from tests.pretrained.conftest import source_of
+from tests.pretrained.conftest import SMALL, source_of
 from tests.pretrained.real import real
 
 pytestmark = pytest.mark.standard_promotion
@@ -100,6 +103,44 @@ def test_awq_scales_the_norms(folder):
     wanted, *found = (np.asarray(m.function()(m.params(), tokens)[0]) for m in (source, low, plain))
     errors = [np.mean((logits - wanted) ** 2) for logits in found]
     assert errors[0] < errors[1]
+
+
+@pytest.mark.slow
+def test_k_quants_with_importances(tmp_path):
+    source = source_of(SMALL.replace(emb_dim=256, head_dim=64, mlp_dim=256, num_layers=2))
+    data = CalibrationData(TEXT, tokens=512)
+    matrix = tmp_path / "imatrix.gguf"
+    export_model("gguf", source, tmp_path / "a.gguf", Request("q4_k_m", data=data, imatrix=matrix))
+    export_model("gguf", source, tmp_path / "b.gguf", Request("q4_k_m", imatrix=matrix))
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+    export_model("gguf", source, tmp_path / "plain.gguf", Request("q4_k_m"))
+    export_model("gguf", source, tmp_path / "old.gguf", Request("int4", head="int8"))
+    files = {name: open_model(tmp_path / f"{name}.gguf") for name in ("a", "plain", "old")}
+    stored = {name: leaf.stored for name, leaf in files["a"].leaves.items()}
+    assert stored["token_embedder/embedding"] == "Q6_K"
+    assert stored["decoder/layers_1/mlp/wo/kernel"] == "Q6_K"
+    assert stored["decoder/layers_1/mlp/wi_0/kernel"] == "Q4_K"
+    tokens = data.batches(source)[0][:1, :64]
+    run = jax.jit(source.function())
+    wanted, *found = (np.asarray(run(m.params("float32"), tokens)[0]) for m in (source, *files.values()))
+    errors = dict(zip(files, (float(np.mean((logits - wanted) ** 2)) for logits in found), strict=True))
+    assert errors["a"] < 0.95 * errors["plain"] < 0.8 * errors["old"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request("int4", imatrix=Path("m")), "importances are for K-quants such as q4_k, not for int4"),
+        (Request("q4_k", imatrix=Path("m")), "the importance matrix is of another model: it has 'x'"),
+    ],
+)
+def test_importances_that_do_not_fit(tmp_path, monkeypatch, request_, message):
+    monkeypatch.chdir(tmp_path)
+    write_imatrix("m", {"x": np.ones(3, np.float32)}, tokens=1)
+    with pytest.raises(ValueError, match=message):
+        export_model("gguf", source_of(), tmp_path / "new.gguf", request_)
+    with pytest.raises(ValueError, match="--imatrix is for K-quants in GGUF files: add --format gguf"):
+        export_model("octavo", source_of(), tmp_path / "new", request_.__class__("int4", imatrix=Path("m")))
 
 
 @pytest.mark.slow

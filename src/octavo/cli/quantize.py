@@ -56,6 +56,12 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "--data-tokens", type=int, metavar="N", default=1 << 15, help="tokens of the calibration text (default 32768)"
     )
     parser.add_argument(
+        "--imatrix",
+        type=Path,
+        metavar="FILE",
+        help="an importance matrix for q4_k, q5_k, q6_k and --format gguf: read, or with --data written",
+    )
+    parser.add_argument(
         "--bits",
         type=float,
         metavar="N",
@@ -91,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
         replace=args.force,
         log=None if args.quiet else functools.partial(print, flush=True),
         data=None if text is None else CalibrationData(text, tokens=args.data_tokens),
+        imatrix=args.imatrix,
         bits=args.bits,
     )
     try:
@@ -122,5 +129,6 @@ def _options(args: argparse.Namespace) -> list[str]:
     given = [("--head", args.head, ""), ("--format", args.format, "octavo"), ("--scales", args.scales, "")]
     given += [("--data", Path(args.data).name, "")] if args.data else []
     given += [("--adapter", Path(args.adapter).name, "")] if args.adapter else []
+    given += [("--imatrix", args.imatrix.name, "")] if args.imatrix else []
     given += [("--bits", f"{args.bits:g}", "")] if args.bits else []
     return [word for name, value, default in given if value != default for word in (name, value)]

@@ -16,7 +16,7 @@ import numpy as np
 
 from octavo._typing import Array, Float, Shaped
 from octavo.kernels.library import LAYER_TARGET, require
-from octavo.kernels.matvec import reference
+from octavo.kernels.matvec import as_bytes, levels, reference
 
 _NO_TABLE = (0.0,) * 16
 
@@ -25,9 +25,11 @@ class Matrix(NamedTuple):
     """A quantized matrix [K, N], as in `matvec`."""
 
     codes: Shaped[Array, "a b"]
-    scale: Float[Array, "groups columns"]
+    scale: Shaped[Array, "groups columns"]
     table: Sequence[float] | None = None
     """The values of 4-bit codes, which are packed along K."""
+    zero: Shaped[Array, "groups columns"] | None = None
+    outer: Float[Array, "columns"] | None = None
 
 
 class LayerWeights(NamedTuple):
@@ -83,13 +85,17 @@ def decode_layer(
       The layer's output, and the caches with the new tokens at their positions.
     """
     require()
-    tables = [weight.table or _NO_TABLE for weight in (weights.query_key_value, weights.out, weights.wi, weights.wo)]
+    matrices = (weights.query_key_value, weights.out, weights.wi, weights.wo)
+    tables = [weight.table or _NO_TABLE for weight in matrices]
+    mix, out, wi, wo = ((weight.codes, as_bytes(weight.scale)) for weight in matrices)
     none = jnp.zeros(0, jnp.float32)
     operands = [
         *(x, cos, sin, positions, keys, values, weights.norm_in),
-        *(*weights.query_key_value[:2], *weights.out[:2], weights.norm_mid, *weights.wi[:2], *weights.wo[:2]),
+        *(*mix, *out, weights.norm_mid, *wi, *wo),
         *(none if part is None else part for part in (weights.bias, weights.query_norm, weights.key_norm)),
     ]
+    if any(weight.zero is not None or weight.outer is not None for weight in matrices):
+        operands += [part for weight in matrices for part in levels(weight.zero, weight.outer) or (none, none)]
     like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
     call = jax.ffi.ffi_call(LAYER_TARGET, (like(x), like(keys), like(values)), input_output_aliases={4: 1, 5: 2})
     x, keys, values = call(
@@ -131,7 +137,7 @@ def decode_layer_reference(
         return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
 
     def product(x: Array, weight: Matrix) -> Array:
-        return reference(x, weight.codes, weight.scale, table=weight.table)
+        return reference(x, weight.codes, weight.scale, weight.zero, weight.outer, table=weight.table)
 
     mixed = product(norm(x, weights.norm_in), weights.query_key_value)
     if weights.bias is not None:

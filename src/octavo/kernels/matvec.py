@@ -1,6 +1,6 @@
 """A few rows times a quantized matrix, which is read once, as stored: the matmuls of decoding a token.
 
-    y[m, n] = sum_k x[m, k] * value(code[k, n]) * scale[k // group, n]
+    y[m, n] = sum_k x[m, k] * (value(code[k, n]) - zero[k // group, n]) * scale[k // group, n] * outer[n]
 
 The matrix is stored as [K, N] ("in, out", like the kernel of a dense layer) or, `transposed`, as [N, K] ("out, in",
 like an embedding tied to the head). The specification is `reference`; results differ only by the rounding of float32
@@ -22,7 +22,9 @@ from octavo.kernels.library import FLOAT_TARGET, INT_TARGET, require
 def matvec(
     x: Float[Array, "m k"],
     codes: Shaped[Array, "a b"],
-    scale: Float[Array, "c d"],
+    scale: Shaped[Array, "c d"],
+    zero: Shaped[Array, "c d"] | None = None,
+    outer: Float[Array, "n"] | None = None,
     *,
     table: Sequence[float] | None = None,
     transposed: bool = False,
@@ -34,7 +36,10 @@ def matvec(
     Args:
       x: the rows.
       codes: int8; or with a `table`, 4-bit codes packed in uint8, two per byte along K, the first in the low half.
-      scale: [groups, N] or, transposed, [N, groups], in float32, bfloat16 or float16.
+      scale: [groups, N] or, transposed, [N, groups], in float32, bfloat16 or float16; not transposed, also in
+        float8_e3m4.
+      zero: zero points like the scale, both in float8_e3m4; None for zero.
+      outer: the float32 scale of the scales of each column, if these are float8_e3m4; None for one.
       table: the 16 values of 4-bit codes; None for int8.
       transposed: whether the matrix is stored as [N, K].
       isa: forces one of `versions()`; "" for the fastest.
@@ -50,7 +55,20 @@ def matvec(
     require()
     values = None if table is None else tuple(float(v) for v in table)
     call = _call(FLOAT_TARGET, codes.shape[0 if transposed else 1], transposed, isa, threads, values)
-    return call(x, codes, scale)
+    return call(x, codes, as_bytes(scale), *levels(zero, outer))
+
+
+def levels(zero: Array | None, outer: Array | None) -> tuple[Array, ...]:
+    """The operands of zero points and outer scales: two, of which one may be empty, or none."""
+    if zero is None and outer is None:
+        return ()
+    nothing = jnp.zeros(0, jnp.float32)
+    return nothing if zero is None else as_bytes(zero), nothing if outer is None else outer
+
+
+def as_bytes(scale: Array) -> Array:
+    """float8_e3m4 as the kernels take it, as bytes; other scales unchanged."""
+    return jax.lax.bitcast_convert_type(scale, jnp.uint8) if scale.dtype == jnp.float8_e3m4 else scale
 
 
 def int_matvec(
@@ -75,7 +93,9 @@ def int_matvec(
 def reference(
     x: Float[Array, "m k"],
     codes: Shaped[Array, "a b"],
-    scale: Float[Array, "c d"],
+    scale: Shaped[Array, "c d"],
+    zero: Shaped[Array, "c d"] | None = None,
+    outer: Float[Array, "n"] | None = None,
     *,
     table: Sequence[float] | None = None,
     transposed: bool = False,
@@ -89,7 +109,10 @@ def reference(
         halves = jnp.stack([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=1)
         places = halves.reshape(2 * codes.shape[0], codes.shape[1])[: x.shape[1]]
         values = jnp.asarray(table, jnp.float32)[places.astype(jnp.int32)]
-    scale = jnp.repeat(scale.astype(jnp.float32), x.shape[1] // scale.shape[0], axis=0)
+    each = x.shape[1] // scale.shape[0]
+    scale = jnp.repeat(scale.astype(jnp.float32), each, axis=0)
+    values = values if zero is None else values - jnp.repeat(zero.astype(jnp.float32), each, axis=0)
+    scale = scale if outer is None else scale * outer[None]
     return jax.lax.dot(x, values * scale, precision=jax.lax.Precision.HIGHEST)
 
 

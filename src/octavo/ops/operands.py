@@ -76,6 +76,7 @@ class Codes:
         fmt = self.format
         self.is_int8 = isinstance(fmt, IntFormat) and fmt.bits <= (8 if fmt.has_zero else 7)
         self.has_zero_point = isinstance(x, QArray) and x.zero_point is not None
+        self.is_int8 = self.is_int8 and not (self.has_zero_point and _has_fractions(x))
         self._own_contract = contract
         self._tiles = {axis: tile for axis, tile in zip(contract, tiles, strict=False) if 0 < tile < x.shape[axis]}
         place = [axis + sum(other < axis for other in self._tiles) for axis in range(len(x.shape))]
@@ -248,6 +249,11 @@ def element(q: QArray) -> Format:
     return q.qtype.element if isinstance(q.qtype, BlockFormat) else q.qtype
 
 
+def _has_fractions(q: QArray) -> bool:
+    """Whether zero points are not integers."""
+    return q.zero_point is not None and jnp.issubdtype(q.zero_point.dtype, jnp.floating)
+
+
 def _is_float8(fmt: Format | None) -> bool:
     return isinstance(fmt, FloatFormat) and fmt.dtype is not None and fmt.bits == 8
 
@@ -256,7 +262,7 @@ def _carrier(x: ArrayOrQArray) -> np.dtype | None:
     if not isinstance(x, QArray):
         return jnp.dtype(x.dtype) if x.dtype in (jnp.bfloat16, jnp.float16, jnp.float32) else None
     if x.zero_point is not None:
-        return jnp.dtype(jnp.bfloat16) if x.qtype.bits <= 8 else jnp.dtype(jnp.float32)
+        return jnp.dtype(jnp.bfloat16) if x.qtype.bits <= 8 and not _has_fractions(x) else jnp.dtype(jnp.float32)
     carrier = x.qtype.carrier
     return jnp.dtype(jnp.bfloat16) if carrier == np.int8 else carrier
 

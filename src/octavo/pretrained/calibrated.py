@@ -13,7 +13,7 @@ from octavo._tree import flatten_paths
 from octavo.pretrained.convert import logits, pack, param_quantizers, signal_to_noise
 from octavo.pretrained.model import PretrainedModel
 from octavo.pretrained.names import EMBEDDING
-from octavo.ptq import Fold, awq, method_names, quantize_weights
+from octavo.ptq import Fold, awq, collect_statistics, method_names, quantize_weights
 from octavo.qarray import is_qarray
 from octavo.rules import QuantizationRule
 
@@ -97,6 +97,19 @@ def calibrated_codes(
         codes = done.array.astype(jnp.float32)
         found[path] = pack(codes, quantizers[path])._map(np.asarray), signal_to_noise(floats[path], codes)
     return found
+
+
+def importances(
+    source: PretrainedModel, data: CalibrationData, *, log: Callable[[str], None] | None = None
+) -> dict[str, np.ndarray]:
+    """The mean square of the inputs of each weight of a model, by path: [inputs]."""
+    batches = data.batches(source)
+    if log is not None:
+        log(f"importances on {sum(b.size for b in batches)} tokens")
+    found, _ = collect_statistics(
+        functools.partial(logits, source.config), float_params(source), batches, hessian=False
+    )
+    return {path: np.asarray(one.mean_square[0]) for path, one in found.items() if len(one.mean_square) == 1}
 
 
 def _folds(names: Iterable[str], weights: Collection[str]) -> list[Fold]:

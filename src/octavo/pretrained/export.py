@@ -29,6 +29,7 @@ class Request:
       replace: Whether to replace what is at the destination.
       log: Called with a line for each parameter.
       data: The calibration text, for a recipe with a method such as `int4:gptq`.
+      imatrix: An importance matrix for K-quants in GGUF: read, or with `data` written.
       bits: The mean of bits per weight of the layers, for a recipe of several formats such as `int3,int4,int8:gptq`.
     """
 
@@ -39,6 +40,7 @@ class Request:
     replace: bool = False
     log: Callable[[str], None] | None = None
     data: CalibrationData | None = None
+    imatrix: Path | None = None
     bits: float | None = None
 
 
@@ -89,6 +91,8 @@ def converting(
             raise ValueError(f"{request.recipe} calibrates on text that the model would read: pass --data FILE")
         if request.data is not None and not method:
             raise ValueError(f"--data is for a recipe with a method, such as {request.recipe}:gptq")
+        if request.imatrix is not None:
+            raise ValueError("--imatrix is for K-quants in GGUF files: add --format gguf")
         options: dict[str, Any] = {"scale_dtype": scales, "log": request.log}
         if request.bits:
             assert request.data is not None

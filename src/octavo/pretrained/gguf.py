@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 
 from octavo._names import unknown_name
 from octavo.data import SubwordTokenizer
-from octavo.files.gguf import Gguf, Tensor, tokenizer_metadata, tokenizer_of, write_gguf
+from octavo.files.gguf import Gguf, Tensor, read_imatrix, tokenizer_metadata, tokenizer_of, write_gguf, write_imatrix
 from octavo.models import ModelConfig, abstract_params
+from octavo.pretrained.calibrated import importances
 from octavo.pretrained.convert import ConversionSums, Summary
 from octavo.pretrained.export import Export, Request, register_exporter
 from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, register_format, to_float
@@ -23,9 +25,14 @@ _ARCHITECTURES = tuple(name for name, architecture in ARCHITECTURES.items() if a
 
 TYPES = {"int8": "Q8_0", "int4": "Q4_0", "float16": "F16", "float32": "F32", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 TYPES |= {"f16": "F16", "f32": "F32", "bfloat16": "BF16", "bf16": "BF16"}
+TYPES |= {"q4_k": "Q4_K", "q4_k_m": "Q4_K_M", "q5_k": "Q5_K", "q5_k_m": "Q5_K_M", "q6_k": "Q6_K"}
 """The tensor types that are written, by the names of recipes."""
 
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
+_FILE_TYPES |= {"Q4_K": 14, "Q4_K_M": 15, "Q5_K": 16, "Q5_K_M": 17, "Q6_K": 18}
+_MIXED = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
+_SHORT_ROWS = {"Q4_K": "Q5_0", "Q5_K": "Q8_0", "Q6_K": "Q8_0"}
+"""The types of rows that are no multiple of 256."""
 
 
 def matches(path: Path) -> bool:
@@ -146,20 +153,30 @@ def _tokenizer(file: Gguf) -> Any:
 
 
 def write_model(
-    source: PretrainedModel, recipe: str, out: Path, *, head: str = "", log: Callable[[str], None] | None = None
+    source: PretrainedModel,
+    recipe: str,
+    out: Path,
+    *,
+    head: str = "",
+    log: Callable[[str], None] | None = None,
+    importance: Mapping[str, np.ndarray] | None = None,
 ) -> Summary:
-    """Write a model to a GGUF file, quantized by ggml's own formulas.
+    """Write a model to a GGUF file, quantized by ggml's own formulas; K-quants with searched scales.
 
     Args:
       source: The model.
       recipe: The type of matrices, one of `TYPES`.
       out: The file.
-      head: The type of the embedding table and the logits; Q8_0 by default where matrices are Q4_0, else theirs.
+      head: The type of the embedding table and the logits; by default Q8_0 where matrices are Q4_0, Q6_K where they are
+        K-quants, else theirs.
       log: Called with a line for each tensor.
+      importance: The mean square of the inputs of tensors by their names in the file, for K-quants.
     """
     body = _tensor_type(recipe)
-    top = _tensor_type(head) if head else "Q8_0" if body == "Q4_0" else body
+    top = _tensor_type(head) if head else "Q8_0" if body == "Q4_0" else "Q6_K" if "_K" in body else body
     names = GGUF.param_names(abstract_params(source.config))
+    if importance is not None:
+        _check_importance(importance, names, source)
     metadata = _metadata(source, body)
     sums = ConversionSums(len(names), max(map(len, names.values())))
     tensors: dict[str, Tensor] = {}
@@ -167,12 +184,39 @@ def write_model(
         leaf = source.leaves[path]
         is_head = path in (EMBEDDING, LOGITS)
         heads = _interleaved_heads(path, source.config, metadata["general.architecture"])
-        tensor = tensors[name] = _tensor(leaf.T if is_transposed(path) else leaf, top if is_head else body, heads)
+        kind = top if is_head else _with_more_bits(body, path, source.config.num_layers)
+        tensor = _tensor(leaf.T if is_transposed(path) else leaf, kind, heads)
+        tensor = tensors[name] = dataclasses.replace(tensor, importance=(importance or {}).get(name))
         line = sums.add(name, leaf, tensor.kind, tensor.type.nbytes(math.prod(leaf.shape)))
         if log is not None:
             tensors[name] = dataclasses.replace(tensor, values=functools.partial(_logged, tensor.values, line, log))
     write_gguf(out, metadata, tensors)
     return sums.summary()
+
+
+def _with_more_bits(kind: str, path: str, layers: int) -> str:
+    """The type of a matrix: of values and the last matrix of MLPs, mixtures have Q6_K in half of the layers."""
+    if kind not in _MIXED:
+        return kind
+    match = re.search(r"layers_(\d+)/(self_attention/value|mlp/wo)/", path)
+    if match is None:
+        return _MIXED[kind]
+    layer, eighth = int(match[1]), layers // 8
+    more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    return "Q6_K" if more else _MIXED[kind]
+
+
+def _check_importance(importance: Mapping[str, np.ndarray], names: Mapping[str, str], source: PretrainedModel) -> None:
+    inputs = {name: source.leaves[path].shape[0 if is_transposed(path) else -1] for path, name in names.items()}
+    if not importance.keys() & inputs.keys():
+        raise ValueError(
+            f"the importance matrix is of another model: it has {next(iter(importance))!r}, which this one does not"
+        )
+    for name in importance.keys() & inputs.keys():
+        if importance[name].shape[-1] != inputs[name]:
+            raise ValueError(
+                f"the importance matrix has {importance[name].shape[-1]} inputs of {name!r}, the model {inputs[name]}"
+            )
 
 
 def _logged(load: Callable[[], Any], line: str, log: Callable[[str], None]) -> Any:
@@ -192,7 +236,9 @@ def _tensor(leaf: Leaf, kind: str, heads: int) -> Tensor:
     """A parameter as a tensor whose matrices have a type."""
     if len(leaf.shape) == 1:
         kind = "F32"
-    elif kind.startswith("Q") and leaf.shape[-1] % 32:
+    elif kind in _SHORT_ROWS and leaf.shape[-1] % 256:
+        kind = _SHORT_ROWS[kind]
+    if kind.startswith("Q") and leaf.shape[-1] % 32:
         kind = "F16"  # row size is not a multiple of 32
 
     def load() -> np.ndarray:
@@ -253,10 +299,28 @@ def _tokenizer_metadata(source: PretrainedModel) -> dict[str, Any]:
 
 
 def _export(source: PretrainedModel, out: Path, request: Request) -> Export:
-    summary = write_model(source, request.recipe, out, head=request.head, log=request.log)
+    matrix = _importance(source, request)
+    summary = write_model(source, request.recipe, out, head=request.head, log=request.log, importance=matrix)
     # Blocks are encoded while the file is written, so stored parameters are read back from it.
     written = read(out)
     return Export(summary, lambda path: written.leaves[path].load())
+
+
+def _importance(source: PretrainedModel, request: Request) -> dict[str, np.ndarray] | None:
+    """The importance matrix: from calibration data, and then written to the file of the request; or read from it."""
+    if request.data is None and request.imatrix is None:
+        return None
+    if "_K" not in TYPES.get(request.recipe, ""):
+        raise ValueError(f"importances are for K-quants such as q4_k, not for {request.recipe}")
+    if request.data is None:
+        assert request.imatrix is not None
+        return read_imatrix(request.imatrix)
+    names = GGUF.param_names(abstract_params(source.config))
+    found = importances(source, request.data, log=request.log)
+    matrix = {names[path]: one for path, one in found.items() if path in names}
+    if request.imatrix is not None:
+        write_imatrix(request.imatrix, matrix, tokens=request.data.tokens)
+    return matrix
 
 
 register_format(ModelFormat("gguf", "a GGUF file", matches=matches, read=read))

@@ -39,8 +39,7 @@ def _signed(x: Array, quantizer: Quantizer, statistics: Statistics) -> QArray:
 
 
 def _search(x: Array, quantizer: Quantizer, statistics: Statistics) -> QArray:
-    diagonal = jnp.diagonal(statistics.hessian, axis1=-2, axis2=-1)
-    return search(x, quantizer, statistics.view.by_input(diagonal, x.shape))
+    return search(x, quantizer, statistics.view.by_input(statistics.mean_square, x.shape))
 
 
 def _gptq(x: Array, quantizer: Quantizer, statistics: Statistics) -> QArray:

@@ -166,7 +166,10 @@ def search(
             now = grid(scale, zero_point)
             off = fmt.decode(now._encode(split, fmt)) - split / now.scale
             mean = total(weight * off) / jnp.maximum(total(weight), 1e-30)
-            zero_point = fmt.encode(mean).astype(zero_point.dtype)
+            if jnp.issubdtype(zero_point.dtype, jnp.floating):
+                zero_point = jnp.clip(mean, fmt.smallest, fmt.largest).astype(zero_point.dtype)
+            else:
+                zero_point = fmt.encode(mean).astype(zero_point.dtype)
         return zero_point
 
     def step(best: tuple[Array, Array, Array | None], factor: Array) -> tuple[tuple[Array, Array, Array | None], None]:

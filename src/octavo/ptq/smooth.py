@@ -118,6 +118,7 @@ def folded_statistics(statistics: Statistics, factor: Float[Array, "s k"]) -> St
     return dataclasses.replace(
         statistics,
         hessian=statistics.hessian / (factor[:, :, None] * factor[:, None, :]),
+        mean_square=statistics.mean_square / (factor * factor),
         mean_abs=statistics.mean_abs / factor,
         max_abs=statistics.max_abs / factor,
     )

@@ -35,14 +35,16 @@ class Statistics:
     """Statistics of the inputs of a weight, for each matrix of its stack.
 
     Attributes:
-        hessian: The mean of x x^T, [matrices, inputs, inputs].
+        hessian: The mean of x x^T, [matrices, inputs, inputs]; [matrices, 0, 0] if it was not collected.
+        mean_square: Its diagonal, [matrices, inputs].
         mean_abs: The mean magnitude of each input, [matrices, inputs].
         max_abs: The largest magnitude of each input, [matrices, inputs].
         tokens: The number of tokens, [matrices].
         view: How the stored parameter makes up these matrices.
     """
 
-    hessian: Float[Array, "s k k"]
+    hessian: Float[Array, "s k2 k2"]
+    mean_square: Float[Array, "s k"]
     mean_abs: Float[Array, "s k"]
     max_abs: Float[Array, "s k"]
     tokens: Float[Array, "s"]
@@ -56,9 +58,9 @@ class Statistics:
 class Recorder(QuantizationProvider):
     """Runs every matmul in float and sums the statistics of the inputs of weights."""
 
-    def __init__(self, only: Collection[str] | None):
+    def __init__(self, only: Collection[str] | None, *, hessian: bool = True):
         super().__init__(QuantizationRule(weight_qtype="int8", scope="weights"))
-        self.only = only
+        self.only, self.hessian = only, hessian
 
     def dot_general(self, lhs, rhs, *args, **options):
         self._record(lhs, rhs)
@@ -73,7 +75,7 @@ class Recorder(QuantizationProvider):
     def ragged_dot(self, lhs, rhs, group_sizes, *, dimension_numbers=None, **options):
         # Rows of x by expert, as `jax.lax.ragged_dot` has them; buffers of sharded experts are not observed.
         if lhs.ndim == 2 and rhs.ndim == 3 and self.operation.site.weights[1] and not options.keys() & _SHARDED:
-            self._add(lambda: _expert_moments(lhs, group_sizes))
+            self._add(lambda: _expert_moments(lhs, group_sizes, hessian=self.hessian))
         return ops.ragged_dot_general(lhs, rhs, group_sizes, dimension_numbers, **options)
 
     def gmm(self, lhs, rhs, group_sizes, **options):
@@ -87,7 +89,7 @@ class Recorder(QuantizationProvider):
         site = self.operation.site
         right = site.weights[1]
         axes = operand_axes(site.params, lhs.shape, rhs.shape)[not right]
-        self._add(lambda: _moments(lhs if right else rhs, **axes))
+        self._add(lambda: _moments(lhs if right else rhs, **axes, hessian=self.hessian))
 
     def _add(self, moments: Callable[[], dict[str, Array]]) -> None:
         site, frame = self.operation.site, self.operation.frame
@@ -104,27 +106,34 @@ class Recorder(QuantizationProvider):
         self.set_state(_NAME, new, collection=_COLLECTION)
 
 
-def _moments(x: Array, *, contracting: Sequence[int], batch: Sequence[int]) -> dict[str, Array]:
+def _moments(x: Array, *, contracting: Sequence[int], batch: Sequence[int], hessian: bool) -> dict[str, Array]:
     """Sums over the tokens of an operand, for each index of its batch axes."""
     rows = [a for a in range(x.ndim) if a not in (*contracting, *batch)]
     size = [int(np.prod([x.shape[a] for a in axes])) for axes in (batch, rows, contracting)]
     x = x.transpose(*batch, *rows, *contracting).reshape(size).astype(jnp.float32)
+    rows_of = x if hessian else x[..., :0]
     return {
-        "hessian": jnp.einsum("bti,btj->bij", x, x, precision=jax.lax.Precision.HIGHEST),
+        "hessian": jnp.einsum("bti,btj->bij", rows_of, rows_of, precision=jax.lax.Precision.HIGHEST),
+        "square": jnp.sum(x * x, axis=1),
         "sum": jnp.sum(jnp.abs(x), axis=1),
         "max": jnp.max(jnp.abs(x), axis=1),
         "tokens": jnp.full(size[0], size[1], jnp.float32),
     }
 
 
-def _expert_moments(x: Array, group_sizes: Array) -> dict[str, Array]:
+def _expert_moments(x: Array, group_sizes: Array, *, hessian: bool) -> dict[str, Array]:
     """Sums over the rows of each expert; rows beyond the last expert are not counted."""
     x, experts = x.astype(jnp.float32), group_sizes.shape[0]
     numbers = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
     expert = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(x)), side="right")
     largest = jax.ops.segment_max(jnp.abs(x), expert, num_segments=experts)
+    if hessian:
+        total = jax.lax.ragged_dot_general(x, x, group_sizes, numbers, precision=jax.lax.Precision.HIGHEST)
+    else:
+        total = jnp.zeros((experts, 0, 0))
     return {
-        "hessian": jax.lax.ragged_dot_general(x, x, group_sizes, numbers, precision=jax.lax.Precision.HIGHEST),
+        "hessian": total,
+        "square": jax.ops.segment_sum(x * x, expert, num_segments=experts),
         "sum": jax.ops.segment_sum(jnp.abs(x), expert, num_segments=experts),
         "max": jnp.where(group_sizes[:, None] > 0, largest, 0),
         "tokens": group_sizes.astype(jnp.float32),
@@ -155,6 +164,7 @@ def collect_statistics(
     batches: Iterable[Any],
     *,
     only: Collection[str] | None = None,
+    hessian: bool = True,
     strict_paths: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[dict[str, Statistics], dict[str, str]]:
@@ -167,6 +177,7 @@ def collect_statistics(
         params: The parameters.
         batches: Batches of inputs: an array each, a tuple of arguments, or a dictionary of keyword arguments.
         only: The names of the weights to collect statistics for; all by default.
+        hessian: Whether Hessians are collected; if not, only their diagonals are.
         strict_paths: As for `Quantized`.
         progress: Called with the number of batches done.
 
@@ -180,7 +191,7 @@ def collect_statistics(
     >>> found["up"].hessian.shape, found["down"].tokens.tolist(), missing
     ((1, 4, 4), [5.0], {})
     """
-    low = Quantized(fn, Recorder(only), 0, "ignore", strict_paths=strict_paths)
+    low = Quantized(fn, Recorder(only, hessian=hessian), 0, "ignore", strict_paths=strict_paths)
     step = jax.jit(
         lambda state, params, args, kwargs: low.stateful(state)(params, *args, **kwargs)[1], donate_argnums=0
     )
@@ -281,4 +292,5 @@ def _aligned(view: MatrixView, sums: Mapping[str, Array]) -> dict[str, Array] | 
 def _statistics(view: MatrixView, sums: Mapping[str, Array]) -> Statistics:
     tokens = sums["tokens"]
     count = jnp.maximum(tokens, 1)
-    return Statistics(sums["hessian"] / count[:, None, None], sums["sum"] / count[:, None], sums["max"], tokens, view)
+    square, total = (sums[name] / count[:, None] for name in ("square", "sum"))
+    return Statistics(sums["hessian"] / count[:, None, None], square, total, sums["max"], tokens, view)

@@ -57,8 +57,7 @@ class Float32(Arithmetic):
 
     def scale(self, bounds, fmt, *, scale_dtype, stochastic):
         if "min" in bounds:
-            assert isinstance(fmt, IntFormat)
-            return (*_asymmetric(bounds["min"], bounds["max"], fmt, scale_dtype, slack=int(stochastic)), None)
+            return _asymmetric(bounds["min"], bounds["max"], fmt, scale_dtype, slack=int(stochastic))
         absmax = bounds["absmax"]
         # With stochastic rounding the largest value is mapped to the last code: clipped there, it would be biased.
         bound = min(fmt.largest, -fmt.smallest) if stochastic else fmt.bound
@@ -68,9 +67,7 @@ class Float32(Arithmetic):
             scale = power_of_two_scale(absmax.astype(jnp.float32), fmt, floor=floor).astype(absmax.dtype)
         else:
             if isinstance(fmt, BlockFormat) and fmt.outer:
-                largest = jnp.max(jnp.where(jnp.isfinite(absmax), absmax, 0), keepdims=True, initial=0)
-                outer = jnp.maximum(largest * (1 / (bound * fmt.largest_scale)), _TINY)
-                outer = jnp.where(largest == 0, 1.0, outer)
+                outer = _outer(absmax, bound * fmt.largest_scale)
                 absmax = absmax * (1 / outer)
             scale = absmax * (1 / bound)
             if outer is None:
@@ -86,6 +83,8 @@ class Float32(Arithmetic):
         divisor = jnp.where(scale == 0, 1, scale) if may_vanish else scale
         # Only formats with a small bound have scales so large that their reciprocal may flush to zero.
         x = (_divide(x, divisor) if fmt.bound < 4 else x * (1 / divisor)).astype(jnp.float32)
+        if zero_point is not None and jnp.issubdtype(zero_point.dtype, jnp.floating):
+            return fmt.encode(x + zero_point.astype(x.dtype), noise)
         if zero_point is not None:
             # Rounded first: under jit, a multiplication and an addition may be fused to an FMA, with other bits.
             x, noise = round_unit(x, noise) + zero_point.astype(x.dtype), None
@@ -144,17 +143,35 @@ def _divide(x: Array, divisor: Array) -> Array:
     return (x * part) * (1 / (divisor * part))
 
 
-def _asymmetric(low: Array, high: Array, fmt: IntFormat, scale_dtype: np.dtype, *, slack: int) -> tuple[Array, Array]:
-    """Scale and zero point that spread [low, high] over all codes; with `slack`, over all but one.
+def _outer(x: Array, bound: float) -> Array:
+    """The scale of a tensor that brings the largest finite value of `x` to a bound."""
+    largest = jnp.max(jnp.where(jnp.isfinite(x), x, 0), keepdims=True, initial=0)
+    return jnp.where(largest == 0, 1.0, jnp.maximum(largest * (1 / bound), _TINY))
+
+
+def _asymmetric(
+    low: Array, high: Array, fmt: Format, scale_dtype: np.dtype, *, slack: int
+) -> tuple[Array, Array, Array | None]:
+    """Scale, zero point and outer scale that spread [low, high] over all codes; with `slack`, over all but one.
 
     The slack leaves room for the rounded zero point, so that stochastic rounding never exceeds the range.
     """
-    steps = fmt.qmax - fmt.qmin - slack
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    assert isinstance(element, IntFormat)
+    steps = element.qmax - element.qmin - slack
     # Halved, because the difference of two float32 numbers may overflow.
     scale = (high * 0.5 - low * 0.5) * (2 / steps)
+    if isinstance(fmt, BlockFormat):
+        outer = _outer(scale, fmt.largest_scale) if fmt.outer else None
+        scale = scale if outer is None else scale * (1 / outer)
+        scale = round_scale(scale.astype(jnp.float32), scale_dtype, up=bool(slack)).astype(low.dtype)
+        scale = jnp.where(high == low, 1, scale)
+        divisor = jnp.where(scale == 0, 1, scale) * (1 if outer is None else outer)
+        zero = jnp.clip(element.qmin - _divide(low, divisor), element.qmin, element.qmax)
+        return scale, zero.astype(fmt.zero_dtype), outer
     scale = jax.lax.max(scale, jnp.asarray(_SMALLEST.get(scale_dtype, _TINY), scale.dtype))
     if scale.dtype != scale_dtype:
         scale = round_scale(scale.astype(jnp.float32), scale_dtype, up=bool(slack)).astype(low.dtype)
     scale = jnp.where(high == low, 1, scale)
     below = _divide(low, scale).astype(jnp.float32)
-    return scale, fmt.encode(fmt.qmin - (jnp.floor(below) if slack else jnp.round(below)))
+    return scale, element.encode(element.qmin - (jnp.floor(below) if slack else jnp.round(below))), None

@@ -284,5 +284,6 @@ def _validate(q: QArray) -> None:
             raise ValueError(f"the {name} has rank {len(part.shape)} but the values rank {len(shape)}")
         if any(n % max(1, s) for n, s in zip(shape, part.shape, strict=True)):
             raise ValueError(f"a {name} of shape {part.shape} does not tile values of shape {shape}")
-    if q.zero_point is not None and q.zero_point.dtype != q.qtype.storage:
-        raise ValueError(f"the zero point has dtype {q.zero_point.dtype} but the values {q.qtype.storage}")
+    stored = getattr(q.qtype, "zero_dtype", None) or q.qtype.storage
+    if q.zero_point is not None and q.zero_point.dtype != stored:
+        raise ValueError(f"the zero point has dtype {q.zero_point.dtype}, but those of {q.qtype.name} {stored}")

@@ -210,8 +210,8 @@ def test_a_failure_leaves_the_old_file(tmp_path):
 
 def test_shapes_and_types_are_checked(tmp_path):
     path = tmp_path / "a.gguf"
-    with pytest.raises(FileError, match="tensors of type 'Q4_K' cannot be written: did you mean 'Q4_0'"):
-        Tensor(np.ones(256, np.float32), "Q4_K")
+    with pytest.raises(FileError, match="tensors of type 'Q3_K' cannot be written: "):
+        Tensor(np.ones(256, np.float32), "Q3_K")
     with pytest.raises(FileError, match="a tensor that is loaded later needs its shape"):
         Tensor(lambda: None, "F32")
     with pytest.raises(FileError, match=r"tensor 'a': rows of Q8_0 are multiples of 32, got \(2, 33\)"):

@@ -1,6 +1,7 @@
 """GGUF, the file format of llama.cpp: a reader that validates, a writer of the common types, and tokenizers."""
 
 from octavo.files.gguf.header import Info
+from octavo.files.gguf.imatrix import read_imatrix, write_imatrix
 from octavo.files.gguf.reader import Gguf
 from octavo.files.gguf.tokenizer import GgufTokenizer, tokenizer_metadata, tokenizer_of
 from octavo.files.gguf.types import TYPES, TensorType
@@ -13,7 +14,9 @@ __all__ = [
     "Info",
     "Tensor",
     "TensorType",
+    "read_imatrix",
     "tokenizer_metadata",
     "tokenizer_of",
     "write_gguf",
+    "write_imatrix",
 ]

@@ -1,11 +1,16 @@
-"""Arrays as blocks of ggml: F32, F16, BF16, Q8_0 and Q4_0, bit for bit as quantize_row_*_ref in ggml-quants.c."""
+"""Arrays as blocks of ggml: F32, F16, BF16, Q8_0, Q5_0 and Q4_0, bit for bit as quantize_row_*_ref in ggml-quants.c.
 
+K-quants are in `kquants_encode`.
+"""
+
+import functools
 from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
 
 from octavo.files.errors import FileError
+from octavo.files.gguf.kquants_encode import KQUANTS, KQuant, encode_kquant
 from octavo.files.gguf.types import TYPES, TensorType
 from octavo.qarray import QArray
 
@@ -66,6 +71,26 @@ def _q4_0(name: str, array: np.ndarray) -> np.ndarray:
     return pack_q4_0(_half(name, scale), np.minimum(codes, np.uint8(15)))
 
 
+def _q5_0(name: str, array: np.ndarray) -> np.ndarray:
+    blocks = _blocks_of(name, array, "Q5_0")
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1, keepdims=True), axis=-1)
+    scale = largest / np.float32(-16)
+    codes = np.minimum(np.trunc(blocks * _inverse(scale) + np.float32(16.5)).astype(np.uint8), np.uint8(31))
+    out = np.empty(len(scale), TYPES["Q5_0"].block)
+    out["d"] = _half(name, scale)
+    out["qs"] = (codes[:, :16] & np.uint8(15)) | (codes[:, 16:] << np.uint8(4))
+    out["qh"] = np.packbits(codes >> np.uint8(4), axis=1, bitorder="little")
+    return out.view(np.uint8)
+
+
+def _kquant(kind: KQuant, name: str, array: np.ndarray, importance: np.ndarray | None = None) -> np.ndarray:
+    blocks = _blocks_of(name, array, kind.name)
+    out = encode_kquant(kind, blocks, None if importance is None else importance.reshape(blocks.shape))
+    if np.isinf(out["d"]).any():
+        raise FileError(f"tensor {name!r}: a scale of {np.abs(blocks).max():.6g} is beyond float16; write it as F32")
+    return out.view(np.uint8)
+
+
 def pack_q8_0(scale: np.ndarray, codes: np.ndarray) -> np.ndarray:
     out = np.empty(len(scale), TYPES["Q8_0"].block)
     out["d"], out["qs"] = scale, codes
@@ -78,14 +103,16 @@ def pack_q4_0(scale: np.ndarray, codes: np.ndarray) -> np.ndarray:
     return out.view(np.uint8)
 
 
-ENCODERS: dict[str, Callable[[str, np.ndarray], np.ndarray]] = {
+ENCODERS: dict[str, Callable[..., np.ndarray]] = {
     "F32": _cast(np.dtype(np.float32), float(np.finfo(np.float32).max)),
     "F16": _cast(np.dtype(np.float16), 65504.0),
     "BF16": _cast(np.dtype(ml_dtypes.bfloat16), float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)),
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
+    "Q5_0": _q5_0,
+    **{name: functools.partial(_kquant, kind) for name, kind in KQUANTS.items()},
 }
-"""Functions of the name of a tensor, for errors, and its contiguous values."""
+"""Functions of the name of a tensor, for errors, and its contiguous values; of K-quants also of their importances."""
 
 
 def encode_codes(name: str, q: QArray, kind: TensorType) -> np.ndarray:

@@ -18,6 +18,7 @@ from octavo._names import unknown_name
 from octavo.files.errors import FileError
 from octavo.files.gguf.encode import ENCODERS, encode_codes
 from octavo.files.gguf.header import ALIGNMENT, ARRAY, MAGIC, MAX_NAME, MAX_RANK, SCALARS, STRING
+from octavo.files.gguf.kquants_encode import KQUANTS
 from octavo.files.gguf.types import TYPES, TensorType
 from octavo.qarray import QArray
 
@@ -34,11 +35,14 @@ class Tensor:
         if `kind` can hold them (int8 as Q8_0, int4 as Q4_0, tiles of 32 or multiples, scales that are float16 numbers).
       kind: The type in the file.
       shape: Needed with a function.
+      importance: The weight of the squared error of each column (the last axis), or of each value: the mean square of
+        the inputs of a matmul. Only K-quants use it.
     """
 
     values: Any
     kind: str = "F32"
     shape: tuple[int, ...] | None = None
+    importance: np.ndarray | None = None
 
     def __post_init__(self):
         known = [*ENCODERS, *(name for name, kind in TYPES.items() if not kind.quantized and name not in ENCODERS)]
@@ -48,6 +52,8 @@ class Tensor:
             if not hasattr(self.values, "shape"):
                 raise FileError("a tensor that is loaded later needs its shape")
             object.__setattr__(self, "shape", tuple(self.values.shape))
+        if self.importance is not None and self.kind in KQUANTS:
+            _check_importance(self.importance, self.shape or ())
 
     @property
     def type(self) -> TensorType:
@@ -132,7 +138,19 @@ def _write_tensor(file: IO[bytes], name: str, entry: Tensor) -> None:
         raise FileError(f"tensor {name!r}: {kind.name} is made of numbers, got {array.dtype}")
     flat = np.ascontiguousarray(array).reshape(-1)
     for first in range(0, flat.size, _VALUES_AT_ONCE):
-        file.write(ENCODERS[kind.name](name, flat[first : first + _VALUES_AT_ONCE]))
+        piece = flat[first : first + _VALUES_AT_ONCE]
+        if entry.importance is None or kind.name not in KQUANTS:
+            file.write(ENCODERS[kind.name](name, piece))
+        else:
+            place = np.arange(first, first + piece.size) % entry.importance.size
+            file.write(ENCODERS[kind.name](name, piece, entry.importance.reshape(-1)[place]))
+
+
+def _check_importance(importance: np.ndarray, shape: tuple[int, ...]) -> None:
+    if tuple(importance.shape) not in (shape[-1:], shape):
+        raise FileError(f"an importance of shape {importance.shape} fits neither {shape} nor its columns")
+    if not np.isfinite(importance).all() or (importance < 0).any():
+        raise FileError("importances are finite and at least 0: they are means of squares")
 
 
 def _text(text: str, what: str, limit: int | None = None) -> bytes:

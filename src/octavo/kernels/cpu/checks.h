@@ -41,11 +41,32 @@ inline ffi::Error take_matrix(const ffi::AnyBuffer& codes, const ffi::AnyBuffer&
     case ffi::F32: p.scale_type = ScaleType::kF32; break;
     case ffi::BF16: p.scale_type = ScaleType::kBF16; break;
     case ffi::F16: p.scale_type = ScaleType::kF16; break;
-    default: return wrong("scales are float32, bfloat16 or float16");
+    case ffi::U8: p.scale_type = ScaleType::kE3M4; break;
+    default: return wrong("scales are float32, bfloat16 or float16, or the bytes of e3m4");
   }
   p.codes = static_cast<const uint8_t*>(codes.untyped_data());
   p.scale = scale.untyped_data();
   if (p.packed) std::memcpy(p.table, table, sizeof p.table);
+  if (p.scale_type == ScaleType::kE3M4 && transposed) return wrong("e3m4 scales are for matrices [K, N]");
+  return ffi::Error::Success();
+}
+
+// Adds zero points, the bytes of e3m4, and the scale of each column's scales to a matrix; empty buffers are none.
+inline ffi::Error take_levels(const ffi::AnyBuffer& zero, const ffi::AnyBuffer& outer, FloatProblem& p) {
+  if (p.scale_type != ScaleType::kE3M4) {
+    return zero.element_count() || outer.element_count() ? wrong("only e3m4 scales have two levels")
+                                                         : ffi::Error::Success();
+  }
+  if (zero.element_count() != 0) {
+    if (zero.element_type() != ffi::U8 || static_cast<int64_t>(zero.element_count()) != p.groups * p.n)
+      return wrong("there is an e3m4 zero point for each scale");
+    p.zero = static_cast<const uint8_t*>(zero.untyped_data());
+  }
+  if (outer.element_count() != 0) {
+    if (outer.element_type() != ffi::F32 || static_cast<int64_t>(outer.element_count()) != p.n)
+      return wrong("there is a float32 scale for each column");
+    p.outer = static_cast<const float*>(outer.untyped_data());
+  }
   return ffi::Error::Success();
 }
 

@@ -119,7 +119,9 @@ ffi::Error layer_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cos
                       ffi::Span<const float> tables, std::string_view isa, int32_t threads) {
   const Version* how = version(isa);
   if (how == nullptr) return wrong("this processor has no " + std::string(isa));
-  if (more.size() != kOperands) return wrong("a layer has " + std::to_string(kOperands) + " parameters");
+  // With e3m4 scales, the zero points and the outer scales of the four matrices follow.
+  const bool levels = more.size() == kOperands + 8;
+  if (!levels && more.size() != kOperands) return wrong("a layer has " + std::to_string(kOperands) + " parameters");
   ffi::AnyBuffer operand[kOperands] = {*more.get<ffi::AnyBuffer>(0), *more.get<ffi::AnyBuffer>(1),
                                        *more.get<ffi::AnyBuffer>(2), *more.get<ffi::AnyBuffer>(3),
                                        *more.get<ffi::AnyBuffer>(4), *more.get<ffi::AnyBuffer>(5),
@@ -162,6 +164,7 @@ ffi::Error layer_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cos
   layer.wi.n = operand[kWi].dimensions().size() == 2 ? operand[kWi].dimensions()[1] : 0;
   layer.hidden = layer.wi.n / 2;
   const float* table = tables.begin();
+  size_t level = kOperands;
   for (const Wanted& w : {Wanted{layer.mix, kMix, layer.size}, Wanted{layer.out, kOut, context},
                           Wanted{layer.wi, kWi, layer.size}, Wanted{layer.wo, kWo, layer.hidden}}) {
     w.problem.m = rows;
@@ -169,6 +172,11 @@ ffi::Error layer_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cos
     if (ffi::Error error = take_matrix(operand[w.where], operand[w.where + 1], table, false, w.problem);
         error.failure())
       return error;
+    if (levels) {
+      const auto zero = more.get<ffi::AnyBuffer>(level), outer = more.get<ffi::AnyBuffer>(level + 1);
+      if (ffi::Error error = take_levels(*zero, *outer, w.problem); error.failure()) return error;
+      level += 2;
+    }
     table += 16;
   }
   if (layer.mix.n != mixed || layer.out.n != layer.size || layer.wi.n % 2 != 0 || layer.wi.n == 0 ||

@@ -28,7 +28,7 @@ struct ProblemJob : Job {
 };
 
 ffi::Error float_matvec(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                        ffi::Result<ffi::AnyBuffer> y, bool transposed, int32_t bits, ffi::Span<const float> table,
+                        ffi::RemainingArgs levels, ffi::Result<ffi::AnyBuffer> y, bool transposed, int32_t bits, ffi::Span<const float> table,
                         std::string_view isa, int32_t threads) {
   if (!is_matrix(x) || !is_matrix(codes) || !is_matrix(scale) || !is_matrix(*y)) return wrong("operands are matrices");
   if (x.element_type() != ffi::F32 || y->element_type() != ffi::F32) return wrong("x and the product are float32");
@@ -43,6 +43,11 @@ ffi::Error float_matvec(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer c
   p.m = x.dimensions()[0];
   p.k = x.dimensions()[1];
   if (ffi::Error error = take_matrix(codes, scale, table.begin(), transposed, p); error.failure()) return error;
+  if (levels.size() != 0 && levels.size() != 2) return wrong("zero points and outer scales come together");
+  if (levels.size() == 2) {
+    const auto zero = levels.get<ffi::AnyBuffer>(0), outer = levels.get<ffi::AnyBuffer>(1);
+    if (ffi::Error error = take_levels(*zero, *outer, p); error.failure()) return error;
+  }
   const int64_t stored = p.packed ? (p.k + 1) / 2 : p.k;
   if (y->dimensions()[0] != p.m || y->dimensions()[1] != p.n)
     return wrong("the product is " + text(y->dimensions()) + " of x " + text(x.dimensions()));
@@ -140,6 +145,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(octavo_float_matvec, octavo::float_matvec,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("transposed")
                                   .Attr<int32_t>("bits")

@@ -6,7 +6,7 @@
 
 namespace octavo {
 
-enum class ScaleType { kF32, kBF16, kF16 };
+enum class ScaleType { kF32, kBF16, kF16, kE3M4 };
 
 // y[M, N] = x[M, K] . w, with w as [K, N] ("columns") or as [N, K] ("rows").
 struct FloatProblem {
@@ -17,6 +17,9 @@ struct FloatProblem {
   const uint8_t* codes = nullptr;
   const void* scale = nullptr;  // [groups, N] for columns, [N, groups] for rows
   ScaleType scale_type = ScaleType::kF32;
+  // Of columns with e3m4 scales: the scale of each column's scales, and e3m4 zero points like the scales, or null.
+  const float* outer = nullptr;
+  const uint8_t* zero = nullptr;
   float* y = nullptr;
   int64_t m = 0, k = 0, n = 0;
   int64_t from = 0, until = 0;    // the part of K that is summed, an even number of values before it
@@ -85,6 +88,13 @@ inline float half_to_float(uint16_t h) {
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
+
+// e3m4 has the bits of a float16 in other places: the result is 2^-12 of its value. Its inf and NaN stay so.
+inline uint16_t e3m4_to_half(uint8_t x) {
+  const uint16_t sign = static_cast<uint16_t>((x & 0x80) << 8), rest = static_cast<uint16_t>((x & 0x7f) << 6);
+  return sign | rest | ((rest & 0x1c00) == 0x1c00 ? 0x7c00 : 0);
+}
+constexpr float kE3M4Unit = 4096.0f;
 
 inline float scale_at(const void* scale, ScaleType type, int64_t i) {
   if (type == ScaleType::kF32) return static_cast<const float*>(scale)[i];

@@ -173,30 +173,42 @@ def unsupported_matrix(q: QArray) -> str | None:
     """The reason `matrix` does not support an [in, out] matrix; None if it does."""
     if q.ndim != 2:
         return f"the kernel takes matrices, not an array of shape {q.shape}"
-    if q.zero_point is not None or q.padding:
-        return "the kernel knows no zero points and no padding here"
+    if q.padding or (q.zero_point is not None and not _has_byte_levels(q, _MATRIX)):
+        return "the kernel knows no padding here, and no zero points but those of e3m4"
     return _unsupported_codes(q, _MATRIX)
 
 
 def matrix(q: QArray) -> kernels.Matrix:
     """The kernels' operands for an [in, out] matrix."""
-    return kernels.Matrix(*_operands(q, _MATRIX))
+    return _operands(q, _MATRIX)
 
 
 _MATRIX = Dims(2, 2, (1,), (0,))
 
 
-def _operands(q: QArray, dims: Dims) -> tuple[Array, Array, tuple[float, ...] | None]:
-    """Codes, scale and table."""
+def _has_byte_levels(q: QArray, dims: Dims) -> bool:
+    """Whether the kernel takes scales and zero points as they are stored, in float8_e3m4, with a scale of them."""
+    parts = [q.scale, *(() if q.zero_point is None else (q.zero_point,))]
+    if is_transposed(dims) or any(part.dtype != jnp.float8_e3m4 or part.shape != q.scale.shape for part in parts):
+        return False
+    return q.outer_scale is None or all(q.outer_scale.shape[a] == 1 for a in dims.rhs_contract)
+
+
+def _operands(q: QArray, dims: Dims) -> kernels.Matrix:
+    """The arrays of a matrix; without zero points, unless they are float8_e3m4 as the scales are."""
     transposed, width = bool(is_transposed(dims)), math.prod(q.shape[a] for a in dims.rhs_remaining)
     codes = q.qvalue.reshape((width, -1) if transposed else (-1, width))
-    scale = _matrix(q, q.scale, dims)
+    scale, table = _matrix(q, q.scale, dims), _table(element(q)) if q.qtype.bits == 4 else None
+    if _has_byte_levels(q, dims):
+        zero = None if q.zero_point is None else _matrix(q, q.zero_point, dims)
+        outer = None if q.outer_scale is None else _matrix(q, q.outer_scale, dims).reshape(-1)
+        return kernels.Matrix(codes, scale, table, zero, outer)
     if scale.dtype not in _FLOATS:
         scale = scale.astype(jnp.float32)
     if q.outer_scale is not None:
         groups = scale.shape[1 if transposed else 0]
         scale = scale.astype(jnp.float32) * _matrix(q, q.outer_scale, dims, groups).astype(jnp.float32)
-    return codes, scale, _table(element(q)) if q.qtype.bits == 4 else None
+    return kernels.Matrix(codes, scale, table)
 
 
 def _by_kernel(x: Array, q: QArray, dims: Dims) -> Array:
@@ -205,10 +217,10 @@ def _by_kernel(x: Array, q: QArray, dims: Dims) -> Array:
     x = jnp.transpose(x.astype(jnp.float32), (*dims.lhs_remaining, *dims.lhs_contract))
     x = x.reshape(math.prod(kept), math.prod(x.shape[len(kept) :]))
     x = jnp.pad(x, ((0, 0), (0, sum(count for _, count in q.padding))))
-    codes, scale, table = _operands(q, dims)
-    out = kernels.matvec(x, codes, scale, table=table, transposed=bool(is_transposed(dims)))
-    if q.zero_point is not None:
-        out = out - _of_zero_points(x, q, scale, dims)
+    w = _operands(q, dims)
+    out = kernels.matvec(x, w.codes, w.scale, w.zero, w.outer, table=w.table, transposed=bool(is_transposed(dims)))
+    if q.zero_point is not None and w.zero is None:
+        out = out - _of_zero_points(x, q, w.scale, dims)
     return out.reshape(*kept, *columns)
 
 
