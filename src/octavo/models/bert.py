@@ -145,22 +145,6 @@ class EncoderLayer(nnx.Module):
         return self.mlp_norm(x + self.mlp(x))
 
 
-class Layers(nnx.Module):
-    """The layers in order, from `layers_0` on."""
-
-    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
-        self.names = tuple(f"layers_{i}" for i in range(config.num_layers))
-        for name in self.names:
-            setattr(self, name, EncoderLayer(config, rngs=rngs))
-
-    def __call__(
-        self, x: Float[Array, "batch length size"], mask: Bool[Array, "batch length"]
-    ) -> Float[Array, "batch length size"]:
-        for name in self.names:
-            x = getattr(self, name)(x, mask)
-        return x
-
-
 class Bert(nnx.Module):
     """A BERT encoder: the last hidden states of tokens.
 
@@ -171,7 +155,8 @@ class Bert(nnx.Module):
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         self.embeddings = Embeddings(config, rngs=rngs)
-        self.encoder = Layers(config, rngs=rngs)
+        self.names = tuple(f"layers_{i}" for i in range(config.num_layers))
+        self.encoder = nnx.Dict({name: EncoderLayer(config, rngs=rngs) for name in self.names})
 
     def __call__(
         self,
@@ -180,8 +165,10 @@ class Bert(nnx.Module):
         types: Shaped[Array, "batch length"] | None = None,
     ) -> Float[Array, "batch length size"]:
         """The last hidden states. `mask` is false for padding; `types` are the token types, 0 by default."""
-        types = jnp.zeros(tokens.shape, jnp.int32) if types is None else types
-        return self.encoder(self.embeddings(tokens, types), mask)
+        x = self.embeddings(tokens, jnp.zeros(tokens.shape, jnp.int32) if types is None else types)
+        for name in self.names:
+            x = self.encoder[name](x, mask)
+        return x
 
 
 def bert_params(config: BertConfig, key: PRNGKeyArray) -> Params:
