@@ -9,7 +9,8 @@ from octavo.models.config import ModelConfig
 from octavo.models.module_params import Params
 from octavo.qarray import QArray
 
-_FUSED = {"query_key_value": ("query", "key", "value"), "wi": ("wi_0", "wi_1")}
+FUSED = {"query_key_value": ("query", "key", "value"), "wi": ("wi_0", "wi_1")}
+"""The weights that read the same input, by the name of the weight that they are fused into."""
 
 
 def fuse(config: ModelConfig, params: Params, *, donate: bool = False) -> tuple[ModelConfig, Params] | None:
@@ -42,7 +43,7 @@ def fuse(config: ModelConfig, params: Params, *, donate: bool = False) -> tuple[
 
 def _can_fuse_all(tree: Params) -> bool:
     """Whether every group of weights can be fused."""
-    for names in _FUSED.values():
+    for names in FUSED.values():
         if _all_dense(tree, names):
             sources = [tree[name] for name in names]
             if not all(_can_concatenate([source[leaf] for source in sources]) for leaf in sources[0]):
@@ -52,12 +53,12 @@ def _can_fuse_all(tree: Params) -> bool:
 
 def _fused(tree: Params, donate: bool) -> Params:
     new = {}
-    parts = {part: name for name, names in _FUSED.items() if _all_dense(tree, names) for part in names}
+    parts = {part: name for name, names in FUSED.items() if _all_dense(tree, names) for part in names}
     for key in list(tree):
         if key not in parts:
             new[key] = _fused(tree[key], donate) if isinstance(tree[key], dict) else tree[key]
         elif parts[key] not in new:
-            names = _FUSED[parts[key]]
+            names = FUSED[parts[key]]
             new[parts[key]] = {leaf: concatenate_columns([tree[name][leaf] for name in names]) for leaf in tree[key]}
             if donate:
                 for name in names:

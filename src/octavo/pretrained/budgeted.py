@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+from octavo.models.fused_weights import FUSED
 from octavo.pretrained.calibrated import CalibrationData, float_params
 from octavo.pretrained.convert import logits, param_quantizers
 from octavo.pretrained.model import PretrainedModel
@@ -13,9 +14,6 @@ from octavo.pretrained.weight_rules import weight_rules
 from octavo.ptq.budget import assign
 from octavo.ptq.sensitivity import weight_options
 from octavo.rules import QuantizationRule
-
-# Weights that read the same inputs, and may be fused into one matmul.
-_FUSED = (("query", "key", "value"), ("wi_0", "wi_1"))
 
 
 def budget_rules(
@@ -71,11 +69,11 @@ def budget_rules(
 
 def _groups(weights: Iterable[str]) -> list[list[str]]:
     """Weights that must agree, by the names of MaxText."""
-    found: dict[tuple[str, int], list[str]] = {}
+    found: dict[tuple[str, str], list[str]] = {}
     for weight in weights:
         module, _, _ = weight.rpartition("/")
         parent, _, own = module.rpartition("/")
-        for number, names in enumerate(_FUSED):
+        for fused, names in FUSED.items():
             if own in names:
-                found.setdefault((parent, number), []).append(weight)
+                found.setdefault((parent, fused), []).append(weight)
     return list(found.values())

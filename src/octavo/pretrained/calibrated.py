@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo._tree import flatten_paths
+from octavo.models.fused_weights import FUSED
 from octavo.pretrained.convert import logits, pack, param_quantizers, signal_to_noise
 from octavo.pretrained.model import PretrainedModel
 from octavo.pretrained.names import EMBEDDING
@@ -20,8 +21,8 @@ from octavo.rules import QuantizationRule
 _ROWS = 8
 # The weights that read the output of each norm, named as in MaxText.
 _READERS = {
-    "pre_self_attention_layer_norm": [f"self_attention/{name}" for name in ("query", "key", "value")],
-    "post_self_attention_layer_norm": ["mlp/wi_0", "mlp/wi_1"],
+    "pre_self_attention_layer_norm": [f"self_attention/{name}" for name in FUSED["query_key_value"]],
+    "post_self_attention_layer_norm": [f"mlp/{name}" for name in FUSED["wi"]],
 }
 
 
