@@ -1,5 +1,6 @@
 """The engine: what a request gets does not depend on the others, and nothing is compiled or copied twice."""
 
+import argparse
 import functools
 import re
 
@@ -8,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from octavo.cli.options import kv_config
 from octavo.models import fuse
+from octavo.pretrained import PretrainedModel
 from octavo.serve import Engine, KVConfig, Request, SamplingParams
 from tests.serve.common import DENSE, MOE, Bytes, dequantized, greedy, params_of, quantized_params, run
 
@@ -286,3 +289,16 @@ def test_errors(monkeypatch):
         Engine(object(), params_of(ONE))
     with pytest.raises(TypeError, match=r"what octavo\.pretrained\.open_model gives, got a object"):
         Engine(object())
+
+
+def test_the_cache_of_a_run_is_that_of_its_configuration():
+    """`quantize_kvcache` of a training run, unless another cache is asked for."""
+    source = PretrainedModel.from_params(
+        ONE, params_of(ONE), origin={"kv_cache": {"format": "int4", "axis": "heads_and_dkv"}}
+    )
+    assert Engine(source, max_length=8, chunk=4).kv == KVConfig.of("int4", axis="heads_and_dkv")
+    assert Engine(source, max_length=8, chunk=4, kv=KVConfig()).kv == KVConfig()
+    options = argparse.Namespace(kv=None, kv_values=None, kv_axis="dkv")
+    assert kv_config(options) is None
+    options.kv = "float"
+    assert kv_config(options) == KVConfig()

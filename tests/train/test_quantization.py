@@ -1,14 +1,19 @@
 """Rules and schedules from the configuration."""
 
+import functools
 import json
+import types
 
 import jax
+import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import octavo
 from octavo.calibration import AbsMax
+from octavo.models import ModelConfig, abstract_params, apply
 from octavo.rules import QtRule, QuantizationRule, dot_config, rules_to_json
+from octavo.train import trainer as trainer_module
 from octavo.train.config import ConfigError
 from octavo.train.quantization import training_rules, training_schedule, with_communication
 from octavo.train.trainer import Trainer
@@ -19,7 +24,7 @@ def compiled(rule):
     return dot_config(rule, lhs_weight=False, rhs_weight=True)
 
 
-def types(rule):
+def formats(rule):
     """The formats of the six operands."""
     found = compiled(rule)
     operands = (o for m in (found.fwd, found.dlhs, found.drhs) for o in (m.lhs, m.rhs))
@@ -41,7 +46,7 @@ def test_every_recipe_quantizes_weights_under_both_flags(name, qwix, tmp_path):
     assert exclude.skip
     assert exclude.matches("decoder/layers/moe_block/router", "dot_general", weights=True)
     for rule in rules:
-        assert types(rule)[1] is not None
+        assert formats(rule)[1] is not None
 
 
 def test_qwix_numerics_round_to_nearest_and_reuse_codes():
@@ -210,3 +215,35 @@ def test_ranges_come_from_one_place(changes, message, tmp_path):
 def test_a_method_that_a_recipe_cannot_have_raises():
     with pytest.raises(ValueError, match="calibration"):
         training_rules(small(quantization="fp8_gpu", weight_quantization_calibration_method="fixed,-1,1"))
+
+
+def test_a_run_of_aqt_int8_generates_without_a_key():
+    """Only its gradients are rounded stochastically."""
+    rules = training_rules(small(quantization="int8"))
+    assert compiled(rules[-1]).stochastic
+    sizes = {"emb_dim": 16, "num_layers": 1, "num_query_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_dim": 32}
+    model = ModelConfig(vocab_size=50, scan_layers=False, **sizes)
+    served = octavo.served(functools.partial(apply, model), rules)
+    tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    assert jax.eval_shape(served, abstract_params(model), tokens)[0].shape == (1, 4, 50)
+
+
+def test_scales_of_saved_parameters_are_replicated_on_request(monkeypatch):
+    """`replicate_quant_scale`, for a parameter that is sharded along its channels."""
+    mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+    weight = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, PartitionSpec(None, "fsdp")))
+
+    def scale_spec(replicate):
+        trainer = types.SimpleNamespace(
+            config=small(replicate_quant_scale=replicate, save_quantized_params_path="x", quantization="int8"),
+            loss=lambda params, x: jnp.sum(x @ params["w"]),
+            loss_arguments=({"w": weight}, jnp.ones((2, 8))),
+            rules=[QuantizationRule(weight_qtype="int8")],
+            is_single_device=False,
+            state=types.SimpleNamespace(params={"w": weight}, masks=None),
+        )
+        monkeypatch.setattr(trainer_module, "apply_masks", lambda params, masks: params)
+        return Trainer.quantized_params(trainer)["w"].scale.sharding.spec
+
+    assert scale_spec(False) == PartitionSpec(None, "fsdp")
+    assert scale_spec(True) == PartitionSpec()

@@ -83,7 +83,7 @@ def configure_quantization(config: Any, quant_mode_str: str = "train") -> Quanti
     """
     name = config.quantization or ""
     options = {"quant_mode": quant_mode_str, "replicate_scale": getattr(config, "replicate_quant_scale", False)}
-    methods = {
+    methods: dict[str, Any] = {
         f"{side}_calibration_method": getattr(config, f"{side}_quantization_calibration_method", None) or "absmax"
         for side in ("act", "weight", "bwd")
     }

@@ -151,8 +151,8 @@ class DotGeneral(_LinenOp):
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, **kinds)
         params = {"dimension_numbers": dimension_numbers}
         scaling = self._scaling(config, (lhs, rhs), params, dimension_numbers)
-        rhs = self._weight(config.fwd.rhs, rhs, operand_axes(params, lhs.shape, rhs.shape)[1])
-        return ops.dot_general(lhs, rhs, dimension_numbers, **kinds, config=config, key=self._key(), scaling=scaling)
+        weight = self._weight(config.fwd.rhs, rhs, operand_axes(params, lhs.shape, rhs.shape)[1])
+        return ops.dot_general(lhs, weight, dimension_numbers, **kinds, config=config, key=self._key(), scaling=scaling)
 
 
 class Einsum(_LinenOp):
@@ -201,7 +201,7 @@ class ConvGeneralDilated(_LinenOp):
         dims = ops.ConvDims.of(lhs.shape, rhs.shape, window_strides, padding, **shape)
         params = {"window_strides": window_strides, **shape}
         scaling = self._scaling(config, (lhs, rhs), params, ops.Conv(dims))
-        rhs = self._weight(config.fwd.rhs, rhs, operand_axes(params, lhs.shape, rhs.shape)[1])
+        weight = self._weight(config.fwd.rhs, rhs, operand_axes(params, lhs.shape, rhs.shape)[1])
         return ops.conv_general_dilated(
-            lhs, rhs, window_strides, padding, **kwargs, config=config, key=self._key(), scaling=scaling
+            lhs, weight, window_strides, padding, **kwargs, config=config, key=self._key(), scaling=scaling
         )

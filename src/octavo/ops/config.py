@@ -5,7 +5,6 @@ is the first operand and the residual (the operand saved by the forward pass) th
 """
 
 import dataclasses
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -129,8 +128,8 @@ class Operand(Config):
                 tiled[remaining[-1]] = self.tile
         if self.dequant == "other" or self.channelwise_axes == "contracted":
             channelwise = [a for a in (*batch, *contracting) if a not in tiled]
-        elif self.channelwise_axes is not None:
-            axes = [operator.index(a) for a in self.channelwise_axes]
+        elif isinstance(self.channelwise_axes, tuple):
+            axes = self.channelwise_axes
             if outside := [a for a in axes if not -ndim <= a < ndim]:
                 raise ValueError(
                     f"channelwise_axes={self.channelwise_axes}: the operand has {ndim} axes, not {outside}"
