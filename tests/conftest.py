@@ -129,6 +129,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_collection_finish():
-    """Imported modules stay: the collector need not visit them again and again."""
+    """Imported modules stay, and what tracing makes soon goes: the garbage collector need not visit either often."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
