@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.options import fail
@@ -74,18 +73,23 @@ def _flag(name: str, text: str) -> bool:
 
 
 def _compare(config: "Config", recipes: list[str], options: dict[str, Any]) -> int:
+    from octavo import _remote
     from octavo.report import compare_report
     from octavo.train.compare import Comparison
 
-    directory = Path(config.run_directory)
+    directory = _remote.pull(config.run_path)
     comparison = Comparison(config, recipes, directory=directory, log=_log, **options)
     try:
         comparison.run()
     except (OSError, ValueError) as error:
         return fail("compare", error, status=1)
+    finally:
+        _remote.push(config.run_path)
     (directory / "comparison.json").write_text(json.dumps(comparison.to_dict()), encoding="utf8")
     print(comparison)
-    print(f"report: {compare_report(comparison.to_dict(), directory / 'report.html')}")
+    report = compare_report(comparison.to_dict(), directory / "report.html")
+    _remote.push(config.run_path)
+    print(f"report: {f'{config.run_path}/report.html' if _remote.is_remote(config.run_path) else report}")
     return 0
 
 
