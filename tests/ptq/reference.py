@@ -9,8 +9,11 @@ def round_int(x, scale, zero=0.0, bits=4):
     return (codes - zero) * scale
 
 
-def gptq(w, hessian, scale, *, bits=4, damping=0.01, order=True):
-    """GPTQ in float64, input by input, with the inverse computed as such. `w` and `scale` are [inputs, outputs]."""
+def gptq(w, hessian, scale, *, bits=4, damping=0.01, order=True, drift=None, strength=0.25):
+    """GPTQ in float64, input by input, with the inverse computed as such. `w` and `scale` are [inputs, outputs].
+
+    With `drift`, E (x_f - x) x^T, it is GPTAQ.
+    """
     w, h, scale = (np.array(x, np.float64) for x in (w, hessian, scale))
     dead = np.diag(h) == 0
     w[dead] = 0
@@ -19,10 +22,12 @@ def gptq(w, hessian, scale, *, bits=4, damping=0.01, order=True):
     perm = np.argsort(-np.diag(hessian), kind="stable") if order else np.arange(len(w))
     w, h, scale = w[perm], h[np.ix_(perm, perm)], scale[perm]
     upper = np.linalg.cholesky(np.linalg.inv(h)).T
-    out = np.zeros_like(w)
+    out, moved = np.zeros_like(w), np.zeros_like(h)
+    if drift is not None:
+        moved = strength * np.triu(drift[np.ix_(perm, perm)] @ upper.T, 1) @ upper
     for j in range(len(w)):
         out[j] = round_int(w[j], scale[j], bits=bits)
-        w[j + 1 :] -= np.outer(upper[j, j + 1 :], (w[j] - out[j]) / upper[j, j])
+        w[j + 1 :] -= np.outer(upper[j, j + 1 :], (w[j] - out[j]) / upper[j, j]) - np.outer(moved[j, j + 1 :], w[j])
     return out[np.argsort(perm)]
 
 

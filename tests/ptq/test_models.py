@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import octavo
-from octavo.ptq import collect_statistics, quantize
+from octavo.ptq import collect_statistics, quantize, quantize_weights
 
 RULE = octavo.QuantizationRule(weight_qtype="int4", tile_size=16)
 
@@ -217,3 +217,29 @@ def test_a_weight_that_a_loop_uses_again_sums_over_its_iterations(batches):
     found, missing = collect_statistics(recurrent, {"w": normal(0, 32, 32)}, batches)
     assert not missing
     assert found["w"].tokens.tolist() == [480.0]
+
+
+@pytest.mark.slow
+def test_stages_see_the_inputs_of_quantized_stages():
+    """The drift of the second layer is that of the first one's rounding, and correcting for it helps."""
+
+    def run(params, x):
+        return jnp.tanh(x @ params["up"]) @ params["down"]
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"up": jax.random.normal(keys[0], (32, 64)) / 4, "down": jax.random.normal(keys[1], (64, 16))}
+    x = jax.random.normal(keys[2], (512, 32))
+    rule = octavo.QuantizationRule(weight_qtype="int3", tile_size=32)
+    quantizers = octavo.quantized(run, rule).stored_quantizers(params, x)
+    batches = [x[:256], x[256:]]
+    low = {name: w.array for name, w in quantize_weights(run, params, quantizers, batches, stages=[["up"], ["down"]])}
+    changed = params | {"up": low["up"].dequantize()}
+    found, _ = collect_statistics(run, changed, batches, only=["down"], against=params)
+    h, h_float = (np.tanh(np.asarray(x @ p["up"], np.float64)) for p in (changed, params))
+    np.testing.assert_allclose(found["down"].drift[0], (h_float - h).T @ h / len(x), atol=1e-5)
+    np.testing.assert_allclose(found["down"].hessian[0], h.T @ h / len(x), rtol=1e-4, atol=1e-5)
+    plain = {name: w.array for name, w in quantize_weights(run, params, quantizers, batches)}
+    errors = [np.mean((octavo.served(run, rule)(q, x) - run(params, x)) ** 2) for q in (low, plain)]
+    assert errors[0] < errors[1]
+    with pytest.raises(ValueError, match="stages have every quantized weight once; 'down' is missing"):
+        next(quantize_weights(run, params, quantizers, batches, stages=[["up"]]))

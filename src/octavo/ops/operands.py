@@ -76,7 +76,7 @@ class Codes:
         fmt = self.format
         self.is_int8 = isinstance(fmt, IntFormat) and fmt.bits <= (8 if fmt.has_zero else 7)
         self.has_zero_point = isinstance(x, QArray) and x.zero_point is not None
-        self.is_int8 = self.is_int8 and not (self.has_zero_point and _has_fractions(x))
+        self.is_int8 = self.is_int8 and not _has_fractions(x)
         self._own_contract = contract
         self._tiles = {axis: tile for axis, tile in zip(contract, tiles, strict=False) if 0 < tile < x.shape[axis]}
         place = [axis + sum(other < axis for other in self._tiles) for axis in range(len(x.shape))]
@@ -249,9 +249,10 @@ def element(q: QArray) -> Format:
     return q.qtype.element if isinstance(q.qtype, BlockFormat) else q.qtype
 
 
-def _has_fractions(q: QArray) -> bool:
-    """Whether zero points are not integers."""
-    return q.zero_point is not None and jnp.issubdtype(q.zero_point.dtype, jnp.floating)
+def _has_fractions(x: ArrayOrQArray) -> bool:
+    """Whether an operand has zero points that are not integers."""
+    zero = x.zero_point if isinstance(x, QArray) else None
+    return zero is not None and jnp.issubdtype(zero.dtype, jnp.floating)
 
 
 def _is_float8(fmt: Format | None) -> bool:

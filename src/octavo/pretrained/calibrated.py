@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -61,7 +63,7 @@ def split_method(recipe: str) -> tuple[str, str]:
     (('int4:g64', 'gptq'), ('int4:mse', ''))
     """
     head, _, last = recipe.rpartition(":")
-    return (head, last) if head and last in (*method_names(), "awq") else (recipe, "")
+    return (head, last) if head and last in (*method_names(), "awq", "gptaq") else (recipe, "")
 
 
 def calibrated_codes(
@@ -94,10 +96,22 @@ def calibrated_codes(
         params, method = awq(run, params, batches, folds, wanted), "search"
     floats = flatten_paths(params)
     found |= {fold.scale: (np.asarray(floats[fold.scale]), None) for fold in folds}
-    for path, done in quantize_weights(run, params, wanted, batches, method=method):
+    stages = []
+    if method == "gptaq":
+        stages, method = _stages(wanted), "gptq"
+    for path, done in quantize_weights(run, params, wanted, batches, method=method, stages=stages):
         codes = done.array.astype(jnp.float32)
         found[path] = pack(codes, quantizers[path])._map(np.asarray), signal_to_noise(floats[path], codes)
     return found
+
+
+def _stages(names: Iterable[str]) -> list[list[str]]:
+    """Weights by layer, and then those of the logits."""
+    found: dict[float, list[str]] = {}
+    for name in names:
+        layer = re.search(r"/layers_(\d+)/", name)
+        found.setdefault(int(layer[1]) if layer else math.inf, []).append(name)
+    return [found[layer] for layer in sorted(found)]
 
 
 def importances(

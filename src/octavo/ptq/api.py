@@ -3,7 +3,7 @@
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -97,6 +97,7 @@ def quantize_weights(
     method: str = "gptq",
     strict_paths: bool = False,
     memory: int = MEMORY,
+    stages: Sequence[Collection[str]] = (),
     progress: Callable[[int], None] | None = None,
     log: Log | None = None,
 ) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -111,6 +112,9 @@ def quantize_weights(
         strict_paths: As for `Quantized`.
         memory: Bytes of Hessians that are held at a time. If those of all weights need more, there are several passes
             over the data.
+        stages: The names of all weights in the order in which the function uses them, in groups. Each group has a pass
+            over the data with the weights of the groups before it quantized, and corrects for the change of its inputs
+            ("gptaq").
         progress: Called with the number of calibration batches done, in each pass.
         log: Called with a line for each weight.
 
@@ -122,12 +126,18 @@ def quantize_weights(
     plain = unboxed(params)
     leaves = named_leaves(plain)
     width = max(map(len, quantizers), default=0)
-    passes = _passes(quantizers, {name: leaves[name].shape for name in quantizers}, memory)
+    if stages:
+        _check_stages(stages, quantizers)
+    passes = [tuple(names) for names in stages] or _passes(
+        quantizers, {name: leaves[name].shape for name in quantizers}, memory
+    )
     batches = list(batches) if len(passes) > 1 else batches
+    current, now = plain, {}
     for names in passes:
-        found, missing = collect_statistics(
-            fn, plain, batches, only=names, strict_paths=strict_paths, progress=progress
-        )
+        if now:
+            current = map_params(lambda name, leaf: now.get(name, leaf), current)
+        options: dict[str, Any] = {"only": names, "strict_paths": strict_paths, "progress": progress}
+        found, missing = collect_statistics(fn, current, batches, against=plain if now else None, **options)
         for name in names:
             if name in found:
                 done = quantize_weight(leaves[name], quantizers[name], found.pop(name), method=method)
@@ -136,9 +146,20 @@ def quantize_weights(
                 warnings.warn(f"{name} is rounded without calibration: {reason}", stacklevel=3)
                 codes = jax.jit(quantizers[name].quantize)(leaves[name])
                 done = QuantizedWeight(codes, float("nan"), float("nan"))
+            if stages:
+                now[name] = done.array.dequantize(leaves[name].dtype)
             if log is not None:
                 log(f"{name:<{width}}  error of the outputs {done.error:.3%} (rounding {done.rounding_error:.3%})")
             yield name, done
+
+
+def _check_stages(stages: Sequence[Collection[str]], quantizers: Collection[str]) -> None:
+    named = [name for names in stages for name in names]
+    wrong = {*named} ^ {*quantizers} or {name for name in named if named.count(name) > 1}
+    if wrong:
+        raise ValueError(
+            f"stages have every quantized weight once; {min(wrong)!r} is missing, repeated or not quantized"
+        )
 
 
 def _passes(

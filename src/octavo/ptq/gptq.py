@@ -9,6 +9,12 @@ for each input j in turn:
 Inputs are taken in the order of decreasing H_jj ("activation order"). The scales are computed beforehand ("static
 groups"), so the order does not appear in the result. Updates of inputs beyond the present block of 128 are made once
 for each block.
+
+With `drift`, inputs that earlier weights have changed are corrected for (Li, Yin, Zhang, Wang, Meng and Liu, GPTAQ:
+Efficient Finetuning-Free Quantization for Asymmetric Calibration, 2025). For inputs x of the quantized model and x_f of
+the float one, D = E (x_f - x) x^T:
+
+    P = strength triu(D U^T, 1) U        w_k += P_jk w_j  for all k > j
 """
 
 import functools
@@ -33,6 +39,8 @@ def gptq(
     *,
     damping: float = 0.01,
     activation_order: bool = True,
+    drift: Float[Array, "s k k"] | None = None,
+    strength: float = 0.25,
 ) -> Float[Array, "s k n"]:
     """Round weights to the grids of given scales such that the error of the outputs is small.
 
@@ -43,6 +51,8 @@ def gptq(
         fmt: The number format.
         damping: The share of the mean of the Hessian's diagonal that is added to it; more where it is still singular.
         activation_order: Whether inputs are rounded in the order of decreasing magnitude.
+        drift: The mean of (x_f - x) x^T, for inputs x_f of the float model; the Hessian is that of x.
+        strength: The share of the drift that is corrected for.
 
     Returns:
         The rounded weights, values of the grid.
@@ -59,7 +69,8 @@ def gptq(
     batch = max(1, _ELEMENTS // max(1, size * size))
     for share in (damping, max(damping, 0.1), max(damping, 1.0)):
         run = functools.partial(_gptq, fmt=fmt, damping=share, order=activation_order, batch=batch)
-        rounded = run(weights.astype(jnp.float32), hessian.astype(jnp.float32), scales)
+        moved = None if drift is None else strength * drift.astype(jnp.float32)
+        rounded = run(weights.astype(jnp.float32), hessian.astype(jnp.float32), scales, moved)
         if isinstance(rounded, jax.core.Tracer) or bool(jnp.all(jnp.isfinite(rounded))):
             return rounded
     raise ValueError(
@@ -69,21 +80,34 @@ def gptq(
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "damping", "order", "batch"))
-def _gptq(weights: Array, hessian: Array, scales: Scales, *, fmt: Format, damping: float, order: bool, batch: int):
-    def one(args: tuple[Array, Array, Scales]) -> Array:
-        w, h, s = args
+def _gptq(
+    weights: Array,
+    hessian: Array,
+    scales: Scales,
+    drift: Array | None,
+    *,
+    fmt: Format,
+    damping: float,
+    order: bool,
+    batch: int,
+):
+    def one(args: tuple[Array, Array, Scales, Array | None]) -> Array:
+        w, h, s, moved = args
         diagonal = jnp.diagonal(h)
         unused = diagonal <= 0
         w = jnp.where(unused[:, None], 0, w)
         added = jnp.where(unused, 1, damping * jnp.mean(diagonal))
         h = jnp.where(unused[:, None] | unused[None], 0, h) + jnp.diag(added)
-        if not order:
-            return _round_inputs(w, inverse_factor(h), s, fmt)
-        by_size = jnp.argsort(-diagonal)
-        rounded = _round_inputs(w[by_size], inverse_factor(h[by_size][:, by_size]), s.map(lambda x: x[by_size]), fmt)
+        by_size = jnp.argsort(-diagonal) if order else jnp.arange(len(w))
+        factor = inverse_factor(h[by_size][:, by_size])
+        correction = None
+        if moved is not None:
+            dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+            correction = dot(jnp.triu(dot(moved[by_size][:, by_size], factor.T), 1), factor)
+        rounded = _round_inputs(w[by_size], factor, s.map(lambda x: x[by_size]), fmt, correction)
         return rounded[jnp.argsort(by_size)]
 
-    return jax.lax.map(one, (weights, hessian, scales), batch_size=batch)
+    return jax.lax.map(one, (weights, hessian, scales, drift), batch_size=batch)
 
 
 def inverse_factor(hessian: Float[Array, "k k"]) -> Float[Array, "k k"]:
@@ -97,7 +121,7 @@ def inverse_factor(hessian: Float[Array, "k k"]) -> Float[Array, "k k"]:
     return jax.scipy.linalg.solve_triangular(lower, identity, lower=True)[::-1, ::-1]
 
 
-def _round_inputs(weights: Array, factor: Array, scales: Scales, fmt: Format) -> Array:
+def _round_inputs(weights: Array, factor: Array, scales: Scales, fmt: Format, correction: Array | None) -> Array:
     """Round all inputs in order, by blocks."""
     size, outputs = weights.shape
     block = min(_BLOCK, size)
@@ -105,23 +129,29 @@ def _round_inputs(weights: Array, factor: Array, scales: Scales, fmt: Format) ->
     padded = functools.partial(jnp.pad, pad_width=((0, pad), (0, 0)))
     weights, scales = padded(weights), scales.map(functools.partial(padded, constant_values=1))
     factor = jnp.pad(factor, (0, pad)) + jnp.diag(jnp.where(jnp.arange(size + pad) < size, 0.0, 1.0))
+    # What an input changes is linear in its error and, with a correction, in its weights.
+    effects = (factor,) if correction is None else (factor, -jnp.pad(correction, (0, pad)))
     later = jnp.arange(block)
 
     def round_block(weights: Array, start: Array) -> tuple[Array, Array]:
         rows = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=block)
-        cut = rows(factor)
-        own, grid = rows(cut, axis=1), scales.map(rows)
+        cuts = [rows(effect) for effect in effects]
+        own, grid = [rows(cut, axis=1) for cut in cuts], scales.map(rows)
 
-        def round_input(j: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            w, errors = carry
+        def round_input(j: Array, carry: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+            w, causes = carry
             rounded = grid.map(lambda x: x[j]).round(w[j], fmt)
-            error = (w[j] - rounded) / own[j, j]
-            w = w - jnp.where(later > j, own[j], 0)[:, None] * error[None]
-            return w.at[j].set(rounded), errors.at[j].set(error)
+            new = [(w[j] - rounded) / own[0][j, j], w[j]][: len(causes)]
+            for effect, cause in zip(own, new, strict=True):
+                w = w - jnp.where(later > j, effect[j], 0)[:, None] * cause[None]
+            return w.at[j].set(rounded), [old.at[j].set(cause) for old, cause in zip(causes, new, strict=True)]
 
-        rounded, errors = jax.lax.fori_loop(0, block, round_input, (rows(weights), jnp.zeros((block, outputs))))
-        after = jnp.where(jnp.arange(weights.shape[0]) >= start + block, 1.0, 0.0)[None] * cut
-        return weights - jnp.matmul(after.T, errors, precision=jax.lax.Precision.HIGHEST), rounded
+        none = [jnp.zeros((block, outputs)) for _ in effects]
+        rounded, causes = jax.lax.fori_loop(0, block, round_input, (rows(weights), none))
+        after = jnp.where(jnp.arange(weights.shape[0]) >= start + block, 1.0, 0.0)[None]
+        for cut, cause in zip(cuts, causes, strict=True):
+            weights = weights - jnp.matmul((after * cut).T, cause, precision=jax.lax.Precision.HIGHEST)
+        return weights, rounded
 
     _, rounded = jax.lax.scan(round_block, weights, jnp.arange(0, size + pad, block))
     return rounded.reshape(-1, outputs)[:size]

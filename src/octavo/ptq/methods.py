@@ -44,7 +44,8 @@ def _search(x: Array, quantizer: Quantizer, statistics: Statistics) -> QArray:
 
 def _gptq(x: Array, quantizer: Quantizer, statistics: Statistics) -> QArray:
     scaled, view = _search(x, quantizer, statistics), statistics.view
-    rounded = gptq(view.matrices(x), statistics.hessian, scales_of(scaled).map(view.matrices), quantizer.qtype)
+    grids = scales_of(scaled).map(view.matrices)
+    rounded = gptq(view.matrices(x), statistics.hessian, grids, quantizer.qtype, drift=statistics.drift)
     return encode(view.restore(rounded, x.shape), scaled)
 
 
@@ -64,6 +65,8 @@ def get_method(name: str) -> Method:
     """The method of this name."""
     if name == "awq":
         raise ValueError("awq changes parameters other than weights: call octavo.ptq.awq first, then use 'search'")
+    if name == "gptaq":
+        raise ValueError("gptaq needs the order of the weights: call octavo.ptq.quantize_weights(stages=...)")
     if name not in METHODS:
         hint = did_you_mean(name, METHODS)
         raise ValueError(f"{name!r} is no method of quantization: {hint}one of {', '.join(METHODS)}")

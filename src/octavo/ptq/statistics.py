@@ -24,7 +24,7 @@ from octavo.rules import QuantizationRule
 from octavo.transform import QuantizationProvider, Quantized, Site
 from octavo.transform.site import operand_axes
 
-_COLLECTION, _NAME = "ptq", "inputs"
+_COLLECTION, _NAME, _INPUTS = "ptq", "inputs", "rows"
 _SHARDED = {"sharding", "group_offset"}
 _FEW_TOKENS = 128
 """An expert with fewer tokens has the pooled statistics of its layer."""
@@ -41,6 +41,7 @@ class Statistics:
         max_abs: The largest magnitude of each input, [matrices, inputs].
         tokens: The number of tokens, [matrices].
         view: How the stored parameter makes up these matrices.
+        drift: The mean of (x_f - x) x^T for the inputs x_f of other parameters, [matrices, inputs, inputs]; or None.
     """
 
     hessian: Float[Array, "s k2 k2"]
@@ -49,6 +50,7 @@ class Statistics:
     max_abs: Float[Array, "s k"]
     tokens: Float[Array, "s"]
     view: MatrixView
+    drift: Float[Array, "s k k"] | None = None
 
     def loss(self, error: Float[Array, "s k n"]) -> Float[Array, ""]:
         """The mean squared change of the outputs by an error of the weights, summed over outputs and matrices."""
@@ -58,9 +60,11 @@ class Statistics:
 class Recorder(QuantizationProvider):
     """Runs every matmul in float and sums the statistics of the inputs of weights."""
 
-    def __init__(self, only: Collection[str] | None, *, hessian: bool = True):
+    def __init__(self, only: Collection[str] | None, *, hessian: bool = True, inputs: str = ""):
         super().__init__(QuantizationRule(weight_qtype="int8", scope="weights"))
         self.only, self.hessian = only, hessian
+        self.inputs = inputs
+        """Whether inputs are stored ("store"), or compared with those that were ("compare")."""
 
     def dot_general(self, lhs, rhs, *args, **options):
         self._record(lhs, rhs)
@@ -89,7 +93,16 @@ class Recorder(QuantizationProvider):
         site = self.operation.site
         right = site.weights[1]
         axes = operand_axes(site.params, lhs.shape, rhs.shape)[not right]
-        self._add(lambda: _moments(lhs if right else rhs, **axes, hessian=self.hessian))
+        x = lhs if right else rhs
+        if not self.inputs:
+            self._add(lambda: _moments(x, **axes, hessian=self.hessian))
+        elif self.records(site):
+            rows = _rows(x, **axes)
+            kept = self.get_state(_INPUTS, lambda: jnp.zeros_like(rows), collection=_COLLECTION)
+            if self.inputs == "store":
+                self.set_state(_INPUTS, rows, collection=_COLLECTION)
+            else:
+                self._add(lambda: _moments(x, **axes, hessian=True) | {"drift": _outer(kept - rows, rows)})
 
     def _add(self, moments: Callable[[], dict[str, Array]]) -> None:
         site, frame = self.operation.site, self.operation.frame
@@ -108,17 +121,26 @@ class Recorder(QuantizationProvider):
 
 def _moments(x: Array, *, contracting: Sequence[int], batch: Sequence[int], hessian: bool) -> dict[str, Array]:
     """Sums over the tokens of an operand, for each index of its batch axes."""
-    rows = [a for a in range(x.ndim) if a not in (*contracting, *batch)]
-    size = [int(np.prod([x.shape[a] for a in axes])) for axes in (batch, rows, contracting)]
-    x = x.transpose(*batch, *rows, *contracting).reshape(size).astype(jnp.float32)
-    rows_of = x if hessian else x[..., :0]
+    x = _rows(x, contracting=contracting, batch=batch)
+    kept = x if hessian else x[..., :0]
     return {
-        "hessian": jnp.einsum("bti,btj->bij", rows_of, rows_of, precision=jax.lax.Precision.HIGHEST),
+        "hessian": _outer(kept, kept),
         "square": jnp.sum(x * x, axis=1),
         "sum": jnp.sum(jnp.abs(x), axis=1),
         "max": jnp.max(jnp.abs(x), axis=1),
-        "tokens": jnp.full(size[0], size[1], jnp.float32),
+        "tokens": jnp.full(x.shape[0], x.shape[1], jnp.float32),
     }
+
+
+def _rows(x: Array, *, contracting: Sequence[int], batch: Sequence[int]) -> Array:
+    """An operand as [batch, tokens, inputs]."""
+    rows = [a for a in range(x.ndim) if a not in (*contracting, *batch)]
+    size = [int(np.prod([x.shape[a] for a in axes])) for axes in (batch, rows, contracting)]
+    return x.transpose(*batch, *rows, *contracting).reshape(size).astype(jnp.float32)
+
+
+def _outer(x: Array, y: Array) -> Array:
+    return jnp.einsum("bti,btj->bij", x, y, precision=jax.lax.Precision.HIGHEST)
 
 
 def _expert_moments(x: Array, group_sizes: Array, *, hessian: bool) -> dict[str, Array]:
@@ -165,6 +187,7 @@ def collect_statistics(
     *,
     only: Collection[str] | None = None,
     hessian: bool = True,
+    against: Any = None,
     strict_paths: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[dict[str, Statistics], dict[str, str]]:
@@ -178,6 +201,7 @@ def collect_statistics(
         batches: Batches of inputs: an array each, a tuple of arguments, or a dictionary of keyword arguments.
         only: The names of the weights to collect statistics for; all by default.
         hessian: Whether Hessians are collected; if not, only their diagonals are.
+        against: Other parameters, those of the float model, whose inputs give the `drift`; not of experts.
         strict_paths: As for `Quantized`.
         progress: Called with the number of batches done.
 
@@ -191,7 +215,12 @@ def collect_statistics(
     >>> found["up"].hessian.shape, found["down"].tokens.tolist(), missing
     ((1, 4, 4), [5.0], {})
     """
-    low = Quantized(fn, Recorder(only, hessian=hessian), 0, "ignore", strict_paths=strict_paths)
+
+    def recorder(inputs: str) -> Quantized:
+        return Quantized(fn, Recorder(only, hessian=hessian, inputs=inputs), 0, "ignore", strict_paths=strict_paths)
+
+    low = recorder("" if against is None else "compare")
+    float_inputs = jax.jit(lambda params, args, kwargs: _stored_inputs(recorder("store"), params, args, kwargs))
     step = jax.jit(
         lambda state, params, args, kwargs: low.stateful(state)(params, *args, **kwargs)[1], donate_argnums=0
     )
@@ -204,6 +233,8 @@ def collect_statistics(
             sites = [site for site in low.sites(params, *args, **kwargs) if site.leaf is not None]
             empty = jax.eval_shape(low.init, params, *args, **kwargs)
             state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty)
+        if against is not None:
+            state = _merged(state, float_inputs(against, args, kwargs))
         state = step(state, params, args, kwargs)
         if count == 1:
             _check_finite(state, sites, "the first batch")
@@ -213,6 +244,19 @@ def collect_statistics(
         raise ValueError("there is no calibration data: batches is empty (or an iterator that was used before)")
     _check_finite(state, sites, "the calibration data")
     return _by_weight(sites, state, shapes, only)
+
+
+def _stored_inputs(low: Quantized, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    empty = jax.eval_shape(low.init, params, *args, **kwargs)
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty)
+    return low.stateful(state)(params, *args, **kwargs)[1]
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """Nested dictionaries merged, with the leaves of the second where both have them."""
+    if not isinstance(old, Mapping):
+        return new
+    return {**old, **{key: _merged(old[key], value) if key in old else value for key, value in new.items()}}
 
 
 def named_leaves(params: Any) -> dict[str, Any]:
@@ -293,4 +337,5 @@ def _statistics(view: MatrixView, sums: Mapping[str, Array]) -> Statistics:
     tokens = sums["tokens"]
     count = jnp.maximum(tokens, 1)
     square, total = (sums[name] / count[:, None] for name in ("square", "sum"))
-    return Statistics(sums["hessian"] / count[:, None, None], square, total, sums["max"], tokens, view)
+    drift = sums["drift"] / count[:, None, None] if "drift" in sums else None
+    return Statistics(sums["hessian"] / count[:, None, None], square, total, sums["max"], tokens, view, drift)

@@ -89,12 +89,10 @@ inline float half_to_float(uint16_t h) {
   return value;
 }
 
-// e3m4 has the bits of a float16 in other places: the result is 2^-12 of its value. Its inf and NaN stay so.
-inline uint16_t e3m4_to_half(uint8_t x) {
-  const uint16_t sign = static_cast<uint16_t>((x & 0x80) << 8), rest = static_cast<uint16_t>((x & 0x7f) << 6);
-  return sign | rest | ((rest & 0x1c00) == 0x1c00 ? 0x7c00 : 0);
-}
-constexpr float kE3M4Unit = 4096.0f;
+// e3m4 has the bits of a float16 in other places: vectors of it hold 1/kE3M4Unit of the values, exactly, and of inf and
+// NaN something of at least kE3M4Special.
+inline uint16_t e3m4_to_half(uint8_t x) { return static_cast<uint16_t>(((x & 0x80) << 8) | ((x & 0x7f) << 6)); }
+constexpr float kE3M4Unit = 4096.0f, kE3M4Special = 16.0f / kE3M4Unit;
 
 inline float scale_at(const void* scale, ScaleType type, int64_t i) {
   if (type == ScaleType::kF32) return static_cast<const float*>(scale)[i];
