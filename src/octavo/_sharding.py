@@ -162,7 +162,7 @@ def replicate_axes(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array
     return reshard_if_explicit(x, with_spec(typed, PartitionSpec(*parts, reduced=typed.spec.reduced)))
 
 
-def repeat(x: jax.Array, times: int, axis: int) -> jax.Array:
+def repeat(x: jax.Array, times: Any, axis: int) -> jax.Array:
     """`jnp.repeat` for explicit shardings, whose result sharding it cannot infer."""
     if explicit(x) is None:
         return jnp.repeat(x, times, axis=axis)
@@ -170,7 +170,7 @@ def repeat(x: jax.Array, times: int, axis: int) -> jax.Array:
     return wide.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
-def split(x: jax.Array, splits: Sequence[Sequence[int]]) -> jax.Array:
+def split(x: jax.Array, splits: Sequence[Sequence[Any]]) -> jax.Array:
     """Split each axis into several; the first of them keeps the axis's mesh axes, if they divide it.
 
     >>> split(jnp.ones((4, 6)), [(4,), (2, 3)]).shape

@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -218,3 +219,62 @@ def test_arguments_are_known_by_their_path_from_one_root():
     assert weights_of_arguments(["rhs"], ["rhs"]) == {"rhs": "rhs"}
     assert weights_of_arguments(["params['lin/~/1']['w']"], ["lin/~/1/w"]) == {"params['lin/~/1']['w']": "lin/~/1/w"}
     assert weights_of_arguments(["x"], ["w"]) == {}
+
+
+@jax.custom_vjp
+def opaque(x, w):
+    return x @ w
+
+
+opaque.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, r[0].T @ g))
+
+
+def test_a_matmul_with_a_custom_derivative_is_a_row_and_the_share_is_that_of_verify():
+    fn = lambda params, x: jax.jit(opaque)(x, params["up"]["w"]) @ params["down"]["w"]  # noqa: E731
+    plan = octavo.plan(fn, INT8, PARAMS, X)
+    assert [(row.path, row.weight, row.reason) for row in plan.rows] == [
+        ("up", "up/w", "in the body of a custom_vjp function"),
+        ("down", "down/w", None),
+    ]
+    assert "1 of 2 matmuls quantized, 50.0 % of forward FLOPs" in str(plan)
+    assert octavo.verify(octavo.quantized(fn, INT8), PARAMS, X).forward == plan.share
+
+
+def test_a_kernel_is_a_row_that_is_not_counted():
+    call = pl.pallas_call(lambda x, w, o: o.__setitem__(..., x[...] @ w[...]), out_shape=shape(8, 256))
+    fn = lambda params, x: jax.jit(call)(x, params["up"]["w"]) @ params["down"]["w"]  # noqa: E731
+    plan = octavo.plan(fn, INT8, PARAMS, X)
+    assert plan.rows[0].op == "pallas_call"
+    assert plan.rows[0].reason == "a Pallas kernel: it is not rewritten, and its FLOPs are not counted"
+    assert str(plan).splitlines()[2].split()[-14] == "unknown"
+    assert str(plan).endswith("; 1 kernel not counted")
+    assert octavo.verify(octavo.quantized(fn, INT8), PARAMS, X).summary().endswith("; 1 kernel not counted")
+
+
+def test_an_operation_with_its_own_config_under_vmap_is_a_row():
+    config = octavo.quantized(model, INT8).sites(PARAMS, X)[0].config
+    dot = lambda x, w: octavo.dot_general(x, w, (((1,), (0,)), ((), ())), config=config)  # noqa: E731
+    fn = lambda params, x: jax.vmap(dot, (0, None))(x, params["up"]["w"]) @ params["down"]["w"]  # noqa: E731
+    plan = octavo.plan(fn, INT8, PARAMS, shape(3, 8, 64))
+    assert [(row.times, row.fwd, row.reason) for row in plan.rows] == [
+        (3, "int8 x int8", None),
+        (1, "int8 x int8", None),
+    ]
+    assert plan.rows[0].flops == plan.rows[1].flops
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (lambda w, x: jax.lax.platform_dependent(w, x, default=lambda w, x: x @ w), "jax.lax.platform_dependent"),
+        (
+            lambda w, x: jax.lax.custom_linear_solve(lambda v: v @ w, x, lambda _, b: b, symmetric=True),
+            "custom_linear_solve",
+        ),
+    ],
+)
+def test_a_call_that_is_not_rewritten_is_a_row(fn, reason):
+    params = {"a": shape(64, 64), "b": shape(64, 64)}
+    plan = octavo.plan(lambda params, x: fn(params["a"], x) @ params["b"], INT8, params, X)
+    assert plan.rows[0].reason == f"in the body of {reason}"
+    assert plan.rows[-1].reason is None

@@ -326,7 +326,10 @@ def test_kernels_are_listed_not_counted():
     v = verify(model, SQUARE)
     assert v.matmuls == ()
     assert v.opaque == ("kernel/double/pallas_call",)
-    assert str(v).splitlines() == ["not counted, opaque: kernel/double/pallas_call", "no matmuls found"]
+    assert str(v).splitlines() == [
+        "not counted, opaque: kernel/double/pallas_call",
+        "no matmuls found; 1 kernel not counted",
+    ]
 
 
 def test_nothing_to_count():
@@ -351,6 +354,7 @@ def test_json_html_and_merged_rows():
         "count": 1,
         "backward": False,
         "kind": "float",
+        "stored": False,
     }
     assert json.loads(verify(quantized, X, W, platform="tpu").to_json())["lowered"][0]["lhs"] == "16x64xi8"
     assert "<td>float32[16,64] x float32[64,32]</td>" in v._repr_html_()
@@ -376,3 +380,15 @@ def test_errors_say_what_to_do():
 
 def test_an_empty_verification():
     assert Verification((), platform="cpu").summary() == "no matmuls found"
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_the_summary_of_weight_only_rules_says_how_weights_are_read_and_stored(stored):
+    w = jnp.ones((64, 32))
+    low = octavo.quantized(lambda params, x: x @ params["w"], octavo.QuantizationRule(weight_qtype="int8"))
+    given = {"w": octavo.quantize(w, "int8", channelwise_axes=(1,)) if stored else w}
+    summary = verify(low, given, X).summary()
+    assert summary == (
+        "low precision: 0.0 % of matmul FLOPs forward; weights in low bits: read by 100.0 % of matmul FLOPs, "
+        f"stored for {'100.0' if stored else '0.0'} %"
+    )

@@ -513,3 +513,21 @@ class TestOperations:
         fn = lambda params, x: jnp.dot(x, params["w"], preferred_element_type=jnp.float32)  # noqa: E731
         half = {"w": PARAMS["a"]["w"].astype(jnp.bfloat16)}
         assert jax.eval_shape(octavo.quantized(fn, INT8), half, X.astype(jnp.bfloat16)).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+def test_grad_of_a_ragged_dot_inside_is_quantized(argnums):
+    params = {"w": jax.random.normal(jax.random.key(0), (2, 16, 8))}
+    x, sizes = jax.random.normal(jax.random.key(1), (12, 16)), jnp.asarray([5, 4])
+
+    def loss(params, x):
+        return jnp.sum(jax.lax.ragged_dot(x, params["w"], sizes) ** 2)
+
+    low = octavo.quantized(jax.grad(loss, argnums), INT8)
+    assert [row.fwd for row in octavo.plan(low, None, params, x).rows] == ["int8 x int8"] * len(low.sites(params, x))
+    got, want = jax.jit(low)(params, x), jax.grad(loss, argnums)(params, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert 0 < jnp.linalg.norm(a - b) < 0.03 * jnp.linalg.norm(b)
+    if argnums == 0:
+        with pytest.raises(NotImplementedError, match="no second derivative"):
+            jax.grad(lambda p: jnp.sum(low(p, x)["w"]))(params)

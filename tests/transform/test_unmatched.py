@@ -50,3 +50,25 @@ def test_a_match_is_found_again_where_the_body_was_traced_before(name):
 
 def test_what_is_printed_names_the_function_and_its_rules():
     assert repr(octavo.quantized(matmul, RIGHT)) == f"<matmul quantized by [{RIGHT!r}]>"
+
+
+def test_a_matmul_of_complex_numbers_alone_raises():
+    with pytest.raises(ValueError, match="would change nothing: complex64 x complex64 is not a matmul of floats"):
+        octavo.quantized(matmul, RIGHT)({"down": jnp.eye(4, dtype=jnp.complex64)}, X.astype(jnp.complex64))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_only_custom_derivatives_raises_and_names_inside_custom(wrap):
+    @jax.custom_vjp
+    def dot(w, x):
+        return x @ w
+
+    dot.defvjp(lambda w, x: (x @ w, (w, x)), lambda r, g: (r[1].T @ g, g @ r[0].T))
+    fn = lambda params, x: wrap(dot)(params["down"], x)  # noqa: E731
+    with pytest.raises(
+        ValueError, match=r"in the body of a custom_vjp function: 1 calls, at 'down'.*inside_custom=True"
+    ):
+        octavo.quantized(fn, RIGHT)(PARAMS, X)
+    with pytest.raises(ValueError, match=r"rule 0 matches only matmuls that are not rewritten.*inside_custom=True"):
+        octavo.plan(fn, RIGHT, PARAMS, X)
+    octavo.quantized(fn, RIGHT.replace(inside_custom=True))(PARAMS, X)

@@ -23,11 +23,13 @@ from octavo.distributed.expert_sharding import SHARE
 from octavo.ops.lowerings.grouped import ITERATIONS
 from octavo.transform.jaxpr import (
     BACKWARD,
+    KERNELS,
     MATMULS,
     Equation,
     Jaxpr,
     Literal,
     bodies,
+    platform_branch,
     scan_parts,
     scope,
     scope_names,
@@ -37,7 +39,6 @@ from octavo.transform.matmul_flops import matmul_flops
 
 SCALE = 8  # codes, at least, for each entry of a scale
 
-_OPAQUE = ("pallas_call", "ffi_call", "triton_call", "scaled_matmul", "scaled_matmul_wrapper")
 # fmt: off
 _DECODES = {
     "convert_element_type", "bitcast_convert_type", "reduce_precision", "neg", "abs", "sign", "round", "floor", "max",
@@ -69,6 +70,8 @@ class CountedMatmul:
     count: int
     backward: bool
     kind: str
+    stored: bool = False
+    """Whether an operand was computed from codes that are inputs of the program, as served weights are."""
 
 
 class FlopCount(NamedTuple):
@@ -111,6 +114,9 @@ def count_flops(jaxpr: Jaxpr, *, platform: str, formats: Mapping[int, str] | Non
     inputs = [_fresh(v.aval) for v in jaxpr.invars]
     for i, name in (formats or {}).items():
         inputs[i] = inputs[i]._replace(origin=_Codes(name))
+    for value in inputs:
+        if value.origin is not None:
+            value.origin.stored = True
     return _run(jaxpr, inputs, platform)[0]
 
 
@@ -125,7 +131,7 @@ class _Codes:
     """Codes, compared by identity."""
 
     def __init__(self, name: str):
-        self.name = name
+        self.name, self.stored = name, False
 
 
 class _Value(NamedTuple):
@@ -166,9 +172,9 @@ def _run(jaxpr: Jaxpr, inputs: Sequence[_Value], platform: str) -> tuple[FlopCou
 def _equation(eqn: Equation, values: list[_Value], platform: str) -> tuple[FlopCount, list[_Value]]:
     name = eqn.primitive.name
     outs = [_fresh(v.aval) for v in eqn.outvars]
-    if name in MATMULS or (name == "ffi_call" and eqn.params["target_name"] in kernels.TARGETS):
+    if name in MATMULS or name == kernels.MATVEC:
         return _matmul(eqn, values), outs
-    if name in _OPAQUE:
+    if name in KERNELS:
         return FlopCount(opaque=(name,)), outs
     if name in _CONTROL:
         return _CONTROL[name](eqn, values, platform)
@@ -177,7 +183,7 @@ def _equation(eqn: Equation, values: list[_Value], platform: str) -> tuple[FlopC
         return _run(found[0], values, platform)
     done = FlopCount()
     for body in found:
-        done = done.plus(count_flops(body, platform=platform))
+        done = done.plus(_run(body, [_fresh(v.aval) for v in body.invars], platform)[0])
     return done, outs if found else _flow(eqn, values)
 
 
@@ -192,7 +198,9 @@ def _matmul(eqn: Any, values: list[_Value]) -> FlopCount:
         op, flops = "dot_general", 2 * math.prod(lhs.shape) * out.shape[1]
         kind = "native" if is_low(lhs.dtype) else "weight_only"
     dtypes = [str(x.dtype) for x in (lhs, rhs, out)]
-    matmul = CountedMatmul("", op, lhs.shape, rhs.shape, *dtypes, flops=flops, count=1, backward=False, kind=kind)
+    stored = any(v.origin is not None and v.origin.stored for v in values[:2])
+    more: dict[str, Any] = {"flops": flops, "count": 1, "backward": False, "kind": kind, "stored": stored}
+    matmul = CountedMatmul("", op, lhs.shape, rhs.shape, *dtypes, **more)
     return FlopCount((matmul,), codes=((codes[0], codes[1]),))
 
 
@@ -235,10 +243,7 @@ def _while(eqn: Equation, values: list[_Value], platform: str):
 
 def _cond(eqn: Equation, values: list[_Value], platform: str):
     branches = eqn.params["branches"]
-    choices = eqn.params.get("branches_platforms") or ()
-    # The default branch is last.
-    chosen = next((b for b, on in zip(branches, choices, strict=False) if on is None or platform in on), None)
-    if chosen is not None:
+    if (chosen := platform_branch(eqn, platform)) is not None:
         return _run(chosen, values[1:], platform)
     ran = [_run(b, values[1:], platform) for b in branches]
     outs = ran[0][1]
@@ -276,7 +281,7 @@ def _flow(eqn: Equation, values: list[_Value]) -> list[_Value]:
         parts = [v for v in values[: _JOINS[name]] if v.span]
         span = min(sum(v.span for v in parts), sizes[0])
         origins = [v.origin for v in parts if v.origin is not None]
-        return [_Value(span, _Codes(origins[0].name) if origins and len(origins) == len(parts) else None)]
+        return [_Value(span, _rejoined(origins) if origins and len(origins) == len(parts) else None)]
     if name == "gather":
         table, places = values[:2]
         if table.origin is None and places.origin is not None and table.span <= 256:
@@ -290,6 +295,13 @@ def _flow(eqn: Equation, values: list[_Value]) -> list[_Value]:
         origin = None if inverse else _origin(values, lone=name in _SCALES)
         return [_Value(min(sum(v.span for v in values), n), origin) for n in sizes]
     return [_fresh(v.aval) for v in eqn.outvars]
+
+
+def _rejoined(origins: list[_Codes]) -> _Codes:
+    """The codes of an array that is joined from several."""
+    codes = _Codes(origins[0].name)
+    codes.stored = all(origin.stored for origin in origins)
+    return codes
 
 
 def _origin(values: list[_Value], *, lone: bool = False) -> _Codes | None:

@@ -13,6 +13,7 @@ from octavo.hlo import Communication, read_communication
 from octavo.inspect.plan_row import PlanRow, make_row
 from octavo.rules import QuantizationRule, nearest
 from octavo.transform.api import Quantized, quantized
+from octavo.transform.jaxpr import KERNELS
 from octavo.transform.site import Site
 
 
@@ -118,9 +119,11 @@ class Plan:
 
     def _summary(self) -> list[str]:
         before, after = (sum(getattr(r, f"bytes_{when}") for r in self.rows) for when in ("before", "after"))
-        low = sum(row.reason is None for row in self.rows)
+        low, kernels = sum(row.reason is None for row in self.rows), sum(row.op in KERNELS for row in self.rows)
         saved = f"; operands {format_bytes(before)} -> {format_bytes(after)}" if before else ""
-        share = f"{low} of {len(self.rows)} matmuls quantized, {100 * self.share:.1f} % of forward FLOPs{saved}"
+        count = len(self.rows) - kernels
+        share = f"{low} of {count} matmuls quantized, {100 * self.share:.1f} % of forward FLOPs{saved}"
+        share += f"; {kernels} kernel{'s' * (kernels > 1)} not counted" if kernels else ""
         return [share] if self.communication is None else [share, self.communication.line()]
 
 
@@ -128,7 +131,7 @@ _COLUMNS = ("path", "op", "shapes", "rule", "fwd", "dlhs", "drhs", "scales", "lo
 
 
 def _cells(row: PlanRow, total: int) -> list[str]:
-    share = f"{100 * row.flops / total:.1f} %" if total else ""
+    share = "unknown" if row.op in KERNELS else f"{100 * row.flops / total:.1f} %" if total else ""
     size = format_bytes(row.bytes_before)
     size = size if row.reason is not None else f"{size} -> {format_bytes(row.bytes_after)}"
     shapes = row.shapes if row.times == 1 else f"{row.times} x {row.shapes}"
@@ -188,6 +191,9 @@ def unmatched_rules(sites: Sequence[Site], rules: Sequence[QuantizationRule]) ->
         if first is not None:
             taken = next(n for n, r in enumerate(rules) if r is first)
             why = f"is shadowed: rule {taken} comes first and takes all {len(met)} matmuls that it matches"
+        elif met and all(s.opaque for s in met):
+            why = f"matches only matmuls that are not rewritten, {len(met)} of them ({met[0].reason})"
+            why += "; inside_custom=True rewrites custom_jvp and custom_vjp functions" * (not rule.inside_custom)
         elif met:
             why = f"matches only matmuls with configs of their own, {len(met)} of them, to which rules do not apply"
         else:

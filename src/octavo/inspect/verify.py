@@ -73,14 +73,23 @@ class Verification:
 
     def summary(self) -> str:
         """One line: the shares of both passes."""
+        kernels = f"; {len(self.opaque)} kernel{'s' * (len(self.opaque) > 1)} not counted" if self.opaque else ""
         if not self.flops():
-            return "no matmuls found"
+            return f"no matmuls found{kernels}"
         passes = [(b, name) for b, name in ((False, " forward"), (True, " backward")) if self.flops(backward=b)]
         first, *rest = [(_percent(self.share(backward=b)), name) for b, name in passes]
         shares = ", ".join([" of matmul FLOPs".join(first), *map("".join, rest)])
         low = sum(map(self.flops, LOW))
         native = f" (native {_percent(self.flops('native') / low)})" if low else ""
-        return f"low precision: {shares}{native}"
+        reading = [p for p in self.matmuls if p.kind != "float"]
+        weights = ""
+        if self.flops("weight_only"):
+            total, stored = self.flops(), sum(p.flops for p in reading if p.stored)
+            weights = (
+                f"; weights in low bits: read by {_percent(sum(p.flops for p in reading) / total)} of matmul FLOPs"
+            )
+            weights += f", stored for {_percent(stored / total)}"
+        return f"low precision: {shares}{native}{weights}{kernels}"
 
     def notes(self) -> list[str]:
         """Further notes, a line each."""
@@ -159,15 +168,12 @@ def verify(fn: Any, *args: Any, platform: str | None = None, **kwargs: Any) -> V
 
 
 def _lower(fn: Callable[..., Any], arrays: list[Any], platform: str) -> tuple[Lowered, ...]:
-    # The text is not stored, so custom calls without a stability guarantee, such as CPU layout constraints, are fine.
-    unchecked = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
     try:
-        exported = export.export(jax.jit(fn), platforms=[platform], disabled_checks=unchecked)(*arrays)
+        exported = export.export(jax.jit(fn), platforms=[platform])(*arrays)
     except Exception as error:
         reason = str(error).split("\n")[0]
         raise ValueError(
-            f"the function cannot be lowered for {platform!r}: {reason}. Leave platform out to count FLOPs only; if "
-            "this is about layouts, use configs with lowering='plain'"
+            f"the function cannot be lowered for {platform!r}: {reason}. Leave platform out to count FLOPs only"
         ) from error
     return read_stablehlo(exported.mlir_module())
 

@@ -1,11 +1,11 @@
 """Native CPU kernels on plain arrays; `octavo.ops` decides when they run."""
 
 from octavo.kernels.layer import LayerWeights, Matrix, decode_layer, decode_layer_reference
-from octavo.kernels.library import TARGETS, available, disabled, status, versions
-from octavo.kernels.matvec import int_matvec, matvec, reference
+from octavo.kernels.library import available, disabled, status, versions
+from octavo.kernels.matvec import MATVEC, int_matvec, matvec, reference
 
 __all__ = [
-    "TARGETS",
+    "MATVEC",
     "LayerWeights",
     "Matrix",
     "available",

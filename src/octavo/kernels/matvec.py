@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
+from jax.interpreters import mlir
 
 from octavo._typing import Array, Float, Shaped
 from octavo.kernels.library import FLOAT_TARGET, INT_TARGET, require
@@ -121,17 +123,11 @@ def _call(
     target: str, columns: int, transposed: bool, isa: str, threads: int, table: tuple[float, ...] | None = None
 ) -> Callable[..., Array]:
     """The custom call. Under vmap, a batch of `x` alone becomes more rows; a batch of matrices becomes a loop."""
-    static: dict[str, Any] = {"transposed": transposed, "isa": isa, "threads": np.int32(threads)}
-    dtype = jnp.int32
-    if target == FLOAT_TARGET:
-        static["bits"] = np.int32(8 if table is None else 4)
-        static["table"] = np.asarray(table or (0.0,), np.float32)
-        dtype = jnp.float32
+    static = {"target": target, "columns": columns, "transposed": transposed, "isa": isa, "threads": threads}
 
     @jax.custom_batching.custom_vmap
     def call(x: Array, *weights: Array) -> Array:
-        out = jax.ShapeDtypeStruct((x.shape[0], columns), dtype)
-        return jax.ffi.ffi_call(target, out, vmap_method="sequential")(x, *weights, **static)
+        return matvec_p.bind(x, *weights, **static, table=table)
 
     @call.def_vmap
     def batched(size: int, is_batched: Any, x: Array, *weights: Array) -> tuple[Array, bool]:
@@ -148,3 +144,41 @@ def _call(
         return jax.lax.map(one, tuple(args[i] for i in axes)), True
 
     return call
+
+
+MATVEC = "octavo_matvec"
+"""The name of the primitive."""
+
+matvec_p = core.Primitive(MATVEC)
+"""The custom call or, in programs that are exported, its reference: a machine that runs those may have no kernels."""
+
+
+def _ffi(x: Array, *weights: Array, target: str, columns: int, table: Any, threads: int, **static: Any) -> Array:
+    out = jax.ShapeDtypeStruct((x.shape[0], columns), _dtype(target))
+    if target == FLOAT_TARGET:
+        static["bits"] = np.int32(8 if table is None else 4)
+        static["table"] = np.asarray(table or (0.0,), np.float32)
+    return jax.ffi.ffi_call(target, out)(x, *weights, threads=np.int32(threads), **static)
+
+
+def _exported(x: Array, *weights: Array, target: str, transposed: bool, table: Any, **_: Any) -> Array:
+    if target == FLOAT_TARGET:
+        return reference(x, *weights, table=table, transposed=transposed)
+    contract = ((1,), (1 if transposed else 0,))
+    return jax.lax.dot_general(x, weights[0], (contract, ((), ())), preferred_element_type=jnp.int32)
+
+
+def _dtype(target: str) -> Any:
+    return jnp.dtype(jnp.float32 if target == FLOAT_TARGET else jnp.int32)
+
+
+def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
+    call = _exported if ctx.module_context.lowering_parameters.for_export else _ffi
+    return mlir.lower_fun(call, multiple_results=False)(ctx, *args, **params)
+
+
+matvec_p.def_impl(lambda *args, **params: jax.jit(functools.partial(matvec_p.bind, **params))(*args))
+matvec_p.def_abstract_eval(
+    lambda x, *_, target, columns, **__: x.update(shape=(x.shape[0], columns), dtype=_dtype(target), weak_type=False)
+)
+mlir.register_lowering(matvec_p, _lower)

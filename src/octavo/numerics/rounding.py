@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from octavo._config import Config
+from octavo._shapes import Shape
 from octavo._typing import Array, Float, PRNGKeyArray
 
 
@@ -16,7 +17,7 @@ class Rounding(Config, abc.ABC):
     stochastic: bool = False
 
     @abc.abstractmethod
-    def noise(self, key: PRNGKeyArray | None, shape: tuple[int, ...]) -> Float[Array, "..."] | None:
+    def noise(self, key: PRNGKeyArray | None, shape: Shape) -> Float[Array, "..."] | None:
         """Uniform numbers in [0, 1) that broadcast to `shape`, or None to round to nearest."""
 
 
@@ -24,7 +25,7 @@ class Rounding(Config, abc.ABC):
 class Nearest(Rounding):
     """To nearest, ties to even."""
 
-    def noise(self, key: PRNGKeyArray | None, shape: tuple[int, ...]) -> Float[Array, "..."] | None:
+    def noise(self, key: PRNGKeyArray | None, shape: Shape) -> Float[Array, "..."] | None:
         return None
 
 
@@ -48,7 +49,7 @@ class Stochastic(Rounding):
             raise ValueError(f"stochastic rounding takes 8, 16 or 24 bits of noise, got {self.bits}")
         object.__setattr__(self, "shared_axes", tuple(self.shared_axes))
 
-    def noise(self, key: PRNGKeyArray | None, shape: tuple[int, ...]) -> Float[Array, "..."] | None:
+    def noise(self, key: PRNGKeyArray | None, shape: Shape) -> Float[Array, "..."] | None:
         if key is None:
             raise ValueError("stochastic rounding needs a random key: pass key=jax.random.key(...)")
         shared = {axis % len(shape) for axis in self.shared_axes} if shape else set()

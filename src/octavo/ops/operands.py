@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo import _sharding
+from octavo._shapes import Shape, at_least
 from octavo._typing import Array, DTypeLike
 from octavo.numerics import BlockFormat, FloatFormat, Format, IntFormat
 from octavo.qarray import QArray
+from octavo.qarray.indexing import repeat_scale
 
 type ArrayOrQArray = Array | QArray
 type Axes = tuple[int, ...]
@@ -70,7 +72,7 @@ class Codes:
     that is not contracted, or one for all.
     """
 
-    def __init__(self, x: ArrayOrQArray, contract: Axes = (), batch: Axes = (), tiles: Axes = ()):
+    def __init__(self, x: ArrayOrQArray, contract: Axes = (), batch: Axes = (), tiles: Shape = ()):
         self.x = x
         self.format = getattr(x.qtype, "element", x.qtype) if isinstance(x, QArray) else None
         fmt = self.format
@@ -78,7 +80,9 @@ class Codes:
         self.has_zero_point = isinstance(x, QArray) and x.zero_point is not None
         self.is_int8 = self.is_int8 and not _has_fractions(x)
         self._own_contract = contract
-        self._tiles = {axis: tile for axis, tile in zip(contract, tiles, strict=False) if 0 < tile < x.shape[axis]}
+        self._tiles = {
+            axis: tile for axis, tile in zip(contract, tiles, strict=False) if tile not in (0, x.shape[axis])
+        }
         place = [axis + sum(other < axis for other in self._tiles) for axis in range(len(x.shape))]
         self.ndim = len(place) + len(self._tiles)
         self.batch = (*(place[a] for a in batch), *(place[a] for a in contract if a in self._tiles))
@@ -91,7 +95,7 @@ class Codes:
         return all(part is None or part.shape[axis] == 1 for part in parts)
 
     @property
-    def shape(self) -> Axes:
+    def shape(self) -> Shape:
         """The shape of the codes in split form."""
         sizes = [
             (n // self._tiles[a], self._tiles[a]) if a in self._tiles else (n,) for a, n in enumerate(self.x.shape)
@@ -143,11 +147,11 @@ class Codes:
 
     def _split(self, part: Array) -> Array:
         """Repeat a scale to one entry per index of remaining axes and per tile of contracted ones, then split it."""
-        splits: list[Axes] = []
+        splits: list[Shape] = []
         for axis, (count, size) in enumerate(zip(part.shape, self.x.shape, strict=True)):
             tile = self._tiles.get(axis)
             want = size // tile if tile else 1 if axis in self._own_contract else size
-            if 1 < count < want:
+            if count not in (1, want, size):
                 part, count = _sharding.repeat(part, want // count, axis), want
             splits.append((count,) if tile is None else (want, tile) if count == size else (count, 1))
         return _sharding.split(part, splits) if self._tiles else part
@@ -198,15 +202,16 @@ class DotProblem:
         for a, b in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
             size = lhs.shape[a]
             sizes = [
-                size // max(1, part.shape[axis])
+                size // max(part.shape[axis], 1)
                 for x, axis in ((lhs, a), (rhs, b))
                 if isinstance(x, QArray)
                 for part in (x.scale, x.zero_point, x.outer_scale)
                 if part is not None
             ]
-            tile = min(sizes)
-            short = tile < SMALLEST_TILE and tile != size and not (integers and size <= FEW_TILES * tile and tile > 1)
-            if short or any(n % tile for n in sizes if tile):
+            shorter = [n for n in sizes if n != size]
+            tile = min(shorter, default=size) if all(isinstance(n, int) for n in shorter) else 0
+            few = integers and tile > 1 and not at_least(size, FEW_TILES * tile + 1)
+            if shorter and ((tile < SMALLEST_TILE and not few) or any((n % tile) != 0 for n in sizes)):
                 return None
             tiles.append(tile)
         left = Codes(lhs, dims.lhs_contract, dims.lhs_batch, tuple(tiles))
@@ -222,10 +227,7 @@ def unpack(x: ArrayOrQArray) -> ArrayOrQArray:
         return x
     x = x if x.packed is None else x.unpack()
     for axis, _ in x.padding:
-        # Slicing to the unpadded length expands the scale of a padded axis to one per value.
-        index = [slice(None)] * x.ndim
-        index[axis] = slice(0, x.shape[axis])
-        x = x[tuple(index)]
+        x = repeat_scale(x, axis % x.ndim)
     return x
 
 

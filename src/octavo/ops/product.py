@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from octavo._shapes import Shape
 from octavo._typing import Array
 from octavo.ops.config import DotConfig, Matmul
 from octavo.ops.operands import ArrayOrQArray, Dims, MatmulOptions
@@ -55,7 +56,7 @@ class Product:
     def check(self, config: DotConfig) -> None:
         """Raise if this operation does not support the config."""
 
-    def out_shape(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
+    def out_shape(self, lhs: Shape, rhs: Shape) -> Shape:
         raise NotImplementedError
 
     def transpose(self, of_lhs: bool) -> "Transpose":
@@ -144,7 +145,7 @@ class ProductCall:
     """Has `op`, `primitive`, `params`, `config` (None: a float call, to which rules apply) and `run(*args)`."""
     tree: Any
     """The tree structure of its arguments: lhs, rhs and any others."""
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[Shape, ...]
 
 
 def mark(out: Array, call: Any, args: tuple[Any, ...]) -> Array:

@@ -14,7 +14,7 @@ from octavo.ops.lowerings.ragged import multiply_groups, multiply_rows
 from octavo.ops.operands import ArrayOrQArray, Dims, MatmulOptions, dequantize, result_dtype, without_reduced
 from octavo.ops.product import UNPLACED, Placement, Scaling
 from octavo.ops.products.ragged import FloatCall, Ragged, float_ragged_dot
-from octavo.ops.vjp import Call, masked, quantized_product
+from octavo.ops.vjp import Call, masked, quantized_product, quantized_transpose
 from octavo.qarray import QArray
 
 GMM = "octavo.gmm"
@@ -167,7 +167,7 @@ def ragged_dot_general(
     """`jax.lax.ragged_dot_general` in low precision, in its three modes: a ragged row, contracted or batch axis.
 
     Where the axes can be transposed to those of `ragged_dot` or `tgmm`, codes are multiplied; otherwise (batch axes, or
-    several axes of one kind) QArrays are dequantized first. A `config` is supported for a ragged row axis only.
+    several axes of one kind) QArrays are dequantized first, and a `config` is not supported.
 
     Args:
       lhs: the left operand.
@@ -202,19 +202,27 @@ def ragged_dot_general(
         rhs = _transpose(rhs, (group, rc[0], 3 - group - rc[0]))
         kinds = (precision, dtype, group_offset, None)
         return _ragged_dot(lhs, rhs, group_sizes, *kinds, config, key, scaling, sharding, placement)
+    is_float = not isinstance(lhs, QArray) and not isinstance(rhs, QArray)
+    is_rows = simple and group_offset is None and (lhs.ndim, rhs.ndim) == (2, 2)
+    if config is not None and is_rows and is_float and ragged in lc:
+        lhs, rhs = _transpose(lhs, (ragged, 1 - ragged)), _transpose(rhs, (rc[0], 1 - rc[0]))
+        swapped = config.replace(fwd=config.fwd.replace(lhs=config.fwd.rhs, rhs=config.fwd.lhs))
+        options = MatmulOptions(dtype, precision)
+        operands: Any = (rhs, lhs, group_sizes)
+        return quantized_transpose(Ragged().transpose(False), *operands, config=swapped, options=options, key=key)
     if config is not None:
         raise NotImplementedError(
-            "a config quantizes ragged_dot_general where the rows of a matrix are ragged, with no batch axes and one "
-            f"contracted axis, got {numbers}: quantize the operands and leave the config out"
+            "a config quantizes ragged_dot_general where the rows of a matrix are ragged or contracted, with no batch "
+            f"axes and one contracted axis, got {numbers}: quantize the operands and leave the config out"
         )
-    if not isinstance(lhs, QArray) and not isinstance(rhs, QArray):
+    if is_float:
         return lax.ragged_dot_general(lhs, rhs, group_sizes, numbers, precision, dtype, group_offset, out_sharding)
     if ragged in lb:
         # A ragged batch axis: groups do not affect the result.
         dims = Dims.of(numbers.dot_dimension_numbers, lhs.ndim, rhs.ndim)
         lhs, rhs = without_reduced((lhs, rhs))
         return multiply(lhs, rhs, dims, MatmulOptions(dtype, precision, out_sharding=out_sharding))
-    if simple and group_offset is None and (lhs.ndim, rhs.ndim) == (2, 2):
+    if is_rows:
         lhs, rhs = _transpose(lhs, (ragged, 1 - ragged)), _transpose(rhs, (rc[0], 1 - rc[0]))
         return tgmm(lhs, rhs, group_sizes, dtype, rows_first=True, precision=precision)
     return lax.ragged_dot_general(

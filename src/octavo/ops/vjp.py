@@ -359,6 +359,30 @@ def _updated_scaling(config: DotConfig, scaling: Scaling, seen: dict[str, Bounds
     return new
 
 
+def quantized_transpose(
+    transpose: Transpose,
+    g: Array,
+    residual: Array,
+    *extra: Array,
+    config: DotConfig,
+    options: MatmulOptions,
+    key: PRNGKeyArray | None,
+) -> Array:
+    """A gradient that is part of the function itself, with operands quantized by `config.fwd` as in a backward pass.
+
+    It has no derivative.
+    """
+    keys, matmul = (None, None) if key is None else tuple(jax.random.split(key)), config.fwd
+    g = _once_differentiable(g, tangent_probe(g), tangent_probe(residual))
+    matmul, left, right, _, scales = transpose.quantize_by_group(
+        matmul, g, residual, *extra, keys=keys, scaling={}, name="lhs"
+    )
+    left, right, _ = _quantize_operands(matmul, left, right, transpose.dims, keys, {}, ("lhs", "rhs"))
+    left, right = _fake_quant(matmul.lhs, left), _fake_quant(matmul.rhs, right)
+    by_group = {"scales": scales} if scales else {}
+    return transpose.multiply(left, right, *extra, options=options._replace(lowering=config.lowering), **by_group)
+
+
 @jax.custom_vjp
 def masked(x: Array, mask: Array) -> Array:
     """Zero where the mask is False, in the gradient too; the mask is the only residual."""

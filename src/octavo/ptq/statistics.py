@@ -230,7 +230,8 @@ def collect_statistics(
     for count, batch in enumerate(batches, 1):
         args, kwargs = arguments(batch)
         if state is None:
-            sites = [site for site in low.sites(params, *args, **kwargs) if site.leaf is not None]
+            found = low.sites(params, *args, **kwargs)
+            sites = [site for site in found if site.leaf is not None and not site.opaque]
             empty = jax.eval_shape(low.init, params, *args, **kwargs)
             state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty)
         if against is not None:

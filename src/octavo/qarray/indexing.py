@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo import _sharding
+from octavo._shapes import Shape, at_least
 from octavo._typing import Array, Shaped
 
 
@@ -23,7 +24,7 @@ def from_end(axis: int, ndim: int) -> int:
     return axis % ndim - ndim
 
 
-def unpad(x: Shaped[Array, "..."], padding: Sequence[tuple[int, int]]) -> Shaped[Array, "..."]:
+def unpad(x: Shaped[Array, "..."], padding: Sequence[tuple[int, Any]]) -> Shaped[Array, "..."]:
     """An array without the padding of its last tiles."""
     for axis, count in padding:
         index = [slice(None)] * x.ndim
@@ -66,7 +67,7 @@ def reshape(q: Any, shape: Sequence[int]) -> Any:
     return q._map(lambda x: x.reshape(shape if x is q.qvalue else _reshape_tiles(old, x.shape, shape)))
 
 
-def _complete(shape: tuple[int, ...], q: Any) -> tuple[int, ...]:
+def _complete(shape: Shape, q: Any) -> Shape:
     if shape.count(-1) == 1:
         rest = math.prod(d for d in shape if d != -1)
         shape = tuple(q.size // max(1, rest) if d == -1 else d for d in shape)
@@ -122,7 +123,7 @@ def take(q: Any, index: Any) -> Any:
         if q.packed is not None and q.packed[0] == axis - q.ndim:
             q = q.unpack()
         if axis - q.ndim in dict(q.padding) or _splits_tiles(q, axis, entry):
-            q = _repeat_scale(q, axis)
+            q = repeat_scale(q, axis)
     stored = q._stored_shape
 
     def pick(x: Array) -> Array:
@@ -205,7 +206,7 @@ def _per_axis(index: Any, ndim: int) -> list[Any]:
     return entries
 
 
-def _plain(entries: list[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
+def _plain(entries: list[Any], shape: Shape) -> tuple[Any, ...]:
     """The index of the codes, with integers checked: JAX itself clamps what is out of range."""
     sizes = iter(shape)
     for entry in entries:
@@ -225,14 +226,14 @@ def _splits_tiles(q: Any, axis: int, entry: Any) -> bool:
     return any(step != 1 or start % tile or stop % tile for tile in tiles)
 
 
-def _repeat_scale(q: Any, axis: int) -> Any:
+def repeat_scale(q: Any, axis: int) -> Any:
     """The same array with one scale per value along an axis, and no padding there."""
     stored, ndim = q._stored_shape, q.ndim
     own = [(a, n) for a, n in q.padding if a == axis - ndim]
 
     def per_value(x: Array) -> Array:
         count = x.shape[axis]
-        return unpad(_sharding.repeat(x, stored[axis] // count, axis), own) if count > 1 else x
+        return unpad(_sharding.repeat(x, stored[axis] // count, axis), own) if at_least(count, 2) else x
 
     q = q._map(lambda x: unpad(x, own) if x is q.qvalue else per_value(x))
     return q._replace(padding=tuple(p for p in q.padding if p not in own))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo import _sharding
+from octavo._shapes import Shape, at_least
 from octavo._typing import Array, Bool, DTypeLike, Shaped
 from octavo.numerics import Format, FormatLike, get_format, pack_bits, unpack_bits
 from octavo.qarray import display, indexing
@@ -90,7 +91,7 @@ class QArray:
     # Attributes of an array.
 
     @property
-    def _stored_shape(self) -> tuple[int, ...]:
+    def _stored_shape(self) -> Shape:
         """The shape of the unpacked codes, padding included."""
         shape = list(self.qvalue.shape)
         if self.packed is not None:
@@ -98,7 +99,7 @@ class QArray:
         return tuple(shape)
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The shape of the dequantized array."""
         if not self.padding and self.packed is None:
             return tuple(self.qvalue.shape)
@@ -124,9 +125,9 @@ class QArray:
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
 
     @property
-    def tile_shape(self) -> tuple[int, ...]:
+    def tile_shape(self) -> Shape:
         """The number of values that share a scale, along each axis."""
-        return tuple(n // max(1, s) for n, s in zip(self._stored_shape, self.scale.shape, strict=True))
+        return tuple(n // max(s, 1) for n, s in zip(self._stored_shape, self.scale.shape, strict=True))
 
     @property
     def sharding(self) -> Any:
@@ -216,13 +217,17 @@ class Tiles:
     that share a scale are those along `axes`.
     """
 
-    def __init__(self, shape: tuple[int, ...], sizes: tuple[int, ...], counts: tuple[int, ...]):
+    def __init__(self, shape: Shape, sizes: Shape, counts: Shape):
         self.shape, self.sizes, self.counts = shape, sizes, counts
         # The shape with the last tiles filled up, and the number of axes of the split form for each axis.
         self.padded = tuple(count * size for count, size in zip(counts, sizes, strict=True))
-        self._widths = tuple(1 + (count > 1 and size > 1) for count, size in zip(counts, sizes, strict=True))
+        self._widths = tuple(
+            1 + (at_least(count, 2) and at_least(size, 2)) for count, size in zip(counts, sizes, strict=True)
+        )
         ends = [sum(self._widths[: axis + 1]) - 1 for axis in range(len(shape))]
-        self.axes = tuple(end for end, count, size in zip(ends, counts, sizes, strict=True) if size > 1 or count == 1)
+        self.axes = tuple(
+            end for end, count, size in zip(ends, counts, sizes, strict=True) if at_least(size, 2) or count == 1
+        )
         """The axes of the split form along which values share a scale."""
         self.padding = tuple(
             (axis - len(shape), filled - dim)
@@ -256,7 +261,7 @@ class Tiles:
             mask = jnp.logical_and(mask, (jnp.arange(self.padded[axis]) < self.shape[axis]).reshape(shape))
         return mask.reshape([n for part in self._splits(mask.shape) for n in part])
 
-    def _splits(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    def _splits(self, shape: Shape) -> list[Shape]:
         """How each axis of an array of this shape, or with some axes of size one, is split."""
         axes = zip(shape, self.counts, self.sizes, self._widths, strict=True)
         return [
@@ -282,7 +287,7 @@ def _validate(q: QArray) -> None:
             continue
         if len(part.shape) != len(shape):
             raise ValueError(f"the {name} has rank {len(part.shape)} but the values rank {len(shape)}")
-        if any(n % max(1, s) for n, s in zip(shape, part.shape, strict=True)):
+        if any(n % max(s, 1) for n, s in zip(shape, part.shape, strict=True)):
             raise ValueError(f"a {name} of shape {part.shape} does not tile values of shape {shape}")
     stored = getattr(q.qtype, "zero_dtype", None) or q.qtype.storage
     if q.zero_point is not None and q.zero_point.dtype != stored:

@@ -10,6 +10,7 @@ import numpy as np
 
 from octavo import _sharding
 from octavo._config import Config
+from octavo._shapes import Shape
 from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray
 from octavo.calibration import AbsMax, Bounds, Calibration, CalibrationLike, get_calibration
 from octavo.numerics import BlockFormat, Format, FormatLike, IntFormat, Rounding, get_format, get_rounding
@@ -122,7 +123,7 @@ class Quantizer(Config):
         new.__dict__.update(self.__dict__, channelwise_axes=channelwise, tiled_axes=tiled)
         return new
 
-    def tiles(self, shape: tuple[int, ...]) -> Tiles:
+    def tiles(self, shape: Shape) -> Tiles:
         """The tiles of an array of this shape: one value each on channelwise axes, one tile on axes without tiles."""
         rank = len(shape)
         for axis in (*self.channelwise_axes, *(axis for axis, _ in self.tiled_axes)):
@@ -140,7 +141,7 @@ class Quantizer(Config):
             size = 1 if axis in channels else tiled.get(axis, dim)
             # A float 1/n is a count of n tiles.
             size = -(-dim // round(1 / size)) if isinstance(size, float) else size
-            sizes.append(max(1, min(size, dim)))
+            sizes.append(max(size if size is dim or not isinstance(dim, int) else min(size, dim), 1))
         counts = tuple(-(-dim // size) for dim, size in zip(shape, sizes, strict=True))
         return Tiles(tuple(shape), tuple(sizes), counts)
 

@@ -13,7 +13,7 @@ from octavo._typing import PRNGKeyArray
 from octavo.qarray import QArray, Quantizer, is_qarray
 from octavo.transform.evaluate import evaluate
 from octavo.transform.frame import Context, Frame, Host, Key, Value
-from octavo.transform.jaxpr import Jaxpr
+from octavo.transform.jaxpr import KERNELS, Jaxpr
 from octavo.transform.provider import QtProvider, QuantizationProvider, tracing
 from octavo.transform.site import Site, site_quantizer
 from octavo.transform.state import check_calibrated, flatten_state, nest_state
@@ -228,14 +228,16 @@ class Quantized:
             check_calibrated({k: v for k, v in before.items() if not context.updates(k.path)})
         frame = Frame(context, state=before, key=key)
         outs = evaluate(traced.jaxpr, traced.values, frame)
-        self._check(context)
+        self._check(context, traced)
         arrays = [v.data.dequantize() if isinstance(v.data, QArray) else v.data for v in outs]
         new = nest_state({**before, **frame.new}) if self.provider.stateful else {}
         return jax.tree.unflatten(traced.out_tree, arrays), new
 
-    def _check(self, context: Context) -> None:
-        """Raise if nothing would be quantized."""
-        sites, name = list(context.sites.values()), getattr(self.fn, "__name__", "the function")
+    def _check(self, context: Context, traced: Traced | None = None) -> None:
+        """Raise if nothing would be quantized; if `traced`, opaque matmuls are not among the sites yet."""
+        name = getattr(self.fn, "__name__", "the function")
+        every = list(context.sites.values())
+        sites = [site for site in every if not site.opaque]
         if not self.provider.rules:
             return
         if self.weights is None and self._names is None and sites and not any(any(s.weights) for s in sites):
@@ -243,13 +245,20 @@ class Quantized:
                 f"no matmul of {name} has a weight: say which argument holds the weights, by naming it one of "
                 f"{', '.join(PARAMETERS[:6])} or by quantized(..., weights='its name'); weights=() if there are none"
             )
-        matched = any(site.rule is not None or any(site.quantized) for site in sites)
-        if matched or self.on_unmatched == "ignore":
+        skipped = any(site.rule is not None and site.rule.leaves_alone for site in sites)
+        matched = any(site.config is not None or site.is_adapted or any(site.quantized) for site in sites)
+        if matched or skipped or self.on_unmatched == "ignore":
             return
+        if traced is not None:
+            return self._discover(traced) and None
         reason = "it has no matmul (dot_general, convolution or ragged_dot)"
-        if sites:
-            paths = sorted({site.leaf or site.path for site in sites})
-            reason = f"no rule matches any of its {len(sites)} matmuls, at {', '.join(map(repr, paths[:5]))}"
+        if every:
+            paths = sorted({site.leaf or site.path for site in sites or every})
+            at = f"{len(sites or every)} {'matmuls' if sites else 'calls'}, at {', '.join(map(repr, paths[:5]))}"
+            why = sorted({site.reason for site in sites or every if site.reason})
+            reason = f"no rule matches any of its {at}" if why == ["no rule matches"] else f"{'; '.join(why)}: {at}"
+        if not sites and any(site.op not in KERNELS for site in every):
+            reason += ". Rules with inside_custom=True rewrite the bodies of custom_jvp and custom_vjp functions"
         message = f"quantizing {name} would change nothing: {reason}"
         if self.on_unmatched == "error":
             raise ValueError(message)

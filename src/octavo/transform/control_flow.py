@@ -24,11 +24,17 @@ def needs_rewrite(eqn: Equation, values: list[Value], frame: Frame) -> bool:
     """Whether to rewrite a body: it has a matmul, or weights pass through it."""
     if eqn.primitive.name == "cond" and eqn.params.get("branches_platforms"):
         return False  # lowerings of one function for several platforms
-    if any(jaxpr.has_matmul(body, frame.context.provider.inside_custom) for body in jaxpr.bodies(eqn)):
+    if any(_has_matmul(body, frame) for body in jaxpr.bodies(eqn)):
         return True
     if any(isinstance(v.data, QArray) for v in values):
         return True
     return eqn.primitive.name == "jit" and any(v.origin.leaves for v in values)
+
+
+def _has_matmul(body: Jaxpr, frame: Frame) -> bool:
+    """Whether a body has a matmul that can be replaced or, while state is being initialized, that is listed."""
+    listing = frame.context.init
+    return jaxpr.has_matmul(body, listing or frame.context.provider.inside_custom, kernels=listing)
 
 
 class Body:
@@ -96,7 +102,7 @@ def _state(rewrite: Any, eqn: Equation, values: list[Value], frame: Frame) -> di
 
 def _jit(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
     body = eqn.params["jaxpr"]
-    if not jaxpr.has_matmul(body, frame.context.provider.inside_custom) or frame.context.init:
+    if frame.context.init or not _has_matmul(body, frame):
         return frame.context.evaluate(body, values, frame.inner(scope(eqn), new=frame.new))
     state = _state(_jit, eqn, values, frame)
     run, fn = _jitted(eqn, _origins(values), frame, tuple(sorted(state)))

@@ -18,21 +18,25 @@ from octavo.transform import control_flow
 from octavo.transform.frame import Frame, Operation, Value, current_operation
 from octavo.transform.jaxpr import (
     CUSTOM,
+    KERNELS,
     MATMULS,
     Equation,
     Jaxpr,
     Literal,
     bind,
+    bodies,
+    current_platform,
     custom_body,
     equation_context,
     has_matmul,
+    platform_branch,
     scope,
 )
 from octavo.transform.rearrange import as_array, rearrange
-from octavo.transform.resolve import find_site
+from octavo.transform.resolve import find_kernel, find_site, is_unbatched
 from octavo.transform.site import GEOMETRY, Site, operand_axes
 from octavo.transform.state import gradient_state, static_ranges
-from octavo.transform.weights import CONSTANT, Origin, combine, propagate
+from octavo.transform.weights import ACTIVATION, CONSTANT, Origin, combine, propagate
 
 _OPTIONS = ("precision", "preferred_element_type", "out_sharding", "sharding")
 
@@ -59,21 +63,58 @@ def _evaluate_equation(eqn: Equation, values: list[Value], frame: Frame) -> list
     if name in MATMULS:
         return [_matmul(eqn, values, frame)]
     if name in CUSTOM:
-        body, atoms = custom_body(eqn), eqn.invars[eqn.params["num_consts"] :]
+        body = custom_body(eqn)
         marked = marked_product(body)
         # Under vmap the arguments have other shapes, and the function stays opaque.
-        if marked is not None and marked.shapes == tuple(tuple(a.aval.shape) for a in atoms):  # pyrefly: ignore
+        if marked is not None and is_unbatched(eqn, marked):
             return [(_dispatch if isinstance(marked.call, DispatchCall) else _matmul)(eqn, values, frame, marked)]
         if frame.context.provider.inside_custom and has_matmul(body, True):
             return evaluate(body, values, frame.inner(scope(eqn), new=frame.new))
     elif (rewrite := control_flow.REWRITES.get(name)) is not None and control_flow.needs_rewrite(eqn, values, frame):
         return rewrite(eqn, values, frame)
+    if frame.context.init:
+        _list_opaque(eqn, values, frame)
     outs: list[Any] | None = None
     if values and isinstance(values[0].data, QArray):
         outs = rearrange(eqn, values[0].data, [as_array(v.data) for v in values[1:]])
     if outs is None:
         outs = bind(eqn, [as_array(v.data) for v in values])
     return [Value(*pair) for pair in zip(outs, propagate(eqn, [v.origin for v in values]), strict=True)]
+
+
+def _list_opaque(eqn: Equation, values: list[Value], frame: Frame) -> None:
+    """Add the matmuls of an equation that is not rewritten to the sites."""
+    name = eqn.primitive.name
+    if name in KERNELS:
+        kind = {"pallas_call": "a Pallas kernel", "ffi_call": f"the FFI kernel {eqn.params.get('target_name')}"}
+        return find_kernel(eqn, values, frame.inner("", opaque=f"{kind.get(name, name)}: it is not rewritten"))
+    marked = marked_product(custom_body(eqn)) if name in CUSTOM else None
+    reason = f"in the body of a {name.removesuffix('_call')} function" if name in CUSTOM else f"in the body of {name}"
+    if marked is not None:
+        reason = "an operation of octavo.ops under vmap"
+        if not isinstance(marked.call, DispatchCall):
+            first = eqn.params["num_consts"]
+            find_site(eqn, eqn.invars[first:], values[first:], frame.inner("", opaque=reason), marked)
+        return None
+    branch = platform_branch(eqn, current_platform())
+    reason = reason if branch is None else "in the body of jax.lax.platform_dependent"
+    for body in bodies(eqn) if branch is None else [branch]:
+        if has_matmul(body, True, kernels=True):
+            given = values[1:] if branch is not None else values
+            known = len(given) == len(body.invars)
+            origins = [v.origin for v in given] if known else [ACTIVATION] * len(body.invars)
+            _trace_listing(body, origins, frame.inner(scope(eqn), opaque=reason, state={}, key=None))
+    return None
+
+
+def _trace_listing(body: Jaxpr, origins: list[Origin], frame: Frame) -> None:
+    """Evaluate a body abstractly, for its sites."""
+    arrays = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars]  # pyrefly: ignore
+
+    def run(*data):
+        evaluate(body, [Value(*pair) for pair in zip(data, origins, strict=True)], frame)
+
+    jax.eval_shape(run, *arrays)
 
 
 def _matmul(eqn: Equation, values: list[Value], frame: Frame, marked: ProductCall | None = None) -> Value:
@@ -84,7 +125,7 @@ def _matmul(eqn: Equation, values: list[Value], frame: Frame, marked: ProductCal
     call = None if marked is None else marked.call
     first = 0 if call is None else eqn.params["num_consts"]
     args = values[first:]
-    site = find_site(eqn, eqn.invars[first:], args, frame, call)
+    site = find_site(eqn, eqn.invars[first:], args, frame, marked)
     left, right = site.origins
     known = call is None and (left.constant or left.leaves) and (right.constant or right.leaves)
     origin = combine(site.origins) if known else Origin(module=site.path)

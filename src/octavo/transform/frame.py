@@ -91,6 +91,8 @@ class Frame:
     key: PRNGKeyArray | None = None
     manual_axes: tuple[str, ...] = ()
     trips: int = 1
+    opaque: str | None = None
+    """Why the matmuls of an opaque call stay in float, while they are only listed."""
     new: dict[Key, Any] = dataclasses.field(default_factory=dict)
 
     def inner(self, scope: str, **changes: Any) -> "Frame":

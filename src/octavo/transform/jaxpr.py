@@ -15,6 +15,7 @@ import jax
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from octavo import kernels
 from octavo.ops import marked_product
 
 Jaxpr = core.Jaxpr
@@ -29,8 +30,9 @@ MATMULS = {
 """Matmul primitives, and their names in rules."""
 
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
-OPAQUE = ("pallas_call", *CUSTOM)
-"""Opaque calls: primitives with a custom derivative, and kernels."""
+"""Calls with a custom derivative, whose bodies are opaque unless a rule has `inside_custom`."""
+KERNELS = (kernels.MATVEC, "pallas_call", "ffi_call", "triton_call", "scaled_matmul", "scaled_matmul_wrapper")
+"""Calls of kernels, which cannot be rewritten and whose FLOPs are unknown."""
 
 
 def as_array_function(
@@ -144,26 +146,35 @@ def custom_body(eqn: Equation) -> Jaxpr:
 
 
 # Weak references, since a jaxpr holds the tracers of its constants.
-_has_matmul: weakref.WeakKeyDictionary[Jaxpr, dict[bool, bool]] = weakref.WeakKeyDictionary()
+_has_matmul: weakref.WeakKeyDictionary[Jaxpr, dict[tuple[bool, bool], bool]] = weakref.WeakKeyDictionary()
 
 
-def has_matmul(jaxpr: Jaxpr, opaque: bool) -> bool:
-    """Whether a jaxpr has a matmul, also in the bodies of loops and calls (and, if `opaque`, of opaque calls).
+def has_matmul(jaxpr: Jaxpr, opaque: bool, kernels: bool = False) -> bool:
+    """Whether a jaxpr has a matmul, also in the bodies of loops and calls.
 
-    Matmuls of `octavo.ops` with their own config count as well.
+    Matmuls of `octavo.ops` with their own config count as well; with `opaque` those in functions with a custom
+    derivative, and with `kernels` every kernel.
     """
     found = _has_matmul.setdefault(jaxpr, {})
-    if opaque not in found:
-        found[opaque] = any(_is_or_has_matmul(eqn, opaque) for eqn in jaxpr.eqns)
-    return found[opaque]
+    if (opaque, kernels) not in found:
+        found[opaque, kernels] = any(_is_or_has_matmul(eqn, opaque, kernels) for eqn in jaxpr.eqns)
+    return found[opaque, kernels]
 
 
-def _is_or_has_matmul(eqn: Equation, opaque: bool) -> bool:
+def _is_or_has_matmul(eqn: Equation, opaque: bool, kernels: bool) -> bool:
     name = eqn.primitive.name
     if name in MATMULS or (name in CUSTOM and marked_product(custom_body(eqn))):
         return True
-    closed = name == "pallas_call" or (name in CUSTOM and not opaque)
-    return not closed and any(has_matmul(body, opaque) for body in bodies(eqn))
+    if name in KERNELS:
+        return kernels
+    return (opaque or name not in CUSTOM) and any(has_matmul(body, opaque, kernels) for body in bodies(eqn))
+
+
+def platform_branch(eqn: Equation, platform: str) -> Jaxpr | None:
+    """The branch of a `jax.lax.platform_dependent` for a platform; None for any other equation."""
+    choices = eqn.params.get("branches_platforms") or ()  # the default is last
+    branches = zip(eqn.params.get("branches", ()), choices, strict=False)
+    return next((branch for branch, on in branches if on is None or platform in on), None)
 
 
 _WRAPPER = re.compile(r"^\w+\((.*)\)$")

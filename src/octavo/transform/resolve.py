@@ -1,13 +1,15 @@
 """Resolving the rule of a matmul: its path, its weight, its rule, and the config that the rule compiles to."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo import _sharding
 from octavo.distributed import GradReduce, weight_gather
-from octavo.ops import DotConfig, Matmul, Placement
+from octavo.ops import DotConfig, Matmul, Placement, ProductCall
 from octavo.ops.product import UNPLACED
 from octavo.ops.ragged import GMM
 from octavo.qarray import QArray
@@ -15,16 +17,19 @@ from octavo.rules import QtRule, QuantizationRule, dot_config
 from octavo.transform.frame import Context, Frame, Value
 from octavo.transform.jaxpr import BACKWARD, MATMULS, Equation, is_einsum, module_of, scope, scope_names
 from octavo.transform.site import Site
-from octavo.transform.weights import Origin, common_module
+from octavo.transform.weights import ACTIVATION, Origin, common_module
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
-def find_site(eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame, call: Any = None) -> Site:
+def find_site(
+    eqn: Equation, atoms: Sequence[Any], values: list[Value], frame: Frame, marked: ProductCall | None = None
+) -> Site:
     """The site of a matmul equation with these operands, with its rule and config; counts its operation.
 
-    `call` is the call of `octavo.ops` that the equation holds, if any. Rules do not apply to a call with a config.
+    `marked` is the call of `octavo.ops` that the equation holds, if any. Rules do not apply to a call with a config.
     """
+    call, trips = None if marked is None else marked.call, frame.trips
     context, names = frame.context, "/".join(filter(None, (frame.scope, scope(eqn))))
     op = MATMULS[eqn.primitive.name] if call is None else call.product.op
     if op == "dot_general" and call is None and "->" in names and is_einsum(names):
@@ -39,14 +44,16 @@ def find_site(eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame
     leaf = weight.leaves[0] if weight is not None and weight.leaves else None
     path = next((o.module for o in (right, left) if o.leaves and o.module is not None), None)
     path = _scope_path(names, origins, context) if path is None else path
-    number = frame.counters.get((path, op), 0)
-    frame.counters[path, op] = number + 1
-    avals: list[Any] = [v.aval for v in (*atoms[:2], *eqn.outvars)]
-    types = [(tuple(aval.shape), str(aval.dtype)) for aval in avals]
+    op_id = _op_id(path, op, frame)
+    types = [_type(v.aval) for v in (*atoms[:2], *eqn.outvars)]
+    if marked is not None and not is_unbatched(eqn, marked):  # under vmap: one execution for each example
+        single = *marked.shapes[:2], marked.call.product.out_shape(*marked.shapes[:2])
+        trips *= math.prod(types[2][0]) // max(1, math.prod(single[2]))
+        types = [(shape, dtype) for shape, (_, dtype) in zip(single, types, strict=True)]
     site = Site(
         path=path,
         op=op,
-        op_id=f"{op}{number}",
+        op_id=op_id,
         lhs=types[0],
         rhs=types[1],
         out=types[2],
@@ -55,16 +62,63 @@ def find_site(eqn: Equation, atoms: list[Any], values: list[Value], frame: Frame
         leaf=leaf,
         rule_paths=(path,) if leaf is None or context.strict_paths else (path, leaf),
         params=eqn.params if call is None else call.params,
-        trips=frame.trips,
+        trips=trips,
         quantized=(isinstance(values[0].data, QArray), isinstance(values[1].data, QArray)),
         gradient=("dlhs" if rhs else "drhs") if call is None and BACKWARD in names else None,
     )
     if call is not None and call.config is not None:
         site = dataclasses.replace(site, config=call.config)
+    elif frame.opaque is not None:
+        site = dataclasses.replace(site, reason=frame.opaque, opaque=True)
     else:
         site = _resolve(site, context)
     context.sites[path, site.op_id, site.gradient] = site
     return site
+
+
+def find_kernel(eqn: Equation, values: list[Value], frame: Frame) -> None:
+    """Add a kernel to the sites."""
+    op, names = eqn.primitive.name, "/".join(filter(None, (frame.scope, scope(eqn))))
+    left, right, *_ = *(v.origin for v in values), ACTIVATION, ACTIVATION
+    leaf = next((leaf for v in values for leaf in v.origin.leaves), None)
+    path = _scope_path(names, (left, right), frame.context)
+    lhs, rhs, *_ = *(_type(v.aval) for v in (*eqn.invars, *eqn.outvars)), ((), "float32"), ((), "float32")
+    site = Site(
+        path=path,
+        op=op,
+        op_id=_op_id(path, op, frame),
+        lhs=lhs,
+        rhs=rhs,
+        out=_type(eqn.outvars[0].aval) if eqn.outvars else lhs,
+        origins=(left, right),
+        weights=(False, False),
+        leaf=leaf,
+        rule_paths=(path,) if leaf is None or frame.context.strict_paths else (path, leaf),
+        params=eqn.params,
+        trips=frame.trips,
+        quantized=(False, False),
+        reason=f"{frame.opaque}, and its FLOPs are not counted",
+        opaque=True,
+    )
+    frame.context.sites[path, site.op_id, None] = site
+
+
+def is_unbatched(eqn: Equation, marked: ProductCall) -> bool:
+    """Whether a call of `octavo.ops` has the arguments that it was made with; under vmap it has larger ones."""
+    atoms: Any = eqn.invars[eqn.params["num_consts"] :]
+    return marked.shapes == tuple(tuple(a.aval.shape) for a in atoms)
+
+
+def _type(aval: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(aval.shape), str(aval.dtype)
+
+
+def _op_id(path: str, op: str, frame: Frame) -> str:
+    """The name of the next operation of its kind in a module. State has these names, so what is opaque has others."""
+    kind = op if frame.opaque is None else f"opaque_{op}"
+    number = frame.counters.get((path, kind), 0)
+    frame.counters[path, kind] = number + 1
+    return f"{kind}{number}"
 
 
 def _scope_path(names: str, origins: tuple[Origin, Origin], context: Context) -> str:
@@ -93,7 +147,7 @@ def _resolve(site: Site, context: Context) -> Site:
     elif (config := dot_config(rule, lhs_weight=lhs, rhs_weight=rhs)) is None:
         adapted = rule.adapts and (lhs or rhs)
         reason = "float with an adapter" if adapted else "two activations, and the rule has no act_qtype"
-    elif site.gradient is not None and (config := _gradient_config(config, site.gradient)) is None:
+    elif site.gradient is not None and (config := _gradient_config(config, site)) is None:
         reason = "the rule keeps gradients in float"
     site = dataclasses.replace(site, rule=rule, config=config, reason=reason)
     sharding = None if config is None else context.shardings.get(site.leaf)
@@ -102,14 +156,20 @@ def _resolve(site: Site, context: Context) -> Site:
     return dataclasses.replace(site, placement=_placement(site, rule, sharding))
 
 
-def _gradient_config(config: DotConfig, gradient: str) -> DotConfig | None:
-    """The config of a gradient matmul that is part of the function itself: cotangent first, then residual."""
+def _gradient_config(config: DotConfig, site: Site) -> DotConfig | None:
+    """The config of a gradient matmul that is part of the function itself.
+
+    Its operands are cotangent and residual; in the weight gradient of a ragged dot JAX has them in the other order.
+    """
+    gradient = site.gradient
     matmul = config.dlhs if gradient == "dlhs" else config.drhs
     if matmul.lhs is None and matmul.rhs is None:
         return None
     residual = config.fwd.rhs if gradient == "dlhs" else config.fwd.lhs
     rhs = matmul.rhs if matmul.rhs is not None or matmul.residual == "original" else residual
     without = [None if o is None else o.replace(tracker=None) for o in (matmul.lhs, rhs)]
+    if gradient == "drhs" and "ragged_dot_dimension_numbers" in site.params:
+        without.reverse()
     fwd = Matmul(without[0], without[1], rotate=matmul.rotate, accumulator=matmul.accumulator)
     return DotConfig(fwd, lowering=config.lowering, clip_gradient=config.clip_gradient)
 

@@ -10,6 +10,7 @@ from octavo.ops import Conv, ConvDims, Dims, Dot, DotConfig, Placement, Product,
 from octavo.ops.product import UNPLACED
 from octavo.qarray import Quantizer
 from octavo.rules import QuantizationRule
+from octavo.transform.jaxpr import KERNELS
 from octavo.transform.matmul_flops import matmul_flops
 from octavo.transform.weights import Origin, stored_quantizer
 
@@ -47,6 +48,8 @@ class Site:
     placement: Placement = UNPLACED
     reason: str | None = None
     """The reason why it stays in float, if it does."""
+    opaque: bool = False
+    """Whether it is a kernel, or in a call that is not rewritten."""
 
     @property
     def is_adapted(self) -> bool:
@@ -55,7 +58,9 @@ class Site:
 
     @property
     def flops(self) -> int:
-        """The FLOPs of all executions."""
+        """The FLOPs of all executions; 0 for a kernel, whose FLOPs are unknown."""
+        if self.op in KERNELS:
+            return 0
         # With expert parallelism every device has a buffer for all rows, but each row is computed by one expert.
         sharding = self.params.get("sharding")
         copies = 1 if sharding is None else sharding.num_devices(sharding.experts)

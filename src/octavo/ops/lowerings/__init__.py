@@ -16,6 +16,7 @@ import math
 import jax
 
 from octavo._names import unknown_name
+from octavo._shapes import at_least
 from octavo._typing import Array
 from octavo.ops.lowerings.cpu_ffi import FEWEST_WEIGHTS, CpuFfi
 from octavo.ops.lowerings.split_float import SplitFloat
@@ -64,7 +65,7 @@ def choose(p: DotProblem) -> Lowering:
         return KERNEL
     if name not in XLA:
         check_name(name)
-    if name == "auto" and math.prod(p.rhs.shape) >= FEWEST_WEIGHTS and KERNEL.reason(p) is None:
+    if name == "auto" and at_least(math.prod(p.rhs.shape), FEWEST_WEIGHTS) and KERNEL.reason(p) is None:
         return KERNEL
     if name != "plain" and not isinstance(p.lhs, QArray) and SPLIT_FLOAT.reason(p) is None:
         return SPLIT_FLOAT

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from octavo import _sharding, kernels
+from octavo._shapes import Shape
 from octavo._typing import Array
 from octavo.numerics import Format, IntFormat
 from octavo.ops.lowerings.xla import Xla, multiply_codes
@@ -93,7 +94,7 @@ def is_transposed(dims: Dims) -> bool | None:
     return True if dims.rhs_remaining + dims.rhs_contract == every else None
 
 
-def _unsupported_axes(shape: tuple[int, ...], dims: Dims, most: int) -> str | None:
+def _unsupported_axes(shape: Shape, dims: Dims, most: int) -> str | None:
     """The reason the kernel does not support these axes and this shape of `lhs`; None if it does."""
     if not kernels.available():
         return kernels.status()
@@ -102,6 +103,8 @@ def _unsupported_axes(shape: tuple[int, ...], dims: Dims, most: int) -> str | No
     rows = math.prod(shape[a] for a in dims.lhs_remaining)
     if dims.lhs_batch:
         return "the kernel has no batch axes"
+    if not isinstance(rows, int):
+        return "the kernel is for a known number of rows"
     if not 0 < rows <= most or math.prod(shape) == 0:
         return f"the kernel is for 1 to {most} rows, got an operand of shape {shape} with {rows}"
     if is_transposed(dims) is None:

@@ -30,7 +30,7 @@ class SplitFloat:
         if p.split.dims != p.dims:
             return "it knows no tiles along the contraction"
         rows = math.prod(p.lhs.shape[a] for a in p.dims.lhs_remaining)
-        if p.dims.lhs_batch or not 0 < rows <= MOST_ROWS or math.prod(p.lhs.shape) == 0:
+        if p.dims.lhs_batch or rows not in range(1, MOST_ROWS + 1) or math.prod(p.lhs.shape) == 0:
             return f"it is for 1 to {MOST_ROWS} rows without batch axes, got an operand of shape {p.lhs.shape}"
         return None
 

@@ -22,6 +22,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from octavo import _sharding
+from octavo._shapes import at_least
 from octavo._typing import Array
 from octavo.ops.operands import Codes, Dims, DotProblem, Split, dequantize
 
@@ -112,7 +113,7 @@ def _to_result_axes(part: Array, dims: Dims, *, right: bool = False) -> Array:
     batch = dims.rhs_batch if right else dims.lhs_batch
     remaining = dims.rhs_remaining if right else dims.lhs_remaining
     lead, kept = [part.shape[a] for a in batch], [part.shape[a] for a in remaining]
-    long = [a for a in (*batch, *remaining) if part.shape[a] > 1]
+    long = [a for a in (*batch, *remaining) if at_least(part.shape[a], 2)]
     if long != sorted(long):
         part = jnp.transpose(part, (*batch, *remaining, *(dims.rhs_contract if right else dims.lhs_contract)))
     others = (1,) * len(dims.lhs_remaining if right else dims.rhs_remaining)
@@ -140,7 +141,7 @@ def integer_dot(lhs: Array, rhs: Array, dims: Dims, *, lowering: str = "auto") -
     last, first = dims.rhs_remaining + dims.rhs_contract, dims.rhs_contract + dims.rhs_remaining
     in_order = (*range(lhs.ndim),) == dims.lhs_remaining + dims.lhs_contract and (*range(rhs.ndim),) in (first, last)
     # XLA itself reshapes these to a matmul in the form that is fast on CPUs.
-    if lowering == "plain" or (in_order and math.prod(lhs.shape[a] for a in dims.lhs_remaining) >= 8):
+    if lowering == "plain" or (in_order and at_least(math.prod(lhs.shape[a] for a in dims.lhs_remaining), 8)):
         return _plain_dot(lhs, rhs, dims)
     if lowering == "rows":
         return _rows_dot(lhs, rhs, dims)
@@ -166,8 +167,9 @@ def _rows_dot(lhs: Array, rhs: Array, dims: Dims) -> Array:
     is_last = (*dims.rhs_batch, *dims.rhs_remaining, *dims.rhs_contract) == tuple(range(rhs.ndim))
     rhs = rhs if is_last else _arrange(rhs, (*dims.rhs_batch, *dims.rhs_contract, *dims.rhs_remaining))
     rhs = rhs.reshape(*lead, columns, depth) if is_last else rhs.reshape(*lead, depth, columns)
-    swapped = rows < 8 and is_last and not lead
-    if rows < 8:
+    few = not at_least(rows, 8)
+    swapped = few and is_last and not lead
+    if few:
         # Fewer than eight rows miss the fast path and run at a tenth of float32's speed; padding is cheaper.
         lhs = jnp.pad(lhs, (*[(0, 0)] * first, (0, (4 if swapped and rows <= 4 else 8) - rows), (0, 0)))
     dot = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.int32)
@@ -177,7 +179,7 @@ def _rows_dot(lhs: Array, rhs: Array, dims: Dims) -> Array:
     else:
         contract = ((first + 1,), (first + 1 if is_last else first,))
         out = dot(lhs, rhs, (contract, (tuple(range(first)), tuple(range(first)))))
-    out = jax.lax.slice_in_dim(out, 0, rows, axis=first) if rows < 8 else out
+    out = jax.lax.slice_in_dim(out, 0, rows, axis=first) if few else out
     return out.reshape(*batch, *left, *right)
 
 
@@ -216,12 +218,17 @@ mlir.register_lowering(_row_major, lambda ctx, x, **_: [x])
 
 
 def _lower_row_major(lowered_for: str) -> Any:
+    barrier = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
     constrain = mlir.lower_fun(lambda x, *, order: with_layout_constraint(x, Layout(order)), multiple_results=False)
 
     def lower(ctx: Any, x: Any, *, order: tuple[int, ...], platform: str) -> Any:
-        # jax.export does not support the constraint. On TPUs it saves a copy, on CPUs slow forms of dots depend on it.
-        exporting = lowered_for == "tpu" and ctx.module_context.lowering_parameters.for_export
-        return constrain(ctx, x, order=order) if platform == lowered_for and not exporting else [x]
+        # jax.export gives no guarantee for the constraint. Without it TPUs copy once more, and CPUs, on which a barrier
+        # still materializes the array, may compute dots in a slower form.
+        if platform != lowered_for:
+            return [x]
+        if ctx.module_context.lowering_parameters.for_export:
+            return [x] if lowered_for == "tpu" else barrier(ctx, x)
+        return constrain(ctx, x, order=order)
 
     return lower
 
@@ -244,6 +251,6 @@ def row_major(x: Array, *, platform: str = "cpu") -> Array:
 
     On CPUs this materializes it, as a fusion barrier. On TPUs it is the layout in which a fusion writes it.
     """
-    if x.size <= 1 or _sharding.explicit(x) is not None:
+    if not at_least(x.size, 2) or _sharding.explicit(x) is not None:
         return x
     return _row_major.bind(x, order=tuple(range(x.ndim)), platform=platform)

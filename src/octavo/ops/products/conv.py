@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from octavo import _sharding
+from octavo._shapes import Shape
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.config import DotConfig
 from octavo.ops.lowerings.conv import convolve, per_example, per_feature
@@ -38,7 +39,7 @@ class Conv(Product):
     def params(self) -> dict[str, Any]:
         return self.geometry.params
 
-    def out_shape(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
+    def out_shape(self, lhs: Shape, rhs: Shape) -> Shape:
         return jax.eval_shape(self.geometry, *(jax.ShapeDtypeStruct(x, jnp.float32) for x in (lhs, rhs))).shape
 
     def multiply(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, *extra: Array, options: MatmulOptions) -> Array:

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo import _sharding
+from octavo._shapes import Shape
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.config import DotConfig
 from octavo.ops.lowerings import describe, multiply
@@ -33,7 +34,7 @@ class Dot(Product):
     def params(self) -> dict[str, Any]:
         return {"dimension_numbers": self.dims.numbers}
 
-    def out_shape(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
+    def out_shape(self, lhs: Shape, rhs: Shape) -> Shape:
         left = (lhs[a] for a in (*self.dims.lhs_batch, *self.dims.lhs_remaining))
         return (*left, *(rhs[a] for a in self.dims.rhs_remaining))
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from octavo._shapes import Shape
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import AbsMax
 from octavo.ops.config import DotConfig, Operand
@@ -68,7 +69,7 @@ class Ragged(_Grouped, Product):
         if any(matmul.accumulator not in (None, "float32") for matmul in (config.fwd, config.dlhs)):
             raise ValueError("a ragged dot sums floats in float32: leave the accumulator out of its fwd and dlhs")
 
-    def out_shape(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
+    def out_shape(self, lhs: Shape, rhs: Shape) -> Shape:
         return (lhs[0], rhs[2])
 
     def multiply(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, *extra: Array, options: MatmulOptions) -> Array:
