@@ -481,3 +481,17 @@ def test_what_is_no_module_is_refused():
         quantize_nnx(3, QtProvider(RULE))
     with pytest.raises(TypeError, match=r"rngs is an nnx\.Rngs, got int"):
         quantize_nnx(linear(nnx.Rngs(0)), QtProvider(RULE), rngs=3)
+
+
+def test_rngs_reach_a_model_that_takes_them():
+    class Noisy(nnx.Module):
+        def __init__(self):
+            self.dense = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+            self.dropout = nnx.Dropout(0.5)
+
+        def __call__(self, x, rngs=None):
+            return self.dropout(self.dense(x), rngs=rngs)
+
+    rule = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8")
+    low = octavo.quantize_model(Noisy(), octavo.PtqProvider(rule), jnp.ones((2, 8)), rngs=nnx.Rngs(1))
+    assert low(jnp.ones((2, 8)), rngs=nnx.Rngs(2)).shape == (2, 8)

@@ -677,4 +677,4 @@ def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="lowering is one of"):
         ragged_dot(x, w, sizes, config=INT8.replace(lowering="fast"))
     with pytest.raises(NotImplementedError, match="quantize the operands and leave the config out"):
-        ragged_dot_general(x, ct, sizes, numbers(((0,), (0,)), ((), ()), (0,), ()), config=INT8)
+        ragged_dot_general(x, x, sizes, numbers(((1,), (1,)), ((0,), (0,)), (0,), ()), config=INT8)

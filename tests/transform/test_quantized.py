@@ -531,3 +531,44 @@ def test_grad_of_a_ragged_dot_inside_is_quantized(argnums):
     if argnums == 0:
         with pytest.raises(NotImplementedError, match="no second derivative"):
             jax.grad(lambda p: jnp.sum(low(p, x)["w"]))(params)
+
+
+@pytest.mark.parametrize(
+    "mode", [lambda f, p: jax.jvp(f, (p,), (p,)), lambda f, p: jax.jacfwd(f)(p)], ids=["jvp", "jacfwd"]
+)
+def test_forward_mode_raises_with_the_reason(mode):
+    low = octavo.quantized(lambda params, x: x @ params["w"], INT8)
+    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative .* use jax.vjp, jax.grad or jax.jacrev"):
+        mode(lambda params: low(params, jnp.ones((2, 4))), {"w": jnp.eye(4)})
+
+
+@pytest.mark.parametrize("rule", [INT8, "mxfp8"], ids=["int8", "mxfp8"])
+def test_debug_nans_finds_the_users_nan_and_not_ours(rule):
+    params, x = {"w": jnp.eye(32)}, jnp.ones((2, 32))
+    low = octavo.quantized(lambda params, x: x @ params["w"], rule)
+    with jax.debug_nans(True):
+        jax.grad(lambda params: jnp.sum(low(params, x)))(params)
+        with pytest.raises(FloatingPointError):
+            low(params, x / jnp.zeros((2, 32)) * 0)
+
+
+def test_weights_survive_the_vmap_of_a_cond():
+    def branches(params, x, c):
+        return jax.vmap(lambda c: jax.lax.cond(c, lambda p: x @ p["w"], lambda p: -x @ p["w"], params))(c)
+
+    low = octavo.quantized(branches, INT8)
+    args = {"w": jnp.eye(4)}, jnp.ones((2, 4)), jnp.asarray([True, False])
+    assert [(site.leaf, site.reason) for site in low.sites(*args)] == [("w", None)] * 2
+    np.testing.assert_allclose(low(*args), branches(*args), atol=0.02)
+
+
+def test_a_convolution_that_cannot_have_tiles_is_a_row_and_the_rest_is_quantized():
+    def fn(params, x, image):
+        return x @ params["w"] + jax.lax.conv_general_dilated(image, params["k"], (1, 1), "SAME").mean()
+
+    rule = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=4)
+    args = {"w": jnp.eye(8), "k": jnp.ones((1, 1, 3, 3))}, jnp.ones((2, 8)), jnp.ones((1, 1, 4, 4))
+    rows = {row.weight: row for row in octavo.plan(fn, rule, *args).rows}
+    assert rows["w"].reason is None
+    assert rows["k"].reason.startswith("fwd.lhs has tiles of 4, but a convolution has one scale per example")
+    assert octavo.quantized(fn, rule)(*args).shape == (2, 8)

@@ -1,6 +1,7 @@
 """Flax NNX models: the same model, whose methods are quantized when they are called."""
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -61,7 +62,8 @@ def quantize_nnx(
       *model_inputs: Example inputs of the model (or of each of the `methods`), of which only the shapes matter. They
         are needed to quantize parameters and to create state.
       methods: Private methods that are quantized, too.
-      rngs: PRNG streams for stochastic rounding: "stochastic_rounding" or a default; kept as `model.qwix_rngs`.
+      rngs: PRNG streams for stochastic rounding: "stochastic_rounding" or a default; kept as `model.qwix_rngs`, and
+        passed to methods that take `rngs` themselves.
       skip_nnx_init: Whether to quantize no parameters and create no state.
       **model_input_kwargs: Example inputs by keyword.
 
@@ -77,11 +79,12 @@ def quantize_nnx(
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"quantize_nnx takes an nnx.Module, got {type(model).__name__}")
-    if rngs is not None and not isinstance(rngs, nnx.Rngs):
+    takes_rngs = [name for name in methods or ("__call__",) if "rngs" in _parameters_of(getattr(model, name, None))]
+    if rngs is not None and not takes_rngs and not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs is an nnx.Rngs, got {type(rngs).__name__}")
     inputs = bool(model_inputs or model_input_kwargs)
     model = _converted(model, provider, methods or ())
-    if rngs is not None:
+    if isinstance(rngs, nnx.Rngs):
         model.qwix_rngs = rngs
     if skip_nnx_init:
         return model
@@ -89,8 +92,16 @@ def quantize_nnx(
         _check_without_inputs(model, provider)
         return model
     for name in methods or ("__call__",):
-        _initialize(model, name, _arrays(model_inputs), _arrays(model_input_kwargs))
+        own = {"rngs": rngs} if rngs is not None and name in takes_rngs else {}
+        _initialize(model, name, _arrays(model_inputs), _arrays(model_input_kwargs | own))
     return model
+
+
+def _parameters_of(method: Any) -> Collection[str]:
+    try:
+        return inspect.signature(method).parameters
+    except (TypeError, ValueError):
+        return ()
 
 
 def nnx_sites(model: Any, provider: QuantizationProvider, *args: Any, **kwargs: Any) -> list[Site]:

@@ -210,7 +210,7 @@ class DotProblem:
             ]
             shorter = [n for n in sizes if n != size]
             tile = min(shorter, default=size) if all(isinstance(n, int) for n in shorter) else 0
-            few = integers and tile > 1 and not at_least(size, FEW_TILES * tile + 1)
+            few = integers and bool(shorter) and tile > 1 and not at_least(size, FEW_TILES * tile + 1)
             if shorter and ((tile < SMALLEST_TILE and not few) or any((n % tile) != 0 for n in sizes)):
                 return None
             tiles.append(tile)

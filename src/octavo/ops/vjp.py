@@ -75,7 +75,15 @@ def quantized_product(
     if product.has_explicit_shardings:
         left, right = _sharding.explicit_shardings(lhs, rhs)
         call = call._replace(operand_shardings=(left, right))
-    return _product(call, lhs, rhs, extra, key, scaling)
+    try:
+        return _product(call, lhs, rhs, extra, key, scaling)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise NotImplementedError(
+            "a quantized matmul has a backward pass of its own, and so no forward-mode derivative (jax.jvp, "
+            "jax.linearize, jax.jacfwd): use jax.vjp, jax.grad or jax.jacrev, or octavo.fake_quant on a float matmul"
+        ) from error
 
 
 def init_product_scaling(config: DotConfig, product: Product, lhs: Any, rhs: Any, reduction: Any = None) -> Scaling:

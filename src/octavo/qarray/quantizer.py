@@ -192,7 +192,7 @@ class Quantizer(Config):
         for name, bound in bounds.items():
             invalid = has_nan & ((bound if name == "absmax" else jnp.abs(bound)) < 1e30)
             bound = jnp.broadcast_to(bound, invalid.shape)
-            bounds[name] = jax.lax.select(invalid, jax.lax.full_like(bound, jnp.nan), bound)
+            bounds[name] = jnp.where(invalid, jnp.nan, bound)
         return bounds
 
     def _scale(self, bounds: Bounds, dtype: np.dtype) -> tuple[Array, Array | None, Array | None, np.dtype]:

@@ -39,8 +39,9 @@ def quantized(
 ) -> "Quantized":
     """Quantize the matmuls of `fn` that the rules match, and their gradients.
 
-    The result composes with every transformation of JAX, before and after. Where the rules keep state (static ranges,
-    delayed scaling) or round stochastically, see `Quantized.init` and `Quantized.stateful`.
+    The result composes with jit, grad, vmap, scan, remat, shard_map and export, before and after. Forward-mode
+    differentiation (`jax.jvp`, `jax.linearize`, `jax.jacfwd`) and second derivatives are not supported. Where the rules
+    keep state (static ranges, delayed scaling) or round stochastically, see `Quantized.init` and `Quantized.stateful`.
 
     Args:
         fn: A function of arrays or QArrays.

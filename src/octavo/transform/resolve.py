@@ -16,7 +16,7 @@ from octavo.qarray import QArray
 from octavo.rules import QtRule, QuantizationRule, dot_config
 from octavo.transform.frame import Context, Frame, Value
 from octavo.transform.jaxpr import BACKWARD, MATMULS, Equation, is_einsum, module_of, scope, scope_names
-from octavo.transform.site import Site
+from octavo.transform.site import Site, matmul_product
 from octavo.transform.weights import ACTIVATION, Origin, common_module
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -149,11 +149,24 @@ def _resolve(site: Site, context: Context) -> Site:
         reason = "float with an adapter" if adapted else "two activations, and the rule has no act_qtype"
     elif site.gradient is not None and (config := _gradient_config(config, site)) is None:
         reason = "the rule keeps gradients in float"
+    elif (problem := _unsupported(site, config)) is not None:
+        config, reason = None, problem
     site = dataclasses.replace(site, rule=rule, config=config, reason=reason)
     sharding = None if config is None else context.shardings.get(site.leaf)
     if rule is None or sharding is None:
         return site
     return dataclasses.replace(site, placement=_placement(site, rule, sharding))
+
+
+def _unsupported(site: Site, config: DotConfig) -> str | None:
+    """Why a convolution or ragged dot cannot have this config; None if it can."""
+    if "window_strides" not in site.params:
+        return None
+    try:
+        matmul_product(site.params, site.lhs[0], site.rhs[0]).check(config)
+    except NotImplementedError as error:
+        return str(error)
+    return None
 
 
 def _gradient_config(config: DotConfig, site: Site) -> DotConfig | None:

@@ -91,6 +91,10 @@ def propagate(eqn: Any, origins: Sequence[Origin]) -> list[Origin]:
         return [dataclasses.replace(first, axes=axes) for _ in eqn.outvars]
     if name == "gather" and first.leaves:
         return [_gathered(first, origins[1], eqn)]
+    if name == "select_n" and all(o.leaves for o in origins[1:]):
+        # A choice among weights, as vmap makes of a cond whose predicate is batched.
+        same = all(o == origins[1] for o in origins[1:])
+        return [origins[1] if same else combine(origins[1:])]
     if name == "optimization_barrier":
         return list(origins)
     out = combine(origins)
@@ -178,6 +182,7 @@ _KEEP = {
     "copy": _same,
     "copy_p": _same,
     "reduce_precision": _same,
+    "stop_gradient": _same,
     "sharding_constraint": _same,
     "mesh_cast": _same,
     "reshard": _same,
