@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import octavo
-from octavo.ptq import Scales, gptq, quantize_weight, scales_of, search
+from octavo.ptq import Scales, eora, gptq, quantize_weight, scales_of, search
 from octavo.ptq.layout import MatrixView
 from octavo.ptq.scales import FACTORS
 from octavo.ptq.statistics import Statistics
@@ -208,3 +208,18 @@ def test_dots_with_double_quantization_are_those_of_the_values():
     act = octavo.quantize(x, "int8", channelwise_axes=(0,))
     exact = np.asarray(act.dequantize(), np.float64) @ np.asarray(q.dequantize(), np.float64)
     np.testing.assert_allclose(octavo.dot_general(act, q, numbers), exact, rtol=1e-4, atol=1e-3)
+
+
+def test_eora_is_the_best_of_its_rank():
+    """The error that is left is that of the discarded singular values of H^1/2 E: no matrix of this rank has less."""
+    w, h = problem(inputs=48, outputs=20)
+    error = w - np.round(w / 0.5) * 0.5
+    values, vectors = np.linalg.eigh(h.astype(np.float64))
+    sizes = np.linalg.svd(np.sqrt(np.maximum(values, 0))[:, None] * vectors.T @ error, compute_uv=False)
+    a, b = eora(jnp.asarray(error)[None], jnp.asarray(h)[None], rank=4)
+    assert a.shape == (1, 48, 4)
+    left = reference.loss(error - np.asarray(a[0] @ b[0], np.float64), h)
+    assert left == pytest.approx(np.sum(sizes[4:] ** 2), rel=1e-3)
+    assert left < 0.8 * reference.loss(error, h)
+    with pytest.raises(ValueError, match=r"the rank is 1 to 20 for weights of shape \(48, 20\), got 21"):
+        eora(jnp.asarray(error)[None], jnp.asarray(h)[None], rank=21)

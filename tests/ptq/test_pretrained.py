@@ -76,6 +76,13 @@ def test_errors_come_before_the_work(folder, capsys, monkeypatch, words, message
     assert message in capsys.readouterr().err
 
 
+def test_a_text_that_is_shorter_than_asked_is_told():
+    windows = [np.zeros((2, 256), np.int32)]
+    assert CalibrationData("", tokens=600).used(windows) == "calibrating on 512 tokens"
+    told = "calibrating on 512 tokens: the text has fewer than the 1024 asked for"
+    assert CalibrationData("", tokens=1024).used(windows) == told
+
+
 def test_other_layouts_hold_the_calibrated_codes(folder):
     source = source_of()
     request = Request("int4:search", data=CalibrationData(TEXT, tokens=512))

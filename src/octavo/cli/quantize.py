@@ -27,8 +27,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "recipe",
         metavar="RECIPE",
         help="a number format for the weights (int8, int4, int4:g64, int4:g32:mse, int3, int2, nf4, fp8, mxfp4, nvfp4, "
-        "...), calibrated on the text of --data by int4:gptq, int4:search or int4:awq; or recipe:NAME, activations "
-        "included; or a .json or .yml file of rules; or trained: the rules that the model was trained with",
+        "...), calibrated on the text of --data by int4:gptq, int4:gptaq, int4:search or int4:awq; or recipe:NAME, "
+        "activations included; or a .json or .yml file of rules; or trained: the rules that the model was trained with",
     )
     parser.add_argument("out", metavar="OUT", help="the output: a directory, or a file for gguf")
     parser.add_argument(

@@ -55,6 +55,16 @@ class CalibrationData:
             windows[:, 0] = source.tokenizer.bos_id
         return np.split(windows, range(_ROWS, count, _ROWS))
 
+    def used(self, batches: Sequence[np.ndarray]) -> str:
+        """How many tokens batches have, and how many more were asked for."""
+        count = sum(b.size for b in batches)
+        done = f"calibrating on {count} tokens"
+        return (
+            done
+            if count + self.length > self.tokens
+            else f"{done}: the text has fewer than the {self.tokens} asked for"
+        )
+
 
 def split_method(recipe: str) -> tuple[str, str]:
     """A recipe without its method, and the method or "".
@@ -87,7 +97,7 @@ def calibrated_codes(
     quantizers = param_quantizers(source.config, rules, scale_dtype=scale_dtype)
     batches = data.batches(source)
     if log is not None:
-        log(f"calibrating on {sum(b.size for b in batches)} tokens")
+        log(data.used(batches))
     params, run = float_params(source), functools.partial(logits, source.config)
     wanted = {name: q for name, q in quantizers.items() if name != EMBEDDING}
     found: dict[str, tuple[Any, float | None]] = {}
@@ -120,7 +130,7 @@ def importances(
     """The mean square of the inputs of each weight of a model, by path: [inputs]."""
     batches = data.batches(source)
     if log is not None:
-        log(f"importances on {sum(b.size for b in batches)} tokens")
+        log(data.used(batches))
     found, _ = collect_statistics(
         functools.partial(logits, source.config), float_params(source), batches, hessian=False
     )

@@ -8,6 +8,7 @@ from octavo.ptq.api import quantize, quantize_weights
 from octavo.ptq.awq import awq
 from octavo.ptq.budget import assign
 from octavo.ptq.gptq import gptq
+from octavo.ptq.low_rank import eora
 from octavo.ptq.methods import QuantizedWeight, method_names, quantize_weight
 from octavo.ptq.scales import Scales, scales_of, search
 from octavo.ptq.sensitivity import Option, sensitivity
@@ -23,6 +24,7 @@ __all__ = [
     "assign",
     "awq",
     "collect_statistics",
+    "eora",
     "gptq",
     "method_names",
     "quantize",

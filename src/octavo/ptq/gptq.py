@@ -10,8 +10,8 @@ Inputs are taken in the order of decreasing H_jj ("activation order"). The scale
 groups"), so the order does not appear in the result. Updates of inputs beyond the present block of 128 are made once
 for each block.
 
-With `drift`, inputs that earlier weights have changed are corrected for (Li, Yin, Zhang, Wang, Meng and Liu, GPTAQ:
-Efficient Finetuning-Free Quantization for Asymmetric Calibration, 2025). For inputs x of the quantized model and x_f of
+With `drift`, inputs that earlier weights have changed are corrected for (Li et al., GPTAQ: Efficient Finetuning-Free
+Quantization for Asymmetric Calibration, arXiv 2504.02692). For inputs x of the quantized model and x_f of
 the float one, D = E (x_f - x) x^T:
 
     P = strength triu(D U^T, 1) U        w_k += P_jk w_j  for all k > j
