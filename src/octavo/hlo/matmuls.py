@@ -118,7 +118,7 @@ def read_matmuls(module: Module | str) -> tuple[CompiledMatmul, ...]:
                 for dtype, operand in zip(types, line.operands, strict=False)
             ]
             op = library[1] if library else line.opcode
-            yield CompiledMatmul(line.op_name, op, *types, line.shapes[0].dtype, (sources[0], sources[-1]))
+            yield CompiledMatmul(line.op_name, op, types[0], types[-1], line.shapes[0].dtype, (sources[0], sources[-1]))
 
     return tuple(dataclasses.replace(found, count=count) for found, count in Visitor(parsed, matmul).visit())
 
