@@ -1,11 +1,16 @@
 """GPTQ of one weight: the error and time of ours and of Qwix on the same Hessian; with --model, perplexity and KL.
 
 python benchmarks/ptq.py [--inputs 512] [--outputs 512]
-python benchmarks/ptq.py --model .cache/data/stories15m --data calibration.txt --text heldout.txt
+python benchmarks/ptq.py --model .cache/data/stories15m
+python benchmarks/ptq.py --model .cache/data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --data book.txt --text other.txt
+
+Without --data and --text, the model tells 40 texts itself: 24 for the calibration, 16 for the evaluation. Recipes that
+begin with gguf: are GGUF files with an importance matrix of the same text, such as gguf:q4_k_m.
 """
 
 import argparse
 import math
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,11 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import octavo
+from octavo.pretrained.model import to_float
 from octavo.ptq import Scales, gptq
 
 RECIPES = (
     *("int4", "int4:signed", "int4:mse", "int4:search", "int4:gptq", "int4:minmax", "int4:minmax:gptq"),
-    *("nf4", "nf4:gptq", "nvfp4", "nvfp4:search", "nvfp4:gptq", "int3", "int3:gptq", "int3,int4,int8:gptq"),
+    *("int4:gptaq", "int4:awq", "int4_double:minmax:search", "int4_double:minmax:gptq", "int4_double:minmax:gptaq"),
+    *("nf4", "nf4:gptq", "nf4_double:gptq", "nvfp4", "nvfp4:search", "nvfp4:gptq", "int3", "int3:gptq"),
+    *("int3_double:minmax:gptq", "int3,int4,int8:gptq", "gguf:int4", "gguf:q4_k", "gguf:q4_k_m", "gguf:int8"),
 )
 
 
@@ -66,36 +74,80 @@ def layer(inputs: int, outputs: int) -> None:
     print(f"error {found['octavo'][0] / found['qwix'][0]:.3f} x, {found['qwix'][1] / found['octavo'][1]:.1f} x faster")
 
 
-def model(path: str, data: str, text: str, recipes: list[str], head: str, bits: float) -> None:
-    """Perplexity and KL of a model in several recipes, against float."""
-    from octavo.pretrained import CalibrationData, PretrainedModel, convert_model, open_model, weight_rules
+def tell(source, count: int) -> list[str]:
+    """Texts of up to 256 tokens that a model tells."""
+    from octavo.serve import Engine, SamplingParams
+
+    sampling = [SamplingParams(temperature=1.0, max_tokens=256, seed=i) for i in range(count)]
+    told = [[] for _ in range(count)]
+    for event in Engine(source, slots=16, max_length=258).generate([[source.tokenizer.bos_id]] * count, sampling):
+        told[event.request_id].append(event.token)
+    return [source.tokenizer.decode(tokens) for tokens in told]
+
+
+def as_gguf(source, kind: str, calibration, head: str):
+    """A model from a GGUF file, and the bits per weight of its layers."""
+    from octavo.files.gguf import Gguf
+    from octavo.pretrained import Request, export_model, open_model
+
+    data = calibration if "_k" in kind else None
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "m.gguf"
+        export_model("gguf", source, out, Request(kind, head="float32" if head == "float" else head, data=data))
+        with Gguf(out) as file:
+            infos = [file.info(name) for name in file.names() if name.startswith("blk.")]
+        infos = [info for info in infos if len(info.shape) == 2]
+        bits = 8 * sum(info.nbytes for info in infos) / sum(math.prod(info.shape) for info in infos)
+        low = open_model(out)
+        # The file is removed, so everything is read now.
+        leaves = {path: np.asarray(to_float(leaf.load(), "float32")) for path, leaf in low.leaves.items()}
+        return type(low).from_params(low.config, leaves, tokenizer=source.tokenizer, origin=source.origin), bits
+
+
+def as_recipe(source, recipe: str, calibration, head: str, bits: float):
+    """A model converted by a recipe, and the bits per quantized weight."""
+    from octavo.pretrained import PretrainedModel, convert_model, weight_rules
     from octavo.pretrained.budgeted import budget_rules
     from octavo.pretrained.calibrated import calibrated_codes, split_method
+
+    plain, method = split_method(recipe)
+    options = {"scale_dtype": "bfloat16"}
+    if "," in plain:
+        rules = budget_rules(source, plain.split(","), calibration, bits=bits, head=head, **options)
+    else:
+        rules = weight_rules(plain, source.config, head=head)
+    codes = calibrated_codes(source, rules, calibration, method=method, **options) if method else None
+    params, _ = convert_model(source, rules, codes=codes, **options)
+    stored = [q for q in params.values() if hasattr(q, "qtype")]
+    size = 8 * sum(q.nbytes for q in stored) / sum(q.size for q in stored)
+    return PretrainedModel.from_params(source.config, params, tokenizer=source.tokenizer, origin=source.origin), size
+
+
+def model(path: str, data: str, text: str, recipes: list[str], head: str, bits: float) -> None:
+    """Perplexity and KL of a model in several recipes, against float."""
+    from octavo.pretrained import CalibrationData, open_model
     from octavo.serve.evaluate import evaluate
 
     source = open_model(path)
-    ids = source.tokenizer.encode(Path(text).read_text(encoding="utf-8"))
-    calibration = CalibrationData(Path(data).read_text(encoding="utf-8"))
+    if data and text:
+        texts = [Path(name).read_text(encoding="utf-8") for name in (data, text)]
+    else:
+        told = tell(source, 40)
+        texts = ["\n\n".join(part) for part in (told[:24], told[24:])]
+    ids, calibration = source.tokenizer.encode(texts[1]), CalibrationData(texts[0])
     print(f"{source.describe()}; {len(ids)} tokens")
-    print(f"{'recipe':20} {'bits':>6} {'perplexity %':>16} {'KL':>18} {'same top %':>11} {'seconds':>8}")
+    print(f"{'recipe':26} {'bits':>6} {'perplexity %':>16} {'KL':>18} {'same top %':>11} {'seconds':>8}")
     for recipe in recipes:
         start = time.perf_counter()
-        plain, method = split_method(recipe)
-        options = {"scale_dtype": "bfloat16"}
-        if "," in plain:
-            rules = budget_rules(source, plain.split(","), calibration, bits=bits, head=head, **options)
+        if recipe.startswith("gguf:"):
+            low, size = as_gguf(source, recipe.removeprefix("gguf:"), calibration, head)
         else:
-            rules = weight_rules(plain, source.config, head=head)
-        codes = calibrated_codes(source, rules, calibration, method=method, **options) if method else None
-        params, _ = convert_model(source, rules, codes=codes, **options)
+            low, size = as_recipe(source, recipe, calibration, head, bits)
         seconds = time.perf_counter() - start
-        low = PretrainedModel.from_params(source.config, params, tokenizer=source.tokenizer, origin=source.origin)
         found = evaluate(low, ids, against=source, layers=False)
         change = f"{math.expm1(found.log_ratio.mean):+.2%} ± {found.log_ratio.error:.2%}"
         kl = f"{found.kl.mean:.4f} ± {found.kl.error:.4f}"
-        stored = [q for q in params.values() if hasattr(q, "qtype")]
-        size = 8 * sum(q.nbytes for q in stored) / sum(q.size for q in stored)
-        print(f"{recipe:20} {size:6.2f} {change:>16} {kl:>18} {found.same_top.mean:11.2%} {seconds:8.1f}", flush=True)
+        print(f"{recipe:26} {size:6.2f} {change:>16} {kl:>18} {found.same_top.mean:11.2%} {seconds:8.1f}", flush=True)
 
 
 def main() -> None:
