@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 import octavo
 from tests.fuzz.runner import Case, DefectError, Fuzzer
@@ -24,7 +25,9 @@ def draw(rng: np.random.Generator) -> Case:
     names = sorted(set(weights(layers)))
     chosen = str(rng.choice(["all", "some", "some", "none"]))
     match = {"all": names, "none": [], "some": [n for n in names if rng.random() < 0.5]}[chosen]
-    return {"layers": layers, "match": match, "gradient": bool(rng.random() < 0.4), "seed": int(rng.integers(2**31))}
+    gradient, exported = bool(rng.random() < 0.4), bool(rng.random() < 0.1)
+    seed = int(rng.integers(2**31))
+    return {"layers": layers, "match": match, "gradient": gradient, "export": exported, "seed": seed}
 
 
 def draw_layers(rng: np.random.Generator, depth: int) -> list[Any]:
@@ -152,6 +155,11 @@ def check(case: Case) -> str:
     error = float(jnp.linalg.norm(got - want) / (jnp.linalg.norm(want) + 1e-6))
     if not error < 0.2:
         raise DefectError(f"the relative error is {error:.3g}")
+    if case.get("export"):
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, x))
+        out = export.export(jax.jit(low))(*shapes).call(params, x)
+        if not jnp.linalg.norm(out - want) <= 0.2 * jnp.linalg.norm(want) + 1e-6:
+            raise DefectError("the exported program computes something else")
     has_loop = "fori" in str(layers)  # reverse mode needs a static trip count, which it has, but costs a compilation
     if case["gradient"] and not has_loop:
         loss = lambda f: jax.grad(lambda p: (f(p, x) ** 2).sum())(params)  # noqa: E731

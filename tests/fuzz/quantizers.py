@@ -12,7 +12,10 @@ from tests.fuzz.runner import Case, DefectError, Fuzzer
 from tests.reference import quantize_dequantize
 
 FORMATS = [name for name in octavo.formats() if octavo.get_format(name).tile is None]
-BLOCKS = [name for name in octavo.formats() if octavo.get_format(name).tile is not None]
+# The reference has no integers with scales that are quantized themselves; tests/numerics/test_blocks.py has those.
+BLOCKS = [
+    name for name in octavo.formats() if octavo.get_format(name).tile is not None and not name.endswith("_double")
+]
 DTYPES = ("float32", "bfloat16", "float16")
 SIZES = (1, 2, 3, 5, 16, 31, 32, 33, 64)
 

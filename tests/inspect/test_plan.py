@@ -68,7 +68,7 @@ def test_packed_types_count_their_bits():
 
 
 def test_small_tiles_say_that_they_are_dequantized():
-    rule = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=16)
+    rule = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=2)
     assert octavo.plan(model, rule, PARAMS, X).rows[0].lowering == "dequantized"
 
 

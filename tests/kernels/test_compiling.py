@@ -26,14 +26,14 @@ def nowhere(monkeypatch, tmp_path):
 def test_without_a_library_the_status_says_what_to_run(nowhere, monkeypatch):
     found = library.load.__wrapped__()
     assert found.versions == ()
-    assert found.problem == "not built: run `make` or `python -m octavo.kernels.build`"
+    assert found.problem == "not built: run `python -m octavo.kernels.build`"
     monkeypatch.setattr(library, "load", lambda: found)
     assert not kernels.available()
-    assert kernels.status() == "CPU kernels are not built: run `make` or `python -m octavo.kernels.build`"
+    assert kernels.status() == "CPU kernels are not built: run `python -m octavo.kernels.build`"
     assert kernels.versions() == ()
-    with pytest.raises(RuntimeError, match="CPU kernels are not built: run `make`"):
+    with pytest.raises(RuntimeError, match="CPU kernels are not built: run `python -m"):
         kernels.int_matvec(jnp.ones((1, 2), jnp.int8), jnp.ones((2, 3), jnp.int8))
-    with pytest.raises(RuntimeError, match="CPU kernels are not built: run `make`"):
+    with pytest.raises(RuntimeError, match="CPU kernels are not built: run `python -m"):
         kernels.matvec(jnp.ones((1, 2)), jnp.ones((2, 3), jnp.int8), jnp.ones((1, 3)))
 
 

@@ -153,3 +153,12 @@ def test_a_page_of_many_recipes_stays_small(tmp_path):
     one = found["runs"][1]
     found["runs"] += [one | {"name": f"r{i}", "histograms": worst["int8"]} for i in range(20)]
     read(compare_report(found, tmp_path / "c.html"))  # which asserts that it is below 2 MB
+
+
+def test_an_interval_around_zero_is_no_measured_difference(tmp_path):
+    given = comparison(("float", "int8"))
+    given["table"][1] |= {"gap": -0.0025, "gap_low": -0.043, "gap_high": 0.038}
+    page = read(compare_report(given, tmp_path / "c.html"))
+    headline = "No difference in the final loss of int8 from float is measured: the 95 % interval is"
+    assert headline in page.text
+    assert "The final loss of int8 is" not in page.text

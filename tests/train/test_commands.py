@@ -121,7 +121,7 @@ def test_the_console_command_without_a_file(tmp_path):
     (directory,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"1m-int8-\d{8}-\d{6}", directory.name)
     check(process, directory)
-    assert process.stdout.endswith("Next: octavo compare quantization=int8 model_name=1m\n")
+    assert process.stdout.endswith("Next: octavo compare quantization=int8 model_name=1m dataset_type=synthetic\n")
 
 
 def test_help(capsys):

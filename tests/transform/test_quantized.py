@@ -1,5 +1,9 @@
 """`quantized` under and over the transformations of JAX, compared with calling the operations by hand."""
 
+import concurrent.futures
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -572,3 +576,27 @@ def test_a_convolution_that_cannot_have_tiles_is_a_row_and_the_rest_is_quantized
     assert rows["w"].reason is None
     assert rows["k"].reason.startswith("fwd.lhs has tiles of 4, but a convolution has one scale per example")
     assert octavo.quantized(fn, rule)(*args).shape == (2, 8)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+def test_constants_that_a_function_closes_over_are_freed(wrap):
+    def use(seed):
+        w = jax.random.normal(jax.random.key(seed), (8, 8))
+        low = octavo.quantized(wrap(lambda params, x: x @ w @ params), INT8)
+        jax.grad(lambda params: jnp.sum(low(params, jnp.ones((2, 8)))))(jnp.eye(8))
+        return weakref.ref(w)
+
+    freed = [use(seed) for seed in range(2)]
+    gc.collect()
+    assert [ref() for ref in freed] == [None] * 2
+
+
+def test_two_threads_with_different_rules_do_not_disturb_each_other():
+    params, x = {"w": jax.random.normal(jax.random.key(0), (16, 16))}, jnp.ones((2, 16))
+    rules = [octavo.QuantizationRule(weight_qtype=name, act_qtype=name) for name in ("int8", "int4")]
+    run = lambda rule: octavo.quantized(jax.jit(lambda params, x: x @ params["w"]), rule)(params, x)  # noqa: E731
+    alone = [run(rule) for rule in rules]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(run, rules * 4))
+    for number, out in enumerate(together):
+        np.testing.assert_array_equal(out, alone[number % 2])

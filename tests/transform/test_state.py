@@ -259,3 +259,21 @@ def _parallel_scan(params, x):
 def _parallel_loop(params, x):
     body = lambda c: (c[0] + 1, c[1] + x @ params["w"][c[0]])  # noqa: E731
     return 1 + jax.lax.fori_loop(0, 3, lambda i, c: body((i, c))[1], jnp.zeros_like(x)) + 0.3 * x
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_init_runs_no_effects_of_the_function(wrap):
+    seen = []
+
+    def fn(params, x):
+        wrap(lambda x: jax.debug.callback(lambda x: seen.append(1), x))(x)
+        return x @ params["w"]
+
+    rule = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    low, args = octavo.quantized(fn, rule), ({"w": jnp.eye(4)}, jnp.ones((2, 4)))
+    state = low.init(*args)
+    jax.effects_barrier()
+    assert seen == []
+    low.stateful(state)(*args)
+    jax.effects_barrier()
+    assert seen == [1]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "cpu"
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
-HINT = "run `make` or `python -m octavo.kernels.build`"
+HINT = "run `python -m octavo.kernels.build`"
 
 
 class BuildError(Exception):

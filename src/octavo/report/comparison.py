@@ -52,10 +52,17 @@ def compare_report(comparison: Mapping[str, Any], path: str | os.PathLike[str]) 
         has_float=FLOAT in groups,
         seeds=len({run.get("seed") for runs in groups.values() for run in runs}),
         gaps=gaps,
+        unmeasured={row["name"]: ends for row in comparison["table"] if (ends := _interval_around_zero(row))},
         findings=findings(comparison),
         fits={name: _fit(runs) for name, runs in groups.items()},
         config=config_rows(comparison.get("config") or {}),
     )
+
+
+def _interval_around_zero(row: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The interval of a gap if it contains 0, so that no difference is measured."""
+    low, high = finite(row.get("gap_low")), finite(row.get("gap_high"))
+    return (low, high) if low is not None and high is not None and low <= 0 <= high else None
 
 
 def findings(comparison: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 Exit status 0: done, or saved on SIGTERM; 130: saved on Ctrl-C; 1: stopped by an error; 2: the configuration is wrong.
 """
 
+import dataclasses
 import importlib
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -89,8 +91,17 @@ def _train(config: "Config", sources: "Sources", made: dict[str, Any]) -> int:
     if first:
         print(f"{_outcome_line(outcome, config)}; report: {report}")
         if outcome.complete:
-            print(f"Next: octavo compare quantization={config.quantization or 'int8'} model_name={config.model_name}")
+            words = [f"quantization={config.quantization or 'int8'}", f"model_name={config.model_name}", *_data(config)]
+            print(f"Next: octavo compare {shlex.join(words)}")
     return INTERRUPTED if outcome.reason == run.INTERRUPTED else 0
+
+
+def _data(config: "Config") -> list[str]:
+    """The arguments that name the data of a run, where they are not the defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    names = ("dataset_type", "dataset_name", "dataset_path", "tokenizer_path")
+    given = {name: str(getattr(config, name)) for name in names if name in defaults}
+    return [f"{name}={value}" for name, value in given.items() if value and value != str(defaults[name])]
 
 
 def _write_report(config: "Config") -> Any:

@@ -24,7 +24,7 @@ def needs_rewrite(eqn: Equation, values: list[Value], frame: Frame) -> bool:
     """Whether to rewrite a body: it has a matmul, or weights pass through it."""
     if eqn.primitive.name == "cond" and eqn.params.get("branches_platforms"):
         return False  # lowerings of one function for several platforms
-    if any(_has_matmul(body, frame) for body in jaxpr.bodies(eqn)):
+    if any(_has_matmul(body, frame) for body in jaxpr.bodies(eqn)) or (frame.context.init and eqn.effects):
         return True
     if any(isinstance(v.data, QArray) for v in values):
         return True

@@ -60,6 +60,8 @@ def evaluate(jaxpr: Jaxpr, values: list[Value], frame: Frame) -> list[Value]:
 
 def _evaluate_equation(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
     name = eqn.primitive.name
+    if frame.context.init and eqn.effects and not eqn.outvars:
+        return []  # such as jax.debug.print: only shapes and initial state are wanted
     if name in MATMULS:
         return [_matmul(eqn, values, frame)]
     if name in CUSTOM:
