@@ -62,8 +62,8 @@ class CompiledMatmul:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether it is a matmul of Octavo's quantized operations."""
-        return bool(_QUANTIZED.search(self.site))
+        """Whether it is a matmul of Octavo's quantized operations; a Hadamard rotation is none."""
+        return bool(_QUANTIZED.search(self.site)) and "/hadamard/" not in self.site
 
     @property
     def is_low(self) -> bool:

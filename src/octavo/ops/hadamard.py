@@ -5,6 +5,7 @@ Ashkboos et al., QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs (2024): (x
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -36,4 +37,6 @@ def rotate(x: Float[Array, "..."], block: int, *, axis: int) -> Float[Array, "..
         raise ValueError(f"a Hadamard rotation with blocks of {block} does not divide an axis of size {size}")
     x = jnp.moveaxis(x, axis, -1)
     blocks = x.reshape(*x.shape[:-1], size // block, block).astype(jnp.float32)
-    return jnp.moveaxis((blocks @ hadamard_matrix(block)).reshape(x.shape), -1, axis)
+    with jax.named_scope("hadamard"):
+        rotated = blocks @ hadamard_matrix(block)
+    return jnp.moveaxis(rotated.reshape(x.shape), -1, axis)

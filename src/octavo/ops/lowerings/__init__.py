@@ -6,6 +6,7 @@
 | "plain" | XLA's dot, unchanged (`xla.py`; ragged dots: `lax.ragged_dot_general`) |
 | "rows" | XLA's dot, in the form that is fast on CPUs (`xla.py`, `split_float.py`; ragged dots: loop over row blocks) |
 | "kernel" | the native CPU kernels, for a few rows and a large matrix (`cpu_ffi.py`) |
+| "scaled" | `lax.scaled_dot` of mxfp8, mxfp4 and nvfp4, which "auto" uses on NVIDIA GPUs (`block_scaled.py`) |
 | "tokamax" | tokamax's ragged dot, on TPUs and GPUs (`tokamax.py`) |
 
 All are bit-exact for integers. Forcing a lowering that does not apply raises, with the reason.
@@ -18,18 +19,19 @@ import jax
 from octavo._names import unknown_name
 from octavo._shapes import at_least
 from octavo._typing import Array
+from octavo.ops.lowerings.block_scaled import BlockScaled
 from octavo.ops.lowerings.cpu_ffi import FEWEST_WEIGHTS, CpuFfi
 from octavo.ops.lowerings.split_float import SplitFloat
 from octavo.ops.lowerings.xla import Xla
 from octavo.ops.operands import ArrayOrQArray, Dims, DotProblem, MatmulOptions
 from octavo.qarray import QArray
 
-type Lowering = CpuFfi | SplitFloat | Xla
+type Lowering = BlockScaled | CpuFfi | SplitFloat | Xla
 """A lowering of a quantized dot: it can `run` and `describe` a problem; some give a `reason` why they do not apply."""
 
-KERNEL, SPLIT_FLOAT = CpuFfi(), SplitFloat()
+KERNEL, SCALED, SPLIT_FLOAT = CpuFfi(), BlockScaled(), SplitFloat()
 XLA = {name: Xla(name) for name in ("auto", "plain", "rows")}
-NAMES = (*XLA, "kernel", "tokamax")
+NAMES = (*XLA, "kernel", "scaled", "tokamax")
 
 
 def lowerings() -> tuple[str, ...]:
@@ -58,15 +60,18 @@ def multiply(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims, options: Matmul
 def choose(p: DotProblem) -> Lowering:
     """Choose the lowering of a dot; raises with the reason if a forced one does not apply."""
     name = p.options.lowering
-    if name in ("kernel", "tokamax"):
-        reason = "it is for ragged dots" if name == "tokamax" else KERNEL.reason(p)
+    if name in ("kernel", "scaled", "tokamax"):
+        forced = SCALED if name == "scaled" else KERNEL
+        reason = "it is for ragged dots" if name == "tokamax" else forced.reason(p)
         if reason is not None:
             raise ValueError(f"lowering={name!r}: {reason}; lowering='auto' takes another way where it must")
-        return KERNEL
+        return forced
     if name not in XLA:
         check_name(name)
     if name == "auto" and at_least(math.prod(p.rhs.shape), FEWEST_WEIGHTS) and KERNEL.reason(p) is None:
         return KERNEL
+    if name == "auto" and SCALED.reason(p) is None:
+        return SCALED
     if name != "plain" and not isinstance(p.lhs, QArray) and SPLIT_FLOAT.reason(p) is None:
         return SPLIT_FLOAT
     return XLA[name]
