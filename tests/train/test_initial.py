@@ -10,15 +10,16 @@ from octavo.checkpoint import CheckpointManager
 from octavo.data import SubwordTokenizer
 from octavo.data.subwords import train_bpe
 from octavo.models import ModelConfig, apply, init_params
-from octavo.pretrained import PretrainedModel, Request, export_model, open_model
+from octavo.pretrained import PretrainedModel, Request, export_model, open_model, read_adapter
 from octavo.pretrained.model import to_float
 from octavo.qarray import is_qarray
-from octavo.train import ConfigError
+from octavo.train import ConfigError, train
 from octavo.train.config import Config
 from octavo.train.initial import load_params, open_source, with_architecture
 from octavo.train.trainer import Trainer
 from tests.train.common import SMALL
 
+pytestmark = pytest.mark.standard_promotion
 MODEL = ModelConfig(
     vocab_size=300, emb_dim=32, num_layers=3, num_query_heads=2, num_kv_heads=1, head_dim=16, mlp_dim=64,
     norm_eps=1e-6, rope_theta=5e4, qkv_bias=True, tied_logits=False, scan_layers=False,
@@ -131,3 +132,52 @@ def test_a_checkpoint_without_a_description_has_the_configured_architecture(tmp_
 def test_the_tokenizer_of_a_model_needs_one():
     with pytest.raises(ValueError, match=r"tokenizer_type=model needs a model with a tokenizer"):
         Trainer(Config(**{**SMALL, "dataset_type": "python", "tokenizer_type": "model"}))
+
+
+def test_adapters_train_while_packed_weights_stay(files, tmp_path):
+    options = {"lora_rank": 2, "lora_weight_qtype": "nf4", "lora_tile_size": 16, "learning_rate": 1e-2}
+    config = started(files / "hf", base_output_directory=str(tmp_path), steps=3, checkpoint_period=3, **options)
+    said: list[str] = []
+    assert train(config, log=said.append).step == 3
+    assert any("adapters of rank 2; frozen weights" in line for line in said)
+    model, adapter = open_model(tmp_path / "test"), read_adapter(tmp_path / "test" / "adapter", MODEL)
+    assert adapter.rank == 2
+    assert len(adapter.params) == 3 * 7 * 2
+    assert max(np.abs(value).max() for path, value in adapter.params.items() if path.endswith("_b")) > 0
+    # The run, opened as a model, is the frozen weights with the adapter merged.
+    trainer = Trainer(config)
+    kernel = trainer.state.frozen["decoder"]["layers"]["mlp"]["wo"]["kernel"]
+    assert (kernel.qtype.name, kernel.packed is not None) == ("nf4", True)
+    path = "decoder/layers_2/mlp/wo/kernel"
+    expected = np.asarray(kernel.dequantize())[2] + adapter.delta(path)
+    np.testing.assert_allclose(model.leaves[path].load(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_on_a_mesh_have_the_loss_of_one_device(files):
+    options = {"lora_rank": 2, "lora_weight_qtype": "int8", "per_device_batch_size": 4}
+    one = Trainer(started(files / "hf", **options))
+    two = Trainer(started(files / "hf", **{**options, "num_devices": 2, "per_device_batch_size": 2}))
+    kernel = two.state.frozen["decoder"]["layers"]["mlp"]["wo"]["kernel"]
+    assert not kernel.qvalue.is_fully_replicated
+    for _ in range(2):
+        losses = [float(trainer.step()["learning/loss"]) for trainer in (one, two)]
+        np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"load_parameters_path": ""}, "lora_rank=2 adapts a pretrained model"),
+        ({"quantization": "int8"}, "whose format is lora_weight_qtype: leave out quantization=int8"),
+        ({"lora_rank": 0, "lora_weight_qtype": "nf4"}, "lora_weight_qtype=nf4 is for adapters, but lora_rank=0"),
+        ({"lora_weight_qtype": "nf5"}, "lora_weight_qtype=nf5: "),
+    ],
+)
+def test_keys_that_contradict_adapters(options, message):
+    with pytest.raises(ConfigError, match=message):
+        started("model.gguf", **{"lora_rank": 2, **options})
+
+
+def test_a_rank_above_that_of_a_weight(files):
+    with pytest.raises(ValueError, match=r"rank=64 is more than the rank of its \(32, 32\) weight"):
+        Trainer(started(files / "hf", lora_rank=64))

@@ -18,6 +18,7 @@ from octavo._tree import flatten_paths, unflatten_paths
 from octavo.checkpoint import CheckpointError, CheckpointManager, load, load_abstract
 from octavo.models import ModelConfig
 from octavo.models.functional import unstacked_paths
+from octavo.pretrained.adapter import Adapter, with_adapter
 from octavo.pretrained.export import Export, converting, register_exporter
 from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, register_format
 from octavo.pretrained.tokenizer import read_tokenizer
@@ -133,7 +134,8 @@ def _read_run(path: Path) -> PretrainedModel:
         raise ValueError(f"{checkpoints} was saved without a description of its model: it is no run of `octavo train`")
     config = found.extra["config"]
     model = Description.from_json(json.dumps(found.extra["model"])).replace(scan_layers=False, remat="none")
-    leaves = _leaves(checkpoints, "params")
+    rank = config.get("lora_rank", 0)
+    leaves = _leaves(checkpoints, "frozen" if rank else "params")
     if config["weight_sparsity_n"] is not None:
         leaves = _masked(checkpoints, leaves)
     rules = rules_from_json(json.dumps(found.extra["rules"]))
@@ -148,7 +150,11 @@ def _read_run(path: Path) -> PretrainedModel:
     }
     if config.get("quantize_kvcache"):
         origin["kv_cache"] = {"format": config["kv_quant_dtype"], "axis": config["kv_quant_axis"]}
-    return PretrainedModel(model, leaves, read_tokenizer(run), rules, origin)
+    base = PretrainedModel(model, leaves, read_tokenizer(run), rules, origin)
+    if not rank:
+        return base
+    adapters = {name: np.asarray(leaf.load()) for name, leaf in _leaves(checkpoints, "params").items()}
+    return with_adapter(base, Adapter(adapters, rank, config["lora_alpha"], name=f"the adapter of {path}"))
 
 
 def _masked(checkpoints: Path, leaves: dict[str, Leaf]) -> dict[str, Leaf]:

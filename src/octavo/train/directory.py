@@ -16,6 +16,7 @@ from octavo._io import atomic_write
 from octavo.checkpoint import CheckpointManager, CheckpointWarning, Restored, load_abstract
 from octavo.inspect import Plan
 from octavo.optim import dequantize_state, quantize_state_like
+from octavo.pretrained import write_adapter
 from octavo.rules import rules_to_json
 from octavo.train.config import Config
 from octavo.train.config.text import to_yaml
@@ -43,6 +44,9 @@ def describe(trainer: Trainer, log: Log) -> None:
     directory = trainer.config.run_directory
     size, data = sum(x.size for x in jax.tree.leaves(trainer.state.params)), trainer.data.describe()
     log(f"number parameters: {size / 1e6:.3f} million")
+    if trainer.state.frozen:
+        kept = sum(x.nbytes for x in jax.tree.leaves(trainer.state.frozen))
+        log(f"these are adapters of rank {trainer.config.lora_rank}; frozen weights: {kept / 2**20:.1f} MiB")
     log(f"data: {json.dumps(data)}")
     atomic_write(directory / "data.json", json.dumps(data, indent=2))
     for name, content in (trainer.data.tokenizer.files() if trainer.data.tokenizer else {}).items():
@@ -136,6 +140,14 @@ def description(trainer: Trainer) -> dict[str, Any]:
         "model": json.loads(trainer.model.replace(placement=()).to_json()),
         "rules": json.loads(rules_to_json(rules)),
     }
+
+
+def save_adapter(trainer: Trainer, log: Log) -> None:
+    """Write the adapters of a finished run for PEFT, into its directory."""
+    config, path = trainer.config, trainer.config.run_directory / "adapter"
+    base = trainer.source.name if trainer.source is not None else config.load_parameters_path
+    write_adapter(path, trainer.model, trainer.state.params, rank=config.lora_rank, alpha=config.lora_alpha, base=base)
+    log(f"adapter for PEFT and for --adapter: {path}")
 
 
 def save_quantized(trainer: Trainer, log: Log) -> None:

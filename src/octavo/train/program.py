@@ -18,6 +18,7 @@ from octavo.models import ModelConfig, abstract_params
 from octavo.pretrained import PretrainedModel
 from octavo.rules import QtRule, QuantizationRule, Schedule, recipe
 from octavo.train import distributed, sharding
+from octavo.train.adapters import AdapterLoss, lora_rule
 from octavo.train.config import Config
 from octavo.train.initial import ARCHITECTURE, UNCONFIGURED, open_source, with_architecture
 from octavo.train.mesh import global_batch_size, make_mesh
@@ -100,8 +101,12 @@ class Program:
             self.schedule = with_communication(self.schedule, config, self.mesh, spec)
         loss = make_loss(self.model, z_loss=config.z_loss_multiplier, load_balance=config.load_balance_loss_weight)
         self.loss = loss if self.is_single_device else _with_mesh(self.mesh, loss)
+        self.adapter_loss = None
+        if (rule := lora_rule(config)) is not None:
+            self.adapter_loss = AdapterLoss(self.loss, rule, pack=self.is_single_device)
         self.train_step = TrainStep(
-            loss=scheduled(self.loss, self.schedule, weights="params", shardings=self.weight_shardings),
+            loss=self.adapter_loss
+            or scheduled(self.loss, self.schedule, weights="params", shardings=self.weight_shardings),
             optimizer=make_optimizer(config),
             learning_rate=learning_rate_schedule(config),
             accumulation=config.gradient_accumulation_steps,
@@ -166,7 +171,11 @@ class Program:
     def init_state(self, params: Any) -> TrainState:
         """The state before the first step, with these parameters."""
         microbatch = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.abstract_microbatch)
-        loss = self.train_step.loss
+        loss, frozen, key = self.train_step.loss, {}, jax.random.key(self.config.init_weights_seed)
+        if self.adapter_loss is not None:
+            arguments = microbatch, jnp.float32(1), jnp.float32(1)
+            frozen = self.adapter_loss.freeze(params, *arguments)
+            params = self.adapter_loss.init_adapters(key, params, *arguments)
         return TrainState(
             step=jnp.int32(0),
             params=params,
@@ -174,9 +183,10 @@ class Program:
             quant=loss.init(params, microbatch, jnp.float32(1), jnp.float32(1)) if self.rules else {},
             masks=jax.tree.map(jnp.ones_like, self.make_masks(params)),
             # The raw key data, an ordinary array that can be saved and compared.
-            key=jax.random.key_data(jax.random.key(self.config.init_weights_seed)),
+            key=jax.random.key_data(key),
             halted=jnp.bool_(False),
             errors=jax.tree.map(lambda r, p: r.init_error(p.shape), self.reductions, params) if self.reductions else {},
+            frozen=frozen,
         )
 
     def make_masks(self, params: Any) -> dict[str, jax.Array]:
@@ -203,6 +213,15 @@ class Program:
         return sharding.param_specs(self.model, self.mesh, sharding.axis_rules(self.config))
 
     @property
+    def param_shardings(self) -> Any:
+        """The sharding of each parameter of the model, as a tree."""
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec),
+            self.param_specs,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+
+    @property
     def weight_shardings(self) -> dict[str, NamedSharding]:
         """The sharding of each parameter, by path."""
         if self.is_single_device:
@@ -214,7 +233,7 @@ class Program:
     def state_shardings(self) -> TrainState:
         """The sharding of each array of the state: optimizer and masks as their parameters, the rest replicated."""
         state = self.abstract_state
-        found = sharding.tree_shardings(state, state.params, self.param_specs, self.mesh)
+        found = sharding.tree_shardings(state, abstract_params(self.model), self.param_specs, self.mesh)
         feedback = any(isinstance(rule, QtRule) and rule.reduce_feedback for rule in self.rules)
         return with_error_shardings(found, state, self.reductions, self._sites(self.rules) if feedback else ())
 

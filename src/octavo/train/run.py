@@ -26,6 +26,7 @@ from octavo.train.directory import (
     describe,
     description,
     restore,
+    save_adapter,
     save_quantized,
     write_config,
     write_plan,
@@ -134,6 +135,8 @@ def _train(
             with writer, bar as progress, stop_signals() as stop:
                 outcome = _Run(trainer, checkpoints, writer, progress, start_time, extra).loop(stop)
             _remote.push(config.metrics_file)
+        if outcome.complete and config.lora_rank and main:
+            save_adapter(trainer, print_line)
         if outcome.complete and config.save_quantized_params_path:
             save_quantized(trainer, print_line)
     return outcome

@@ -16,7 +16,6 @@ from octavo.models import ModelConfig, apply
 from octavo.ops.sparsity import nm_mask
 from octavo.ops.vjp import ERROR_FEEDBACK
 from octavo.train.config import Config
-from octavo.transform import Scheduled
 from octavo.transform.state import GRADIENT_STATE
 
 type Batch = dict[str, Any]
@@ -38,6 +37,7 @@ class TrainState:
       halted: Set by the first step with a loss or a gradient that is not finite: such a step, and every one after it,
         changes nothing.
       errors: The error feedback of the quantized data-parallel all-reduce.
+      frozen: With LoRA, the weights that are not trained; `params` are adapters then.
     """
 
     # No types are checked: as a pytree, it may hold shapes, shardings or other placeholders instead of arrays.
@@ -49,6 +49,11 @@ class TrainState:
     key: Any
     halted: Any
     errors: Any = dataclasses.field(default_factory=dict)
+    frozen: Any = dataclasses.field(default_factory=dict)
+
+    def operands(self, params: Any) -> Any:
+        """What the loss is a function of: parameters with their masks, or adapters and frozen weights."""
+        return (params, self.frozen) if self.frozen else apply_masks(params, self.masks)
 
 
 def is_reset_on_remesh(path: tuple[str, ...]) -> bool:
@@ -150,7 +155,7 @@ class TrainStep:
     """A loss whose precision follows a schedule, the optimizer, and how gradients are treated.
 
     Args:
-      loss: The loss of `make_loss`, quantized by stages.
+      loss: The loss of `make_loss`, quantized by stages (`Scheduled`), or of adapters (`AdapterLoss`).
       optimizer: The optimizer.
       learning_rate: The learning rate by step, for the metrics.
       accumulation: The number of microbatches of a batch.
@@ -159,7 +164,7 @@ class TrainStep:
       replica_gradients: Computes the gradients of data-parallel replicas and all-reduces them in low precision.
     """
 
-    loss: Scheduled
+    loss: Any
     optimizer: optax.GradientTransformation
     learning_rate: Callable[[Any], jax.Array]
     accumulation: int = 1
@@ -183,7 +188,7 @@ class TrainStep:
 
         def value(params: Any, overwrite: Any, stats: Any, microbatch: Batch, key: jax.Array):
             call = self.loss.stateful({**stats, GRADIENT_STATE: overwrite}, step=step, key=key)
-            (loss, losses), new = call(apply_masks(params, state.masks), microbatch, weights, share)
+            (loss, losses), new = call(state.operands(params), microbatch, weights, share)
             return loss, (losses, _without_gradient_state(new))
 
         differentiate = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)
@@ -231,8 +236,9 @@ class TrainStep:
         bad = state.halted | ~(jnp.isfinite(loss) & jnp.isfinite(raw) & jnp.isfinite(size))
         halted = bad if self.halts else state.halted
         new = TrainState(state.step + 1, params, opt_state, quant, state.masks, state.key, halted, errors)
-        old = dataclasses.replace(state, step=state.step + (1 - halted.astype(jnp.int32)), halted=halted)
+        old = dataclasses.replace(state, step=state.step + (1 - halted.astype(jnp.int32)), halted=halted, frozen={})
         new = jax.tree.map(lambda a, b: jnp.where(bad, a, b), old, new)
+        new = dataclasses.replace(new, frozen=state.frozen)
         weights = jnp.maximum(losses.weights, 1.0)
         metrics = {
             "learning/loss": loss,
@@ -251,7 +257,7 @@ class TrainStep:
     def evaluate(self, state: TrainState, batch: Batch, *, step: int) -> Losses:
         """The losses of a batch in the precision of a step; nothing changes."""
         call = self.loss.stateful(state.quant, step=step, key=jax.random.wrap_key_data(state.key), update=False)
-        return call(apply_masks(state.params, state.masks), batch, total_weights(batch), 1.0)[0][1]
+        return call(state.operands(state.params), batch, total_weights(batch), 1.0)[0][1]
 
 
 def _with_error_feedback(state: Any, feedback: Any) -> Any:

@@ -84,7 +84,7 @@ class Trainer(Program):
     def _initial_params(self) -> Any:
         """Random parameters, or those at `load_parameters_path`."""
         path = _remote.pull(self.config.load_parameters_path)
-        out = None if self.is_single_device else self.state_shardings.params
+        out = None if self.is_single_device else self.param_shardings
         if self.source is not None:
             return load_params(self.source, self.model, out)
         init = functools.partial(init_params, self.model)

@@ -231,7 +231,28 @@ _QUANTIZATION = (
     ),
 )
 
-CONFLICTS = (*_MODEL, *_DATA, *_RUN, *_MESH, *_QUANTIZATION)
+_LORA = (
+    Conflict(
+        lambda c: c.lora_rank and not c.load_parameters_path,
+        "{lora_rank} adapts a pretrained model, but {load_parameters_path}",
+    ),
+    Conflict(
+        lambda c: c.lora_rank and _quantized(c),
+        "{lora_rank} freezes the weights, whose format is lora_weight_qtype: leave out {quantization} and "
+        "{quantization_rules_path}",
+    ),
+    Conflict(
+        lambda c: c.lora_rank and c.weight_sparsity_n is not None,
+        "{lora_rank} freezes the weights, which {weight_sparsity_n} would mask while they train",
+    ),
+    Conflict(
+        lambda c: c.lora_rank and c.gradient_reduce_dtype,
+        "{lora_rank} has small gradients, which are reduced in float, but {gradient_reduce_dtype}",
+    ),
+    Conflict(lambda c: c.lora_weight_qtype and not c.lora_rank, "{lora_weight_qtype} is for adapters, but {lora_rank}"),
+)
+
+CONFLICTS = (*_MODEL, *_DATA, *_RUN, *_MESH, *_QUANTIZATION, *_LORA)
 
 _NOTES = (
     *(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import octavo._config
 from octavo import _remote
 from octavo.data import datasets, register_tokenizer, tokenizers
+from octavo.numerics import get_format
 from octavo.train.config import checks
 from octavo.train.config.checks import AXES
 from octavo.train.config.conflicts import find_conflicts
@@ -30,12 +31,13 @@ GROUPS = {
     "schedule": "Where and when to quantize",
     "sparsity": "Weight sparsity",
     "serving": "Quantized parameters and KV cache",
+    "lora": "LoRA",
 }
 """The groups of keys, in order, with their titles."""
 
 _groups = [functools.partial(key, group=group) for group in GROUPS]
 _run, _checkpoints, _model, _experts, _data, _mesh, _evaluation, _optimizer, *_groups = _groups
-_quantization, _schedule, _sparsity, _serving = _groups
+_quantization, _schedule, _sparsity, _serving, _lora = _groups
 _FLOATS = ("float32", "bfloat16", "float16")
 _REDUCED = ("int8", "float8_e4m3fn", "float8_e5m2")
 _MOMENTS = ("dynamic8", "linear8", "dynamic4", "float8")
@@ -275,6 +277,19 @@ class Config(octavo._config.Config):
         "heads_and_dkv", "one scale per token, or per token and head", choices=("heads_and_dkv", "dkv", "")
     )
     kv_quant_dtype: str = _serving("int8", "format of the KV cache", choices=("int8", "int4", "fp8"))
+
+    lora_rank: int = _lora(0, "rank of adapters of the weights of load_parameters_path; 0: all weights train", low=0)
+    lora_alpha: float = _lora(16.0, "adapters are multiplied by lora_alpha / lora_rank", above=0)
+    lora_dropout: float = _lora(0.0, "share of the inputs of adapters that is dropped", low=0, below=1)
+    lora_module_path: str = _lora(
+        ".*/(self_attention|mlp|moe_block)/.*", "paths of the weights with an adapter", check=checks.check_pattern,
+        hint="regex",
+    )  # fmt: skip
+    lora_weight_qtype: str = _lora(
+        "", "format of those weights, as nf4 for QLoRA; empty: weight_dtype",
+        check=lambda name: name and get_format(name), hint="a number format",
+    )  # fmt: skip
+    lora_tile_size: int = _lora(64, "weights that share a scale; 0: one scale per channel", low=0)
 
     if not TYPE_CHECKING:
 

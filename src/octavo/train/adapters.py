@@ -1,0 +1,76 @@
+"""LoRA in the trainer: adapters are trained, and the weights are frozen, in float or in low precision."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from octavo._tree import path_str
+from octavo.lora import LoraProvider, LoraRule
+from octavo.numerics import get_format
+from octavo.train.config import Config
+from octavo.transform import quantized
+
+
+def lora_rule(config: Config) -> LoraRule | None:
+    """The rule of a configuration's adapters; None without.
+
+    >>> lora_rule(Config(load_parameters_path="model.gguf", lora_rank=8, lora_weight_qtype="nf4")).tile_size
+    64
+    """
+    if not config.lora_rank:
+        return None
+    qtype = config.lora_weight_qtype or None
+    has_tiles = qtype is not None and get_format(qtype).tile is None and config.lora_tile_size
+    return LoraRule(
+        module_path=config.lora_module_path,
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        weight_qtype=qtype,
+        tile_size=config.lora_tile_size if has_tiles else None,
+        scope="weights",
+    )
+
+
+class AdapterLoss:
+    """A loss as a function of (adapters, frozen weights), in the form that a training step takes.
+
+    Args:
+      loss: The loss as a function of the parameters and further arguments.
+      rule: Which matmuls have an adapter.
+      pack: Whether frozen codes of fewer than eight bits are packed into bytes.
+    """
+
+    def __init__(self, loss: Callable[..., Any], rule: LoraRule, *, pack: bool = True):
+        self.rule, self.pack = rule, pack
+        self.low = quantized(loss, LoraProvider([rule]), weights="params")
+
+    def init_adapters(self, key: jax.Array, params: Any, *args: Any) -> dict[str, Any]:
+        """New adapters for these parameters."""
+        return self.low.init_random(key, params, *args)["params"]
+
+    def freeze(self, params: Any, *args: Any) -> Any:
+        """The parameters as they are kept: those with an adapter in the format of the rule."""
+        quantizers = self.low.stored_quantizers(params, *args)
+
+        def frozen(path: Any, leaf: Any) -> Any:
+            if (quantizer := quantizers.get(path_str(path))) is None:
+                return leaf
+            codes = quantizer.quantize(leaf)
+            return codes.pack() if self.pack else codes
+
+        return jax.tree_util.tree_map_with_path(frozen, params)
+
+    def stateful(
+        self, state: Mapping[str, Any] | None = None, *, step: Any, key: Any = None, update: bool = True
+    ) -> Callable[..., Any]:
+        """The loss at a step; without `update`, as in evaluation, there is no dropout."""
+        del state, step
+
+        def call(operands: tuple[Any, Any], *args: Any) -> tuple[Any, dict[str, Any]]:
+            adapters, frozen = operands
+            run = self.low.stateful({"params": adapters}, key=key if update and self.rule.dropout else None)
+            return run(frozen, *args)[0], {}
+
+        return call
