@@ -181,3 +181,40 @@ def test_keys_that_contradict_adapters(options, message):
 def test_a_rank_above_that_of_a_weight(files):
     with pytest.raises(ValueError, match=r"rank=64 is more than the rank of its \(32, 32\) weight"):
         Trainer(started(files / "hf", lora_rank=64))
+
+
+def test_distillation_lowers_the_divergence_from_the_float_model(files):
+    options = {"quantization": "qat_int4", "distillation_weight": 1.0, "learning_rate": 1e-3, "steps": 12}
+    trainer = Trainer(started(files / "hf", reuse_example_batch=1, warmup_steps_fraction=0.0, **options))
+    losses = [trainer.step() for _ in range(12)]
+    kl = [float(metrics["learning/kl_loss"]) for metrics in losses]
+    assert kl[-1] < 0.7 * kl[0]
+    assert kl[0] > 0
+    np.testing.assert_allclose(losses[0]["learning/loss"], kl[0], rtol=1e-5)
+    # The teacher is the model of the file, in float, and stays as it is.
+    stored = open_model(files / "hf").leaves["decoder/layers_1/mlp/wo/kernel"].load()
+    teacher = trainer.state.teacher["decoder"]["layers"]["mlp"]["wo"]["kernel"][1]
+    np.testing.assert_array_equal(teacher, to_float(stored, "float32"))
+
+
+def test_a_teacher_of_another_architecture_on_a_mesh(files, tmp_path):
+    config = MODEL.replace(num_layers=1, qkv_bias=False)
+    params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(3))
+    small = PretrainedModel.from_params(config, params, origin={"name": "small", "path": "small"})
+    export_model("octavo", small, tmp_path / "teacher", Request("int8"))
+    options = {"distillation_weight": 0.5, "distillation_teacher": str(tmp_path / "teacher")}
+    losses = []
+    for devices in (1, 2):
+        sizes = {"num_devices": devices, "per_device_batch_size": 4 // devices}
+        metrics = Trainer(started(files / "hf", **options, **sizes)).step()
+        lm, kl = (float(metrics[f"learning/{name}_loss"]) for name in ("lm", "kl"))
+        np.testing.assert_allclose(metrics["learning/loss"], 0.5 * lm + 0.5 * kl, rtol=1e-5)
+        losses.append(kl)
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    other = PretrainedModel.from_params(
+        config.replace(vocab_size=299),
+        jax.tree.map(lambda x: x[:299] if x.shape[0] == 300 else x[..., :299] if x.shape[-1] == 300 else x, params),
+    )
+    export_model("octavo", other, tmp_path / "other", Request("int8"))
+    with pytest.raises(ConfigError, match=r"other has 299 ids and the model 300: a teacher needs the same vocabulary"):
+        Trainer(started(files / "hf", distillation_weight=1.0, distillation_teacher=str(tmp_path / "other")))

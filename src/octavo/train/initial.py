@@ -86,6 +86,24 @@ def with_architecture(config: Config, source: PretrainedModel | None) -> Config:
     return config.replace(**given)
 
 
+def open_teacher(path: str, model: ModelConfig) -> PretrainedModel:
+    """The teacher of a distillation, which has the vocabulary of the model.
+
+    Raises:
+      ConfigError: It cannot be opened, or has another vocabulary.
+    """
+    try:
+        teacher = open_model(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError([f"distillation_teacher={path}: {error}"]) from error
+    if teacher.config.vocab_size != model.vocab_size:
+        raise ConfigError([
+            f"distillation_teacher={path} has {teacher.config.vocab_size} ids and the model {model.vocab_size}: "
+            "a teacher needs the same vocabulary"
+        ])  # fmt: skip
+    return teacher
+
+
 def check_tokenizer(source: PretrainedModel | None, data: Dataset) -> None:
     """Raise unless the data has the tokens that a model knows.
 

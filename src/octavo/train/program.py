@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from octavo._tree import flatten_paths
 from octavo.data.packing import KEYS
 from octavo.inspect import Plan, Verification, plan, verify
-from octavo.models import ModelConfig, abstract_params
+from octavo.models import ModelConfig, abstract_params, apply
 from octavo.pretrained import PretrainedModel
 from octavo.rules import QtRule, QuantizationRule, Schedule, recipe
 from octavo.train import distributed, sharding
 from octavo.train.adapters import AdapterLoss, lora_rule
 from octavo.train.config import Config
-from octavo.train.initial import ARCHITECTURE, UNCONFIGURED, open_source, with_architecture
+from octavo.train.initial import ARCHITECTURE, UNCONFIGURED, open_source, open_teacher, with_architecture
 from octavo.train.mesh import global_batch_size, make_mesh
 from octavo.train.optimizer import learning_rate_schedule, make_optimizer
 from octavo.train.quantization import training_schedule, with_communication
@@ -99,7 +99,13 @@ class Program:
             self.model = self.model.replace(placement=sharding.model_axis_rules(config, self.mesh))
             spec = sharding.batch_spec(config, self.mesh)
             self.schedule = with_communication(self.schedule, config, self.mesh, spec)
-        loss = make_loss(self.model, z_loss=config.z_loss_multiplier, load_balance=config.load_balance_loss_weight)
+        loss = make_loss(
+            self.model,
+            z_loss=config.z_loss_multiplier,
+            load_balance=config.load_balance_loss_weight,
+            distillation=config.distillation_weight,
+            temperature=config.distillation_temperature,
+        )
         self.loss = loss if self.is_single_device else _with_mesh(self.mesh, loss)
         self.adapter_loss = None
         if (rule := lora_rule(config)) is not None:
@@ -113,6 +119,7 @@ class Program:
             clip=config.gradient_clipping_threshold,
             halts=config.abort_on_nan_loss,
             replica_gradients=self.reductions and functools.partial(replica_gradients, reductions=self.reductions),
+            teacher=self._teacher_logits if config.distillation_weight else None,
         )
 
     @property
@@ -142,6 +149,26 @@ class Program:
             return None
         return replica_reductions(self.mesh, self.param_specs, dtype, self.config.gradient_reduce_error_feedback)
 
+    @functools.cached_property
+    def teacher_source(self) -> PretrainedModel | None:
+        """The model at `distillation_teacher`; None if the teacher is the model that the run starts from."""
+        path = self.config.distillation_teacher
+        return open_teacher(path, self.model) if path and self.config.distillation_weight else None
+
+    @functools.cached_property
+    def teacher_model(self) -> ModelConfig:
+        """The architecture of the teacher, with the scan, dtypes and sharding of the run."""
+        if self.teacher_source is None:
+            return self.model
+        ours = {name: getattr(self.model, name) for name in ("scan_layers", "dtype", "weight_dtype", "placement")}
+        return self.teacher_source.config.replace(**ours)
+
+    def _teacher_logits(self, params: Any, batch: Batch) -> jax.Array:
+        names = ("inputs", "inputs_position", "inputs_segmentation")
+        run = functools.partial(apply, self.teacher_model)
+        run = run if self.is_single_device else _with_mesh(self.mesh, run)
+        return run(params, *(batch[name] for name in names))[0]
+
     # Shapes.
 
     @property
@@ -166,10 +193,17 @@ class Program:
     @functools.cached_property
     def abstract_state(self) -> TrainState:
         """The shapes of the state."""
-        return jax.eval_shape(self.init_state, abstract_params(self.model))
+        return jax.eval_shape(self.init_state, abstract_params(self.model), self.abstract_teacher)
 
-    def init_state(self, params: Any) -> TrainState:
-        """The state before the first step, with these parameters."""
+    @property
+    def abstract_teacher(self) -> Any:
+        """The shapes of the teacher's parameters; None if they are those of the run."""
+        return None if self.teacher_source is None else abstract_params(self.teacher_model)
+
+    def init_state(self, params: Any, teacher: Any = None) -> TrainState:
+        """The state before the first step, with these parameters; a teacher is by default what they are now."""
+        if teacher is None:
+            teacher = jax.tree.map(jnp.copy, params) if self.config.distillation_weight else {}
         microbatch = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.abstract_microbatch)
         loss, frozen, key = self.train_step.loss, {}, jax.random.key(self.config.init_weights_seed)
         if self.adapter_loss is not None:
@@ -187,6 +221,7 @@ class Program:
             halted=jnp.bool_(False),
             errors=jax.tree.map(lambda r, p: r.init_error(p.shape), self.reductions, params) if self.reductions else {},
             frozen=frozen,
+            teacher=teacher,
         )
 
     def make_masks(self, params: Any) -> dict[str, jax.Array]:

@@ -38,6 +38,7 @@ class TrainState:
         changes nothing.
       errors: The error feedback of the quantized data-parallel all-reduce.
       frozen: With LoRA, the weights that are not trained; `params` are adapters then.
+      teacher: With distillation, the parameters of the teacher.
     """
 
     # No types are checked: as a pytree, it may hold shapes, shardings or other placeholders instead of arrays.
@@ -50,6 +51,7 @@ class TrainState:
     halted: Any
     errors: Any = dataclasses.field(default_factory=dict)
     frozen: Any = dataclasses.field(default_factory=dict)
+    teacher: Any = dataclasses.field(default_factory=dict)
 
     def operands(self, params: Any) -> Any:
         """What the loss is a function of: parameters with their masks, or adapters and frozen weights."""
@@ -71,6 +73,7 @@ class Losses(NamedTuple):
     z: jax.Array
     load_balance: jax.Array
     weights: jax.Array
+    kl: jax.Array
 
 
 def total_weights(batch: Batch) -> jax.Array:
@@ -82,11 +85,23 @@ def total_weights(batch: Batch) -> jax.Array:
     return jnp.sum(batch["targets_segmentation"] != 0).astype(jnp.float32)
 
 
-def make_loss(model: ModelConfig, *, z_loss: float = 0.0, load_balance: float = 0.0) -> Callable[..., Any]:
+TEACHER = "teacher_logits"
+"""The entry of a batch with the logits of a teacher."""
+
+
+def make_loss(
+    model: ModelConfig,
+    *,
+    z_loss: float = 0.0,
+    load_balance: float = 0.0,
+    distillation: float = 0.0,
+    temperature: float = 1.0,
+) -> Callable[..., Any]:
     """A function `(params, batch, weights, share) -> (loss, Losses)` for one microbatch.
 
     `weights` is the number of tokens in the full batch, and `share` the microbatch's fraction of it. The loss is
     normalized by them, so that gradients of microbatches have the magnitude, and the ranges, of those of the batch.
+    Where a batch has a teacher's logits, `distillation` is the share of the KL divergence from the teacher in the loss.
     """
 
     def loss(params: Any, batch: Batch, weights: Any, share: Any) -> tuple[jax.Array, Losses]:
@@ -96,11 +111,28 @@ def make_loss(model: ModelConfig, *, z_loss: float = 0.0, load_balance: float = 
         lm = jnp.sum((log_z - _target_logits(logits, batch["targets"])) * mask)
         z = z_loss * jnp.sum(log_z**2 * mask)
         balance = load_balance * aux.load_balance
+        kl, mixed = jnp.zeros((), jnp.float32), lm
+        if TEACHER in batch:
+            kl = jnp.sum(kl_divergence(batch[TEACHER], logits, temperature) * mask)
+            mixed = (1 - distillation) * lm + distillation * kl
         # The loss of a batch that is all padding is 0, not a division by zero.
-        total = (lm + z) / jnp.maximum(weights, 1.0) + balance * share
-        return total, Losses(lm, z, balance * share, jnp.sum(mask))
+        total = (mixed + z) / jnp.maximum(weights, 1.0) + balance * share
+        return total, Losses(lm, z, balance * share, jnp.sum(mask), kl)
 
     return loss
+
+
+def kl_divergence(teacher: jax.Array, student: jax.Array, temperature: float = 1.0) -> jax.Array:
+    """The KL divergence of a student's distribution from a teacher's, for each token.
+
+    Logits are divided by the temperature, and the result is multiplied by its square, so that gradients keep their
+    magnitude (G. Hinton et al., "Distilling the Knowledge in a Neural Network", 2015).
+
+    >>> kl_divergence(jnp.asarray([0.0, 0.0]), jnp.asarray([1.0, 1.0])).item()
+    0.0
+    """
+    p, q = (jax.nn.log_softmax(x.astype(jnp.float32) / temperature, axis=-1) for x in (teacher, student))
+    return temperature**2 * jnp.sum(jnp.exp(p) * (p - q), axis=-1)
 
 
 def _target_logits(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -162,6 +194,7 @@ class TrainStep:
       clip: The bound on the global norm of the gradients; 0: none.
       halts: Whether all updates stop after a step that is not finite. Such a step itself never updates anything.
       replica_gradients: Computes the gradients of data-parallel replicas and all-reduces them in low precision.
+      teacher: The logits of the teacher, as a function of its parameters and a batch; in float.
     """
 
     loss: Any
@@ -171,6 +204,10 @@ class TrainStep:
     clip: float = 0.0
     halts: bool = True
     replica_gradients: Callable[..., Any] | None = None
+    teacher: Callable[[Any, Batch], jax.Array] | None = None
+
+    def _with_teacher(self, state: TrainState, batch: Batch) -> Batch:
+        return batch if self.teacher is None else {**batch, TEACHER: self.teacher(state.teacher, batch)}
 
     def gradients(
         self, state: TrainState, batch: Batch, *, step: int, weights: Any = None, share: float = 1.0
@@ -194,6 +231,7 @@ class TrainStep:
         differentiate = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)
 
         def one(overwrite: Any, stats: Any, microbatch: Batch, key: jax.Array):
+            microbatch = self._with_teacher(state, microbatch)
             (loss, (losses, stats)), (gradients, new) = differentiate(state.params, overwrite, stats, microbatch, key)
             return (gradients, losses, loss), new, stats
 
@@ -236,9 +274,10 @@ class TrainStep:
         bad = state.halted | ~(jnp.isfinite(loss) & jnp.isfinite(raw) & jnp.isfinite(size))
         halted = bad if self.halts else state.halted
         new = TrainState(state.step + 1, params, opt_state, quant, state.masks, state.key, halted, errors)
-        old = dataclasses.replace(state, step=state.step + (1 - halted.astype(jnp.int32)), halted=halted, frozen={})
+        old = dataclasses.replace(state, step=state.step + (1 - halted.astype(jnp.int32)), halted=halted)
+        old = dataclasses.replace(old, frozen={}, teacher={})
         new = jax.tree.map(lambda a, b: jnp.where(bad, a, b), old, new)
-        new = dataclasses.replace(new, frozen=state.frozen)
+        new = dataclasses.replace(new, frozen=state.frozen, teacher=state.teacher)
         weights = jnp.maximum(losses.weights, 1.0)
         metrics = {
             "learning/loss": loss,
@@ -252,6 +291,8 @@ class TrainStep:
             "learning/current_learning_rate": self.learning_rate(state.step),
             "halted": halted,
         }
+        if self.teacher is not None:
+            metrics["learning/kl_loss"] = losses.kl / weights
         return new, metrics
 
     def evaluate(self, state: TrainState, batch: Batch, *, step: int) -> Losses:

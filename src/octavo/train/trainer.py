@@ -76,10 +76,13 @@ class Trainer(Program):
         return self.verification.flops()
 
     def _initial_state(self) -> TrainState:
-        params = self._initial_params()
+        params, teacher = self._initial_params(), None
+        if self.teacher_source is not None:
+            out = None if self.is_single_device else self.state_shardings.teacher
+            teacher = load_params(self.teacher_source, self.teacher_model, out)
         if self.is_single_device:
-            return self.init_state(params)
-        return jax.jit(self.init_state, out_shardings=self.state_shardings)(params)
+            return self.init_state(params, teacher)
+        return jax.jit(self.init_state, out_shardings=self.state_shardings)(params, teacher)
 
     def _initial_params(self) -> Any:
         """Random parameters, or those at `load_parameters_path`."""

@@ -252,7 +252,18 @@ _LORA = (
     Conflict(lambda c: c.lora_weight_qtype and not c.lora_rank, "{lora_weight_qtype} is for adapters, but {lora_rank}"),
 )
 
-CONFLICTS = (*_MODEL, *_DATA, *_RUN, *_MESH, *_QUANTIZATION, *_LORA)
+_DISTILLATION = (
+    Conflict(
+        lambda c: c.distillation_weight and not c.distillation_teacher and not c.load_parameters_path,
+        "{distillation_weight} needs a teacher, but {distillation_teacher} and {load_parameters_path}",
+    ),
+    Conflict(
+        lambda c: c.distillation_teacher and not c.distillation_weight,
+        "{distillation_teacher} has no effect with {distillation_weight}: 1 is its KL divergence alone",
+    ),
+)
+
+CONFLICTS = (*_MODEL, *_DATA, *_RUN, *_MESH, *_QUANTIZATION, *_LORA, *_DISTILLATION)
 
 _NOTES = (
     *(

@@ -32,12 +32,13 @@ GROUPS = {
     "sparsity": "Weight sparsity",
     "serving": "Quantized parameters and KV cache",
     "lora": "LoRA",
+    "distillation": "Distillation",
 }
 """The groups of keys, in order, with their titles."""
 
 _groups = [functools.partial(key, group=group) for group in GROUPS]
 _run, _checkpoints, _model, _experts, _data, _mesh, _evaluation, _optimizer, *_groups = _groups
-_quantization, _schedule, _sparsity, _serving, _lora = _groups
+_quantization, _schedule, _sparsity, _serving, _lora, _distillation = _groups
 _FLOATS = ("float32", "bfloat16", "float16")
 _REDUCED = ("int8", "float8_e4m3fn", "float8_e5m2")
 _MOMENTS = ("dynamic8", "linear8", "dynamic4", "float8")
@@ -290,6 +291,12 @@ class Config(octavo._config.Config):
         check=lambda name: name and get_format(name), hint="a number format",
     )  # fmt: skip
     lora_tile_size: int = _lora(64, "weights that share a scale; 0: one scale per channel", low=0)
+
+    distillation_weight: float = _distillation(
+        0.0, "share of the KL divergence from a teacher in the loss; 0: no teacher", low=0, high=1
+    )
+    distillation_teacher: str = _distillation("", "the teacher; empty: the float model of load_parameters_path")
+    distillation_temperature: float = _distillation(1.0, "divides both models' logits", above=0)
 
     if not TYPE_CHECKING:
 
