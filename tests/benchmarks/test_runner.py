@@ -13,7 +13,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 # `accelerators` needs the compilers of TPUs and GPUs, `ptq` a model and texts: they are run by hand.
-HELPERS = {"__main__", "accelerators", "peers", "ptq", "timing", "torch_peer", "torch_step"}
+HELPERS = {"__main__", "accelerators", "finetune", "peers", "ptq", "timing", "torch_peer", "torch_step"}
 
 
 @pytest.fixture
