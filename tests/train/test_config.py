@@ -323,6 +323,22 @@ CONFLICTS = [
         {"weight_sparsity_n": 4, "weight_sparsity_m": 4},
         "weight_sparsity_n=4 is not below weight_sparsity_m=4",
     ),
+    ({"lora_rank": 2}, 'lora_rank=2 adapts a pretrained model, but load_parameters_path=""'),
+    (
+        {"lora_rank": 2, "load_parameters_path": "m", "quantization": "int8"},
+        "lora_rank=2 freezes the weights, whose format is lora_weight_qtype: leave out quantization=int8",
+    ),
+    (
+        {"lora_rank": 2, "load_parameters_path": "m", "weight_sparsity_n": 2, "weight_sparsity_m": 4},
+        "lora_rank=2 freezes the weights, which weight_sparsity_n=2 would mask",
+    ),
+    (
+        {"lora_rank": 2, "load_parameters_path": "m", "gradient_reduce_dtype": "int8"},
+        "lora_rank=2 has small gradients, which are reduced in float, but gradient_reduce_dtype=int8",
+    ),
+    ({"lora_weight_qtype": "nf4"}, "lora_weight_qtype=nf4 is for adapters, but lora_rank=0"),
+    ({"distillation_weight": 0.5}, 'distillation_weight=0.5 needs a teacher, but distillation_teacher=""'),
+    ({"distillation_teacher": "m"}, "distillation_teacher=m has no effect with distillation_weight=0:"),
 ]
 
 
@@ -412,4 +428,4 @@ def test_a_printed_config_marks_what_was_changed_and_where():
     assert text.endswith("\n\nnote: look here")
     for name in FIELDS:
         assert f" {name} " in text
-    assert format_config(config).count("*") == 2
+    assert format_config(config).count("\n  * ") == 2

@@ -164,20 +164,6 @@ def test_adapters_on_a_mesh_have_the_loss_of_one_device(files):
         np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"load_parameters_path": ""}, "lora_rank=2 adapts a pretrained model"),
-        ({"quantization": "int8"}, "whose format is lora_weight_qtype: leave out quantization=int8"),
-        ({"lora_rank": 0, "lora_weight_qtype": "nf4"}, "lora_weight_qtype=nf4 is for adapters, but lora_rank=0"),
-        ({"lora_weight_qtype": "nf5"}, "lora_weight_qtype=nf5: "),
-    ],
-)
-def test_keys_that_contradict_adapters(options, message):
-    with pytest.raises(ConfigError, match=message):
-        started("model.gguf", **{"lora_rank": 2, **options})
-
-
 def test_a_rank_above_that_of_a_weight(files):
     with pytest.raises(ValueError, match=r"rank=64 is more than the rank of its \(32, 32\) weight"):
         Trainer(started(files / "hf", lora_rank=64))
