@@ -1,10 +1,14 @@
 """Telemetry: what is measured and when, static bounds that hold the tensors, and the worst weights."""
 
+import json
+from unittest.mock import Mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from octavo.train import telemetry
 from octavo.train.run import train
 from octavo.train.telemetry import (
     Telemetry,
@@ -129,3 +133,19 @@ def test_the_worst_come_first_and_the_worst_of_all_is_found():
 @pytest.mark.slow
 def test_float_has_none():
     assert worst_weights(Trainer(small(quantization=""))) == []
+
+
+def test_the_last_step_is_measured_and_the_drift_goes_on_after_a_resume(monkeypatch):
+    trainer = Mock(spec=Trainer)
+    trainer.config = Mock(quantization_metrics_interval=100, steps=7)
+    trainer.state, trainer.batch = None, lambda step: None
+    trainer.schedule = Mock(at=lambda step: [1], stage=lambda step: 0)
+    first = Telemetry(trainer)
+    assert [step for step in range(7) if first.is_due(step)] == [6]
+    monkeypatch.setattr(telemetry, "by_class", lambda stats: {"weight": {"scale": stats}})
+    monkeypatch.setattr(telemetry, "summarize", lambda stats: {})
+    first._compiled[0] = lambda state, batch: 1.0
+    first.measure(3)
+    resumed = Telemetry(trainer, json.loads(json.dumps(first.scales)))
+    resumed._compiled[0] = lambda state, batch: 4.0
+    assert resumed.measure(6)["weight"]["scale_drift"] == 2

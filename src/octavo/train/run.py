@@ -174,7 +174,8 @@ class _Run:
         extra: dict[str, Any],
     ):
         self.trainer, self.config, self.checkpoints = trainer, trainer.config, checkpoints
-        self.writer, self.progress, self.telemetry = writer, progress, Telemetry(trainer)
+        self.writer, self.progress = writer, progress
+        self.telemetry = Telemetry(trainer, extra.get("scales"))
         self.tokens_per_device = trainer.batch_size * self.config.max_target_length / trainer.mesh.size
         self.memory_bytes: int | None = None
         # The start time, as if the run had never been interrupted, and the total duration of its steps.
@@ -313,7 +314,7 @@ class _Run:
             return
         times = {"seconds": time.perf_counter() - self.start_time, "training_seconds": self.training_seconds}
         losses = {"loss": self.loss, "eval_loss": self.eval_loss}
-        data = {"data": self.trainer.data.describe()}
+        data = {"data": self.trainer.data.describe(), "scales": self.telemetry.scales}
         extra = {**times, **losses, **data, **description(self.trainer)}
         self.checkpoints.save(self.trainer.now, self.trainer.state, extra)
         _remote.push(self.config.run_path)  # what is complete; an asynchronous save is uploaded with the next

@@ -36,14 +36,17 @@ CLIPS, VANISHES = 1e-3, 0.1
 class Telemetry:
     """Measurements of a trainer's quantization; the first one compiles the program that makes them."""
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: Trainer, scales: Mapping[str, float] | None = None):
         self.trainer, self.interval = trainer, trainer.config.quantization_metrics_interval
-        self._scales: dict[str, float] = {}
+        self.scales = dict(scales or {})
+        """The mean scale of each class of tensors at the last measurement; part of a checkpoint."""
         self._compiled: dict[int, Any] = {}
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is followed by a measurement: one in `quantization_metrics_interval` that is quantized."""
-        return self.interval > 0 and (step + 1) % self.interval == 0 and bool(self.trainer.schedule.at(step)[0])
+        """Whether a step is followed by a measurement: one in `quantization_metrics_interval`, and the last one."""
+        is_last = step + 1 == self.trainer.config.steps
+        due = self.interval > 0 and ((step + 1) % self.interval == 0 or is_last)
+        return due and bool(self.trainer.schedule.at(step)[0])
 
     def measure(self, step: int) -> dict[str, Any]:
         """Saturation, underflow, signal-to-noise, scale and its drift: by class of tensor, and by matmul.
@@ -56,10 +59,10 @@ class Telemetry:
         stats = self._compiled[stage](self.trainer.state, self.trainer.batch(step))
         classes = by_class(stats)
         for kind, row in classes.items():
-            before, row["scale_drift"] = self._scales.get(kind), 0.0
+            before, row["scale_drift"] = self.scales.get(kind), 0.0
             if before and row["scale"] > 0:
                 row["scale_drift"] = math.log2(row["scale"] / before)
-            self._scales[kind] = row["scale"]
+            self.scales[kind] = float(row["scale"])
         sites = {
             site: {name: {key: np.asarray(value).tolist() for key, value in row.items()} for name, row in rows.items()}
             for site, rows in summarize(stats).items()
