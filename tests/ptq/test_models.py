@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import octavo
-from octavo.ptq import collect_statistics, quantize, quantize_weights
+from octavo.ptq import collect_statistics, load_statistics, quantize, quantize_weights, save_statistics
 
 RULE = octavo.QuantizationRule(weight_qtype="int4", tile_size=16)
 
@@ -243,3 +243,27 @@ def test_stages_see_the_inputs_of_quantized_stages():
     assert errors[0] < errors[1]
     with pytest.raises(ValueError, match="stages have every quantized weight once; 'down' is missing"):
         next(quantize_weights(run, params, quantizers, batches, stages=[["up"]]))
+
+
+def test_saved_statistics_take_the_place_of_data(tmp_path):
+    def run(params, x):
+        return x @ params["w"]
+
+    params, x = {"w": jax.random.normal(jax.random.key(0), (32, 8))}, jax.random.normal(jax.random.key(1), (64, 32))
+    rule = octavo.QuantizationRule(weight_qtype="int4", tile_size=32)
+    quantizers = octavo.quantized(run, rule).stored_quantizers(params, x)
+    found, _ = collect_statistics(run, params, [x])
+    save_statistics(tmp_path / "a.npz", found)
+    again = load_statistics(tmp_path / "a.npz")
+    assert again["w"].view == found["w"].view
+    assert again["w"].drift is None
+    ((name, low),) = quantize_weights(run, params, quantizers, [], statistics=again)
+    ((_, wanted),) = quantize_weights(run, params, quantizers, [x])
+    assert name == "w"
+    assert np.array_equal(low.array.dequantize(), wanted.array.dequantize())
+    other = {"w": jnp.ones((64, 8))}
+    with pytest.raises(ValueError, match=r"the statistics of 'w' are for \(1, 32, 8\) weights, but its shape is"):
+        next(quantize_weights(run, other, quantizers, [], statistics=again))
+    (tmp_path / "b.npz").write_bytes(b"no zip")
+    with pytest.raises(ValueError, match="has no statistics of weights, or is damaged"):
+        load_statistics(tmp_path / "b.npz")

@@ -10,6 +10,7 @@ from octavo.ptq.budget import assign
 from octavo.ptq.gptq import gptq
 from octavo.ptq.low_rank import eora
 from octavo.ptq.methods import QuantizedWeight, method_names, quantize_weight
+from octavo.ptq.saved import load_statistics, save_statistics
 from octavo.ptq.scales import Scales, scales_of, search
 from octavo.ptq.sensitivity import Option, sensitivity
 from octavo.ptq.smooth import Fold, smooth
@@ -26,10 +27,12 @@ __all__ = [
     "collect_statistics",
     "eora",
     "gptq",
+    "load_statistics",
     "method_names",
     "quantize",
     "quantize_weight",
     "quantize_weights",
+    "save_statistics",
     "scales_of",
     "search",
     "sensitivity",

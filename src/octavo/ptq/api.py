@@ -11,7 +11,7 @@ import jax
 from octavo.frameworks.model import framework_of, quantize_model
 from octavo.frameworks.serving import map_params, stored_quantizers, unboxed
 from octavo.ptq.methods import QuantizedWeight, get_method, quantize_weight
-from octavo.ptq.statistics import arguments, collect_statistics, named_leaves
+from octavo.ptq.statistics import Statistics, arguments, collect_statistics, named_leaves
 from octavo.qarray import QArray, Quantizer
 from octavo.transform import PtqProvider
 
@@ -97,6 +97,7 @@ def quantize_weights(
     method: str = "gptq",
     strict_paths: bool = False,
     memory: int = MEMORY,
+    statistics: Mapping[str, Statistics] | None = None,
     stages: Sequence[Collection[str]] = (),
     progress: Callable[[int], None] | None = None,
     log: Log | None = None,
@@ -112,6 +113,7 @@ def quantize_weights(
         strict_paths: As for `Quantized`.
         memory: Bytes of Hessians that are held at a time. If those of all weights need more, there are several passes
             over the data.
+        statistics: Statistics of some weights, from an earlier run: these need no data.
         stages: The names of all weights in the order in which the function uses them, in groups. Each group has a pass
             over the data with the weights of the groups before it quantized, and corrects for the change of its inputs
             ("gptaq").
@@ -126,18 +128,29 @@ def quantize_weights(
     plain = unboxed(params)
     leaves = named_leaves(plain)
     width = max(map(len, quantizers), default=0)
+    if stages and statistics:
+        raise ValueError("stages have statistics of their own, of quantized inputs: leave statistics out")
     if stages:
         _check_stages(stages, quantizers)
+    given = dict(statistics or {})
+    for name in given.keys() & quantizers.keys():
+        given[name].view.check(name, leaves[name].shape)
+    unknown = {name: q for name, q in quantizers.items() if name not in given}
     passes = [tuple(names) for names in stages] or _passes(
-        quantizers, {name: leaves[name].shape for name in quantizers}, memory
+        unknown, {name: leaves[name].shape for name in unknown}, memory
     )
+    if given and not stages:
+        passes = [tuple(name for name in quantizers if name in given), *passes]
     batches = list(batches) if len(passes) > 1 else batches
     current, now = plain, {}
     for names in passes:
         if now:
             current = map_params(lambda name, leaf: now.get(name, leaf), current)
         options: dict[str, Any] = {"only": names, "strict_paths": strict_paths, "progress": progress}
-        found, missing = collect_statistics(fn, current, batches, against=plain if now else None, **options)
+        if given and not stages and all(name in given for name in names):
+            found, missing = {name: given[name] for name in names}, {}
+        else:
+            found, missing = collect_statistics(fn, current, batches, against=plain if now else None, **options)
         for name in names:
             if name in found:
                 done = quantize_weight(leaves[name], quantizers[name], found.pop(name), method=method)

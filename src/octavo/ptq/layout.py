@@ -32,6 +32,13 @@ class MatrixView:
         """An array of the parameter's shape as matrices."""
         return x.reshape(self.digits).transpose(self.order).reshape(self.shape)
 
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        """Raise unless a parameter of this shape has these matrices."""
+        if math.prod(shape) != math.prod(self.shape):
+            raise ValueError(
+                f"the statistics of {name!r} are for {self.shape} weights, but its shape is {tuple(shape)}"
+            )
+
     def restore(self, x: Shaped[Array, "s k n"], shape: Sequence[int]) -> Shaped[Array, "..."]:
         """The inverse of `matrices`."""
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
