@@ -135,3 +135,12 @@ def test_the_command_tries_every_type_and_keeps_stderr_clean():
     assert list(report["dots"]) == list(DTYPES)
     assert report["dots"]["float32"]["verdict"] == "reference"
     assert report["dots"]["int8"]["runs"]
+
+
+def test_a_busy_machine_is_not_a_broken_jax():
+    probed = {"error": "no answer in 15 s", "platform": None, "devices": [], "kernels": None, "dots": {}}
+    busy = [item for item in doctor.missing([], probed) if "JAX" in item["problem"]]
+    assert [item["essential"] for item in busy] == [False]
+    assert busy[0]["problem"] == "JAX gave no answer in 15 s: the machine or its device is busy"
+    broken = doctor.missing([], probed | {"error": "the process ended: exit status 1"})
+    assert any(item["essential"] and item["problem"].startswith("JAX does not run") for item in broken)

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo._optional import installed_version
 from octavo.cli import machine
-from octavo.cli.probe import SHAPE, probe
+from octavo.cli.probe import NO_ANSWER, SHAPE, probe
 
 # Extras for building the documentation, which are not reported as missing.
 _NOT_ASKED = ("docs",)
@@ -98,7 +98,9 @@ def missing(requirements: list[Requirement], probed: dict) -> list[dict]:
 
     if not at_least(platform.python_version(), metadata.metadata("octavo").get("Requires-Python") or ""):
         add(f"Python {platform.python_version()} is too old", "uv python install 3.12", essential=True)
-    if probed["error"]:
+    if probed["error"] and probed["error"].startswith(NO_ANSWER):
+        add(f"JAX gave {probed['error']}: the machine or its device is busy", "octavo doctor, when it is idle")
+    elif probed["error"]:
         add(f"JAX does not run: {probed['error']}", _pip("--upgrade", "jax"), essential=True)
     unmet = [requirement for requirement in requirements if not requirement.is_met]
     for extra in dict.fromkeys(requirement.extra for requirement in unmet):

@@ -22,6 +22,9 @@ GAIN = 1.1
 _COMMAND = (sys.executable, "-m", "octavo.cli.probe")
 
 
+NO_ANSWER = "no answer in"
+
+
 def probe(command: Sequence[str] = _COMMAND, timeout: float = 15.0) -> dict:
     """Try every type and return `{"error", "platform", "devices", "kernels", "dots"}`.
 
@@ -60,7 +63,7 @@ def _child(command: Sequence[str], timeout: float) -> tuple[list[dict], str | No
     try:
         done = subprocess.run(command, capture_output=True, timeout=timeout)
     except subprocess.TimeoutExpired as error:
-        return _events(error.stdout), f"no answer in {timeout:g} s"
+        return _events(error.stdout), f"{NO_ANSWER} {timeout:g} s"
     if done.returncode == 0:
         return _events(done.stdout), None
     last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [""]
