@@ -118,7 +118,8 @@ def test_qarrays_of_every_format(tmp_path):
     state = {}
     for name, fmt in octavo.formats().items():
         codes = jnp.asarray(rng.integers(0, 2, (4, 64)).astype(fmt.storage))
-        zero = jnp.asarray(np.ones((4, 1), fmt.storage)) if fmt.asymmetric else None
+        zero_dtype = getattr(fmt, "zero_dtype", None) or fmt.storage
+        zero = jnp.asarray(np.ones((4, 1), zero_dtype)) if fmt.asymmetric else None
         state[name] = octavo.QArray(codes, scale, zero, fmt, dtype=jnp.bfloat16, padding=[(-1, 3)])
         packed = jnp.asarray(rng.integers(0, 256, (4, 8), np.uint8))
         state[f"{name}, packed"] = octavo.QArray(packed, scale, None, fmt, packed=(-1, 64))
