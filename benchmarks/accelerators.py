@@ -72,9 +72,20 @@ class Layer(nn.Module):
         return x + dense(width, "down")(gated)
 
 
+class Attention(nn.Module):
+    """Causal attention with its four linear layers."""
+
+    @nn.compact
+    def __call__(self, x):
+        width = x.shape[-1]
+        q, k, v = (dense(width, name)(x).reshape(*x.shape[:-1], width // HEAD, HEAD) for name in "qkv")
+        return dense(width, "o")(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape))
+
+
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear": (Linear(4096), (2, 2048, 4096)),
     "mlp": (GatedMlp(14336), (*TOKENS, 4096)),
+    "attention": (Attention(), (*TOKENS, 4096)),
     "layer-1b": (Layer(8192), (*TOKENS, 2048)),
     "layer-8b": (Layer(14336), (*TOKENS, 4096)),
 }

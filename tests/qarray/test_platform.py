@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import octavo
@@ -23,12 +24,26 @@ def test_on_cpu_under_transformations():
     assert jax.vmap(lambda x: x + on_cpu().astype(x.dtype))(jnp.zeros(3)).tolist() == [1, 1, 1]
 
 
-def test_the_gradient_of_a_weight_has_its_layout_on_tpus():
-    x, w = jnp.ones((16, 32)), jnp.ones((32, 64))
+@pytest.mark.parametrize(("width", "count"), [(64, 1), (32, 1), (16, 0)])
+def test_the_gradient_of_a_wide_weight_has_its_layout_on_tpus(width, count):
+    x, w = jnp.ones((16, 32)), jnp.ones((32, width))
     config = octavo.DotConfig.qt("int8")
 
     def loss(w):
         return jnp.sum(octavo.dot_general(x, w, (((1,), (0,)), ((), ())), config=config))
 
-    assert lowered(jax.grad(loss), w, platform="tpu").count("@LayoutConstraint") == 1
+    assert lowered(jax.grad(loss), w, platform="tpu").count("@LayoutConstraint") == count
     assert "@LayoutConstraint" not in lowered(jax.grad(loss), w, platform="cuda")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_range_is_reduced_in_the_dtype_of_the_values(dtype):
+    """A reduction of widened values would be a pass of its own on TPUs."""
+    x = jax.random.normal(jax.random.key(0), (8, 256)).astype(dtype)
+    quantizer = octavo.Quantizer("int8", channelwise_axes=(0,))
+    text = jax.jit(quantizer.quantize).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+    kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    assert f"applies stablehlo.maximum across dimensions = [1] : (tensor<8x256x{kind}>" in text
+    bounds, wide = quantizer.measure(x)["absmax"], quantizer.measure(x.astype(jnp.float32))["absmax"]
+    assert bounds.dtype == wide.dtype == jnp.float32
+    np.testing.assert_array_equal(bounds, wide)

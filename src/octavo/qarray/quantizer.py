@@ -182,7 +182,11 @@ class Quantizer(Config):
             return arithmetic.decode(codes, self.format, scale, zero_point, split.dtype)
 
         mask = tiles.mask() if tiles.padding else None
-        bounds = self.calibration.measure(split, axes=tiles.axes, mask=mask, round_trip=round_trip)
+        # A largest magnitude is exact in the dtype of the values, and TPU's compiler then measures it where they are
+        # computed, not in a pass over values that are widened first.
+        values = split.astype(dtype) if self.calibration == AbsMax() else split
+        bounds = self.calibration.measure(values, axes=tiles.axes, mask=mask, round_trip=round_trip)
+        bounds = {name: bound.astype(split.dtype) for name, bound in bounds.items()}
         if self.calibration.finite:
             return bounds
         # XLA's CPU backend loses NaN in the maximum of an array that is not small (jaxlib 0.12.0, YNNPACK's

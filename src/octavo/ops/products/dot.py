@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -92,8 +93,12 @@ class DotTranspose(Transpose):
         options = options._replace(out_sharding=self.out_sharding(options.out_sharding))
         lhs, rhs, dims = (rhs, lhs, self.dims.swap()) if self.swapped else (lhs, rhs, self.dims)
         out = self.arrange_out(multiply(lhs, rhs, dims, options))
-        # TPU's compiler may swap the operands of the dot and then copy the gradient of a wide weight to its layout.
-        return row_major(out, platform="tpu") if self.swapped and not dims.lhs_batch else out
+        # TPU's compiler may swap the operands of the dot and then copy the gradient of a wide weight to its layout. It
+        # copies that of a tall one, in float32 after bfloat16, if it is constrained.
+        rows = math.prod(lhs.shape[a] for a in dims.lhs_remaining)
+        columns = math.prod(rhs.shape[a] for a in dims.rhs_remaining)
+        constrained = self.swapped and not dims.lhs_batch and columns >= rows
+        return row_major(out, platform="tpu") if constrained else out
 
     def arrange_out(self, out: Array) -> Array:
         """The result transposed to the operand's order of axes."""
