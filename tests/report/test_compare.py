@@ -162,3 +162,9 @@ def test_an_interval_around_zero_is_no_measured_difference(tmp_path):
     headline = "No difference in the final loss of int8 from float is measured: the 95 % interval is"
     assert headline in page.text
     assert "The final loss of int8 is" not in page.text
+
+
+def test_the_baseline_is_dashed_and_drawn_on_top(tmp_path):
+    text = compare_report(comparison(("float", "int8")), tmp_path / "c.html").read_text()
+    assert "svg .line.c0 { stroke-dasharray:" in text
+    assert text.index('class="line c1"') < text.index('class="line c0"')

@@ -126,7 +126,9 @@ def _panel(panel: Panel, x: Scale, y: Scale, *, named: bool) -> list[Markup]:
         parts.append(_text(x.start - 8, y(tick) + 4, name, "tick end"))
     parts += [_band(line, x, y) for line in panel.lines if line.band]
     parts += [_path(line.raw, x, y, f"raw c{line.color}") for line in panel.lines]
-    parts += [_path(line.points, x, y, f"line c{line.color}") for line in panel.lines]
+    # The baseline, dashed, is on top: a recipe with the same loss would hide it.
+    drawn = sorted(panel.lines, key=lambda line: line.color == 0)
+    parts += [_path(line.points, x, y, f"line c{line.color}") for line in drawn]
     ends = [(y(end), line) for line in panel.lines if line.name and (end := last(line.points)) is not None]
     for at, line in _separate_labels(ends, y.start) if named else ():
         parts.append(_text(x.end + 8, at + 4, _shorten(line.name, 21), f"name c{line.color}"))
