@@ -1,14 +1,19 @@
 """The programs of the Qwix and MaxText pages run as they are written, with the import changed."""
 
+import functools
+import importlib
 import types
+from pathlib import Path
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import octavo as qwix
+from octavo.compat import qwix as compat
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -154,3 +159,162 @@ def test_the_providers_of_quantizations_py(provider):
     grads = jax.jit(jax.grad(loss))(variables)
     new = grads["_overwrite_with_gradient"]["decoder"]["layers_0"]["dot_general0"]
     assert float(jnp.max(new["input_amax_history"])) == 1.0  # the largest input, remembered for the next step
+
+
+# The table of docs/from-qwix.md: each row is a check.
+
+INT8 = {"weight_qtype": "int8", "act_qtype": "int8"}
+KEY = jax.random.key(0)
+X = jax.random.normal(jax.random.key(1), MODEL_INPUT.shape)
+
+
+@functools.cache
+def modes():
+    """Parameters, and by mode the output, the gradients and the types of the matmuls of the model of the page."""
+    variables, found = SomeLinenModel().init(KEY, X), {}
+    rules = {"float": None, "qat": qwix.QuantizationRule(**INT8), "qt": qwix.QtRule(**INT8, bwd_qtype="int8")}
+    for name, rule in rules.items():
+        model = SomeLinenModel() if rule is None else qwix.quantize_model(SomeLinenModel(), qwix.QtProvider([rule]))
+        loss = lambda v, model=model: jnp.sum(model.apply(v, X) ** 2)  # noqa: E731
+        rows = () if rule is None else qwix.plan(SomeLinenModel(), rule, X).rows
+        found[name] = (model.apply(variables, X), jax.jit(jax.grad(loss))(variables), rows)
+    return variables, found
+
+
+def static_model():
+    return qwix.quantize_model(SomeLinenModel(), qwix.QtProvider([qwix.QtRule(**INT8, act_static_scale=True)]))
+
+
+def check_rules(name, **fields):
+    rule = getattr(qwix, name)(**INT8, **fields)
+    assert isinstance(rule, qwix.QuantizationRule)
+    assert (rule.weight_qtype, rule.act_qtype) == (jnp.int8, "int8")
+
+
+def check_quantize_model():
+    with pytest.raises(ValueError, match="without inputs"):
+        qwix.quantize_model(SomeLinenModel(), qwix.QtProvider([qwix.QtRule(**INT8)]), X)
+
+
+def check_types():
+    (first, _) = modes()[1]["qt"][2]
+    assert (first.fwd, first.scales) == ("int8 x int8", "(4,1) (1,32)")
+
+
+def check_gradients(mode, kind):
+    assert [(row.dlhs, row.drhs) for row in modes()[1][mode][2]] == [(kind, kind)] * 2
+
+
+def check_qat():
+    variables, found = modes()
+    kernel = variables["params"]["Dense_0"]["kernel"]
+    fake = qwix.fake_quant(kernel, qwix.Quantizer("int8", channelwise_axes=(1,)))
+    h = nn.relu(jax.random.normal(KEY, (4, 32)))
+    low = qwix.quantize_model(
+        nn.Dense(8, use_bias=False), qwix.QtProvider([qwix.QuantizationRule(weight_qtype="int8")])
+    )
+    np.testing.assert_allclose(low.apply({"params": {"kernel": kernel}}, h), h @ fake, rtol=1e-5, atol=1e-5)
+    # Straight through: the gradient of a float matmul of the same cotangent.
+    out, grads, _ = found["qat"]
+    np.testing.assert_allclose(grads["params"]["Dense_0"]["bias"], jnp.sum(2 * out, axis=0), rtol=1e-5)
+
+
+def check_qt():
+    _, found = modes()
+    np.testing.assert_array_equal(found["qt"][0], found["qat"][0])
+    assert not np.array_equal(*(found[mode][1]["params"]["Dense_1"]["kernel"] for mode in ("qt", "qat")))
+
+
+def check_interchangeable():
+    variables, found = modes()
+    trees = {jax.tree.structure(grads) for _, grads, _ in found.values()}
+    assert trees == {jax.tree.structure(variables)}
+    assert np.linalg.norm(found["qt"][0] - found["float"][0]) < 0.02 * np.linalg.norm(found["float"][0])
+
+
+def calibrated():
+    model, stats = static_model(), {}
+    variables = model.init(KEY, X)
+    for scale in (1.0, 3.0):
+        _, stats = model.apply({**variables, **stats}, scale * X, mutable="quant_stats")
+    return model, variables["params"], stats["quant_stats"]
+
+
+def check_statistics():
+    _, _, stats = calibrated()
+    stat = stats["Dense_1"]["dot_general0_lhs"]  # the first to run
+    assert int(stat["count"]) == 2
+    np.testing.assert_allclose(stat["sum_of_absmax"], [[4 * np.max(np.abs(X))]], rtol=1e-6)
+
+
+def check_nnx():
+    rule = qwix.QtRule(**INT8, act_static_scale=True)
+    model = qwix.quantize_model(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), qwix.QtProvider([rule]), X)
+    model(X)
+    assert int(nnx.state(model, qwix.QuantStat)["dot_general0_lhs"].get_value()["count"]) == 1
+
+
+def check_init():
+    model = static_model()
+    out, variables = model.init_with_output(KEY, X)
+    assert list(variables) == ["params", "quant_stats"]
+    np.testing.assert_array_equal(out, model.apply(variables, X, mutable="quant_stats")[0])
+
+
+def check_calibration():
+    model, params, stats = calibrated()
+    served = qwix.quantize_model(
+        SomeLinenModel(), qwix.PtqProvider([qwix.QuantizationRule(**INT8, act_static_scale=True)])
+    )
+    low = qwix.quantize_params(params, jax.eval_shape(served.init, KEY, X)["params"], stats)
+    np.testing.assert_array_equal(
+        served.apply({"params": low}, X), model.apply({"params": params, "quant_stats": stats}, X)
+    )
+
+
+CHECKS = {
+    "`qwix.QtRule`": functools.partial(check_rules, "QtRule", bwd_qtype="int8"),
+    "`qwix.QuantizationRule`": functools.partial(check_rules, "QuantizationRule"),
+    "`qwix.QtProvider`": test_quantized_training_and_quantization_aware_training,
+    "`qwix.quantize_model`": check_quantize_model,
+    "`weight_qtype='int8'`": check_types,
+    "`act_qtype='int8'`": check_types,
+    "`bwd_qtype='int8'`": functools.partial(check_gradients, "qt", "int8 x int8"),
+    "`bwd_qtype=None`": functools.partial(check_gradients, "qat", "float"),
+    "QAT mode": check_qat,
+    "QT mode": check_qt,
+    "floating-point weights": check_interchangeable,
+    "`act_static_scale=True`": check_statistics,
+    "`quant_stats`": test_static_range_statistics_print_as_on_the_page,
+    "`QuantStat`": check_nnx,
+    "`model.init`": check_init,
+    "standalone calibration": check_calibration,
+}
+
+
+def rows(mark):
+    """The first cells of a table of docs/from-qwix.md."""
+    page = (Path(__file__).parents[2] / "docs" / "from-qwix.md").read_text()
+    lines = page.partition(f"<!-- {mark} -->\n")[2].partition("<!-- end -->")[0].splitlines()[2:]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+
+
+def test_every_row_of_the_training_page_has_a_check():
+    assert list(rows("training")) == list(CHECKS)
+
+
+@pytest.mark.parametrize("row", CHECKS)
+def test_the_training_page_line_by_line(row):
+    CHECKS[row]()
+
+
+def test_every_public_name_of_qwix_has_a_row():
+    peer = importlib.import_module("qwix")
+    importlib.import_module("qwix.pallas")
+    names = {name for name in dir(peer) if not name.startswith("_")}
+    here = {name: line for cell, line in rows("names").items() for name in cell.replace("`", "").split(", ")}
+    assert set(here) == names
+    for name, line in here.items():
+        missing = "| not " in line or name == "contrib"
+        assert hasattr(qwix, name) != missing, line
+        assert hasattr(compat, name) != missing, line

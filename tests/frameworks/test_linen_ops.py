@@ -442,7 +442,8 @@ def test_a_weight_that_is_rotated_or_masked_before_it_is_rounded_is_served_as_it
     params, x = {"w": jax.random.normal(keys[0], (128, 64))}, jax.random.normal(keys[1], (8, 128)).at[:, 3].mul(50.0)
     rules = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8", scope="weights", **fields)
     trained = jax.jit(octavo.quantized(product, rules))(params, x)
-    low = octavo.convert(product, params, x, rules=rules)
+    with pytest.warns(UserWarning, match="w stored in float: it is rotated or masked before it is quantized"):
+        low = octavo.convert(product, params, x, rules=rules)
     np.testing.assert_array_equal(jax.jit(octavo.served(product, rules))(low, x), trained)
 
 

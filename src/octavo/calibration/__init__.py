@@ -15,7 +15,7 @@ from octavo.calibration.method import (
 )
 from octavo.calibration.registry import CalibrationLike, calibrations, get_calibration, register_calibration
 from octavo.calibration.search import Mse, Snr
-from octavo.calibration.tracker import AmaxHistory, Ema, RunningMean, State, Tracker
+from octavo.calibration.tracker import AmaxHistory, Ema, RunningMean, State, Tracker, widest
 
 __all__ = [
     "AbsMax",
@@ -40,4 +40,5 @@ __all__ = [
     "calibrations",
     "get_calibration",
     "register_calibration",
+    "widest",
 ]

@@ -6,6 +6,7 @@ axis, and `merge` for the microbatches of one step.
 
 import abc
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -167,9 +168,20 @@ class AmaxHistory(Tracker):
         return jax.tree.map(lambda v: jax.lax.pmax(v, axis_name), state)
 
 
+def widest(bounds: Bounds, axis_names: tuple[str, ...] = ()) -> Bounds:
+    """The bounds of all groups together, of the same rank; also over the devices of mapped axes.
+
+    >>> widest({"absmax": jnp.asarray([[1.0], [3.0]])})["absmax"].tolist()
+    [[3.0]]
+    """
+    ends = {"min": jnp.min, "max": jnp.max, "absmax": jnp.max}
+    bounds = {k: ends[k](v, keepdims=True) for k, v in bounds.items()}
+    return {k: _widest(f"_{k}")(v, axis_names) for k, v in bounds.items()} if axis_names else bounds
+
+
 def _wider(key: str):
     return jnp.minimum if key.endswith("_min") else jnp.maximum
 
 
-def _widest(key: str):
+def _widest(key: str) -> Callable[..., jax.Array]:
     return jax.lax.pmin if key.endswith("_min") else jax.lax.pmax

@@ -10,12 +10,15 @@ They are Octavo's own functions and classes, which take Qwix's arguments.
 
 from octavo.frameworks import WithAux, quantize_model, quantize_params
 from octavo.frameworks.nnx import QuantStat
+from octavo.lora import LoraProvider, LoraRule, apply_lora_to_model
 from octavo.ops import conv_general_dilated, dot, dot_general, einsum, ragged_dot, ragged_dot_general
 from octavo.qarray import QArray, dequantize, quantize
 from octavo.rules import QtRule, QuantizationRule
 from octavo.transform import PtqProvider, QtProvider, QuantizationProvider, get_current_rule
 
 __all__ = [
+    "LoraProvider",
+    "LoraRule",
     "PtqProvider",
     "QArray",
     "QtProvider",
@@ -24,6 +27,7 @@ __all__ = [
     "QuantizationProvider",
     "QuantizationRule",
     "WithAux",
+    "apply_lora_to_model",
     "conv_general_dilated",
     "dequantize",
     "dot",

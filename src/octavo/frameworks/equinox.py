@@ -143,8 +143,11 @@ def _with_classes(tree: Any, which: int) -> Any:
 
 def _entry(name: str, method: Any) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return _module_call(name, args, kwargs).run({}, None, True)[0]
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        provider = module._octavo[0].provider
+        module, args, kwargs = provider.process_model_inputs(module, args, kwargs)
+        out, _ = _module_call(name, (module, *args), kwargs).run({}, None, True)
+        return provider.process_model_output(name, out)
 
     return call
 

@@ -17,12 +17,24 @@ from flax.core import lift
 from flax.linen import transforms
 
 from octavo._tree import unflatten_paths
-from octavo.frameworks.linen_state import PARAMS, host, leaf_names, plain, replace_leaf
+from octavo.frameworks.linen_state import PARAMS, host, leaf_names, plain, replace_leaf, static_scales
+from octavo.frameworks.params import scale_params
 from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
-from octavo.transform.provider import module_path
+from octavo.transform.frame import Key
+from octavo.transform.provider import module_path, tracing
 from octavo.transform.schedule import StageProvider, union_state
-from octavo.transform.state import GRADIENT_STATE, QUANT_STATS, flatten_state, keep_as_gradient, merge_state, nest_state
+from octavo.transform.state import (
+    GRADIENT_STATE,
+    QUANT_STATS,
+    find_state,
+    flatten_state,
+    keep_as_gradient,
+    merge_state,
+    nest_state,
+    static_quantizers,
+    static_scale,
+)
 
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("octavo_linen", default=False)
 _STREAM = "stochastic_rounding"
@@ -37,8 +49,8 @@ def quantize_linen(
     for name in names:
         if not callable(getattr(cls, name, None)):
             raise ValueError(f"{cls.__name__} has no method {name!r}; it has {', '.join(_public_methods(cls))}")
-    body: dict[str, Any] = {name: _quantized_method(getattr(cls, name), provider) for name in names}
-    body |= {"apply": _apply(cls, provider), "octavo_provider": provider}
+    body: dict[str, Any] = {name: _quantized_method(getattr(cls, name), provider, name) for name in names}
+    body |= {"apply": _apply(cls, provider)}
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     subclass = type(cls)(cls.__name__, (cls,), body)
     fields = {f.name: getattr(model, f.name) for f in cls.__dataclass_fields__.values() if f.init}
@@ -56,6 +68,14 @@ def linen_quantizers(
 ) -> dict[str, Quantizer]:
     """The quantizer of each parameter that is quantized, by path."""
     return _whole(model, provider).stored_quantizers(plain(variables), args, kwargs)
+
+
+def linen_ranges(
+    model: nn.Module, provider: QuantizationProvider, variables: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """The range by which training quantized each parameter, by path, where the variables remember it."""
+    variables = plain(variables)
+    return _whole(model, provider).stored_ranges(variables, variables, args, kwargs)
 
 
 def _streams() -> dict[str, Any]:
@@ -110,7 +130,7 @@ def _apply(cls: type, provider: QuantizationProvider) -> Callable[..., Any]:
 
     def apply(self, variables, *args, method=None, **kwargs):
         if callable(method) and getattr(cls, getattr(method, "__name__", ""), None) is None:
-            method = _quantized_method(method, provider)
+            method = _quantized_method(method, provider, getattr(method, "__name__", "__call__"))
         elif callable(method):
             method = method.__name__
         return cls.apply(self, variables, *args, method=method, **kwargs)  # pyrefly: ignore
@@ -118,14 +138,15 @@ def _apply(cls: type, provider: QuantizationProvider) -> Callable[..., Any]:
     return apply
 
 
-def _quantized_method(method: Callable[..., Any], provider: QuantizationProvider) -> Callable[..., Any]:
-    """A method of a module, quantized when it is the outermost call."""
+def _quantized_method(method: Callable[..., Any], provider: QuantizationProvider, name: str) -> Callable[..., Any]:
+    """A method of a module, quantized when it is the outermost call of a bound module."""
 
     @functools.wraps(method)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _inside.get():
+        if _inside.get() or self.scope is None:
             return method(self, *args, **kwargs)
-        return _Call(self, provider).run(method, args, kwargs)
+        module, args, kwargs = provider.process_model_inputs(self, args, kwargs)
+        return provider.process_model_output(name, _Call(module, provider).run(method, tuple(args), kwargs))
 
     # Linen's compact and scope handling is that of the wrapped method.
     for mark in ("compact", "method_handler_wrapped", "nowrap"):
@@ -142,10 +163,7 @@ class _Call:
 
     def run(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.module
-        if module.scope is None:
-            return method(module, *args, **kwargs)
         new: dict[str, Any] = {}
-        initializing = module.is_initializing()
 
         def lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
             def inner(scope_fn, repack_fn, variables, rngs, *args, **kwargs):
@@ -155,12 +173,13 @@ class _Call:
                         out = fn(scope, *args, **kwargs)
                         return out, repack_fn(scope)
 
-                if initializing:
-                    return pure(variables, rngs, *args, **kwargs)
+                if module.is_initializing():
+                    return self._init(pure, (variables, rngs, *args), kwargs, new)
                 low = self._quantized(pure)
                 # Of parameters, only those that the provider has added are state.
                 used = {c: v for c, v in module.variables.items() if c != PARAMS or self.provider.overrides}
                 state = {c: self._nest(plain(v)) for c, v in used.items()}
+                state = merge_state(state, {QUANT_STATS: self._nest(static_scales(module.variables.get(PARAMS, {})))})
                 inputs = plain(variables), rngs, *args
                 out, after = low._run(low._trace(inputs, kwargs), state, self._key(), self._updates())
                 new.update(after)
@@ -169,8 +188,6 @@ class _Call:
             return lift.pack(inner, (True,), (True,), (True,), name="quantized", enable_kwargs=True)
 
         out = transforms.decorator_lift_transform(lifted, method)(module, *args, **kwargs)
-        if initializing:
-            self._init(method, args, kwargs)
         self._put(new)
         return out
 
@@ -205,25 +222,37 @@ class _Call:
         frozen = isinstance(self.provider, StageProvider) and not self.provider.updates
         return self.module.is_mutable_collection(QUANT_STATS) and not frozen
 
-    def _init(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Add the initial state of the operations, and quantize parameters if the provider does so."""
-        module, provider = self.module, self.provider
-        stateful = [p for p in (provider, *self._others()) if p.stateful]
-        if not stateful and not provider.quantizes_params:
-            return
-        variables = module.variables
-        bare = module.clone(parent=None, name=module.name)
-        streams = {name: jax.random.key(0) for name in (*module.scope.rngs, _STREAM)}  # pyrefly: ignore
+    def _init(self, pure: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any], new: dict[str, Any]):
+        """The output and the variables of an initialization; adds the initial state of the operations to `new`.
 
-        def pure(variables, args, kwargs):
-            with _entered():
-                return bare.apply(variables, *args, **kwargs, method=method, mutable=True, rngs=streams)
-
-        inputs = (plain(variables), args, kwargs)
-        key = module.make_rng(PARAMS) if provider.overrides and module.has_rng(PARAMS) else None
-        self._put(nest_state(union_state(self._quantized(pure, p)._initial(inputs, {}, key) for p in stateful)))
+        A first pass makes the parameters in float. The second is quantized, with the same random numbers: rules match
+        and its output is that of `apply`.
+        """
+        provider, (variables, rngs, *args) = self.provider, inputs
+        counters: Any = self.module.scope.rng_counters  # pyrefly: ignore
+        before, token = dict(counters), tracing.set(provider)
+        try:
+            _, made = pure(*inputs, **kwargs)
+        finally:
+            tracing.reset(token)
+        counters.update(before)
+        low = self._quantized(pure)
+        given = _with_params(variables, made)
+        inputs = (plain(given), rngs, *args)
         if provider.quantizes_params:
-            self._quantize(self._quantized(pure).stored_quantizers(*inputs))
+            made = _map_params(made, lambda tree: self._codes(tree, low.stored_quantizers(*inputs, **kwargs)))
+        stateful = [p for p in (provider, *self._others()) if p.stateful]
+        made_by = self.module.make_rng(PARAMS) if provider.overrides and self.module.has_rng(PARAMS) else None
+        state = nest_state(union_state(self._quantized(pure, p)._initial(inputs, kwargs, made_by) for p in stateful))
+        key = jax.random.key(0) if (key := self._key()) is None else key
+        traced = low._trace((plain(_with_params(variables, made)), rngs, *args), kwargs)
+        (out, _), after = low._run(traced, state, key, True)
+        if provider.quantizes_params and QUANT_STATS in state:  # its ranges are fixed, as parameters
+            found = static_quantizers(low.sites(*inputs, **kwargs))
+            made = _map_params(made, lambda tree: self._with_scales(tree, found, after))
+            del state[QUANT_STATS]
+        new.update(state)
+        return out, made
 
     def _put(self, state: Mapping[str, Any]) -> None:
         """Write state into the collections of this module and its submodules."""
@@ -237,8 +266,30 @@ class _Call:
                 old = module.get_variable(collection, name, {})
                 module.put_variable(collection, name, merge_state(old, value))
 
-    def _quantize(self, quantizers: Mapping[str, Any]) -> None:
+    def _with_scales(self, params: Any, found: Mapping[Key, tuple[Quantizer, str]], state: Mapping[str, Any]) -> Any:
+        """The parameters of the module, and with them the scales of static ranges with these statistics."""
+        for key, (quantizer, dtype) in found.items():
+            scale = static_scale(quantizer, find_state(state, key), dtype)
+            path = f"{key.path[len(self.prefix) :]}/{key.name}".strip("/")
+            params = merge_state(params, unflatten_paths(scale_params(tuple(path.split("/")), quantizer, scale)))
+        return params
+
+    def _codes(self, params: Any, quantizers: Mapping[str, Any]) -> Any:
+        """The parameters of the module, with those that have a quantizer quantized."""
         for path, quantizer in quantizers.items():
-            own = path[len(self.prefix) :].lstrip("/").split("/")
-            tree = self.module.get_variable(PARAMS, own[0])
-            self.module.put_variable(PARAMS, own[0], replace_leaf(tree, own[1:], quantizer))
+            params = replace_leaf(params, path[len(self.prefix) :].lstrip("/").split("/"), quantizer)
+        return params
+
+
+def _map_params(groups: Any, fn: Callable[[Any], Any]) -> Any:
+    """Flax's groups of variables, with the parameters of the first scope replaced."""
+    ((first, *scopes), *rest) = groups
+    changed = {**first, PARAMS: fn(first[PARAMS])} if PARAMS in first else first
+    return ((changed, *scopes), *rest)
+
+
+def _with_params(groups: Any, made: Any) -> Any:
+    """Flax's groups of variables with the parameters of other groups."""
+    params = [{PARAMS: scope[PARAMS]} if PARAMS in scope else {} for scope in made[0]]
+    first = tuple({**old, **new} for old, new in zip(groups[0], params, strict=True))
+    return (first, *groups[1:])

@@ -10,7 +10,7 @@ from flax.core import meta
 
 from octavo import ops
 from octavo._typing import Array
-from octavo.calibration import RunningMean, Tracker
+from octavo.calibration import RunningMean, Tracker, widest
 from octavo.frameworks.linen_state import boxed
 from octavo.ops import DotConfig, Operand
 from octavo.ops.operands import ArrayOrQArray
@@ -114,7 +114,7 @@ class _LinenOp(nn.Module):
         measured = {k: v.astype(jnp.float32) for k, v in quantizer.measure(jax.lax.stop_gradient(x)).items()}
         if side == "lhs":
             # One range per activation, for batches of any size; a weight has the same shape in every step.
-            measured = {k: jnp.mean(v, keepdims=True) for k, v in measured.items()}
+            measured = widest(measured)
         tracker = self.tracker
         stat = self.variable(QUANT_STATS, side, tracker.init, measured)
         if self.is_initializing():

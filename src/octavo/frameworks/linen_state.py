@@ -1,10 +1,11 @@
 """Variables of a Flax Linen model: names, boxes and wrappers, and the variables of overridden operations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
+from flax import serialization
 from flax.core import meta
 
 from octavo.frameworks.params import WithAux, unwrap
@@ -51,6 +52,40 @@ def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any], prefix: str = "") 
         own = keys[keys.index(PARAMS) + 1 :] if keys[:2] == ["0", "0"] and PARAMS in keys else None
         names.append(None if own is None else "/".join([prefix, *own] if prefix else own))
     return names
+
+
+def static_scales(params: Any) -> dict[str, Any]:
+    """The static ranges among parameters, as state of the operations: `<name>_scale` and `<name>_zero_point`."""
+    found: dict[str, Any] = {}
+    for name, value in params.items():
+        if isinstance(value, Mapping):
+            if inner := static_scales(value):
+                found[name] = inner
+        elif isinstance(value, WithAux) and not is_qarray(value.array):
+            operand = name.removesuffix("_scale")
+            found[operand] = {"scale": meta.unbox(value.array)}
+            if (zero_point := params.get(f"{operand}_zero_point")) is not None:
+                found[operand]["zero_point"] = meta.unbox(zero_point)
+    return found
+
+
+def _to_state_dict(x: WithAux | QArray) -> dict[str, Any]:
+    if isinstance(x, WithAux):
+        return {"array": serialization.to_state_dict(x.array)}
+    parts = {name: getattr(x, name) for name in ("qvalue", "scale", "zero_point")}
+    parts |= {} if x.outer_scale is None else {"outer_scale": x.outer_scale}
+    return {name: serialization.to_state_dict(part) for name, part in parts.items()}
+
+
+def _from_state_dict(x: WithAux | QArray, state: dict[str, Any]) -> WithAux | QArray:
+    if isinstance(x, WithAux):
+        return WithAux(serialization.from_state_dict(x.array, state["array"]), x.how)
+    parts = {name: serialization.from_state_dict(getattr(x, name), part) for name, part in state.items()}
+    return x._replace(**parts)
+
+
+for _cls in (WithAux, QArray):
+    serialization.register_serialization_state(_cls, _to_state_dict, _from_state_dict, override=True)
 
 
 class _Host(nn.Module):

@@ -160,8 +160,9 @@ def _path(module: Any) -> str:
 
 def _entry(family: Family, name: str, method: Any) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return _call(family, name, args, kwargs)
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        module, args, kwargs = family.provider.process_model_inputs(module, args, kwargs)
+        return family.provider.process_model_output(name, _call(family, name, (module, *args), kwargs))
 
     return call
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from octavo._tree import unflatten_paths
 from octavo.qarray import QArray, Quantizer
+from octavo.transform.state import static_scale
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["how"])
@@ -19,8 +20,8 @@ class WithAux:
     """A quantized parameter with its quantizer, so that `quantize_params` does not need the model. Named as in Qwix.
 
     Args:
-      array: A QArray, of arrays or abstract.
-      how: The `Quantizer` of the stored parameter.
+      array: A QArray, of arrays or abstract; or an array, the scale of a static range.
+      how: The `Quantizer` of the stored parameter, or of the activation.
 
     >>> import octavo
     >>> quantizer = octavo.Quantizer("int8", channelwise_axes=(1,))
@@ -34,6 +35,8 @@ class WithAux:
     @property
     def _plain(self) -> QArray:
         """The QArray without the boxes that Flax may have put its arrays into."""
+        if not isinstance(self.array, QArray):
+            return self.array
         return self.array._map(lambda x: x if hasattr(x, "shape") else x.unbox())
 
     @property
@@ -89,8 +92,8 @@ def quantize_params(
       params: A nested dictionary (or an `nnx.State`) of JAX or NumPy arrays: all parameters, or some of them.
       abstract_quantized_params: The parameters of the quantized model or, for NNX, the model itself; either abstract
         (`jax.eval_shape`, `nnx.eval_shape`).
-      quant_stats: Statistics of static ranges, which are added to the result. Only an NNX model needs them here; Linen
-        models read them from the collection "quant_stats".
+      quant_stats: Statistics of static ranges, as training or calibration collected them. A Linen model holds their
+        scales as parameters `<operand>_scale` (and `<operand>_zero_point`), an NNX model the statistics.
       allow_extra_params: Whether parameters that the model does not have are left out; otherwise they are an error.
       donate: Whether each float array is deleted as soon as it is quantized, so that memory never holds both models.
 
@@ -118,10 +121,39 @@ def quantize_params(
     for path, leaf in given.items():
         if _text(path) in places:
             result[path] = _converted(_text(path), leaf, places[_text(path)], donate)
+    stats: dict[tuple[Any, ...], dict[str, Any]] = {}
     for path, leaf in _by_path(quant_stats or {}).items():
         if _text(path) in places:
             result[path] = leaf
+        else:
+            stats.setdefault(path[:-1], {})[path[-1]] = leaf
+    for path, each in stats.items():
+        result |= _static_range(path, each, places.get(f"{_text(path)}_scale"), allow_extra_params)
     return unflatten_paths(result)
+
+
+def _static_range(path: tuple[Any, ...], stats: dict[str, Any], place: Any, allow_extra: bool) -> dict[Any, Any]:
+    """The parameters of a static range with these statistics."""
+    name = _text(path)
+    if not isinstance(place, WithAux):
+        if allow_extra:
+            return {}
+        raise ValueError(
+            f"the model has no static range {name!r}: its rules need act_static_scale=True, and "
+            "abstract_quantized_params come from jax.eval_shape(quantized_model.init, ...)"
+        )
+    if not isinstance(stats["count"], jax.core.Tracer) and not np.all(np.asarray(stats["count"]) > 0):
+        raise ValueError(
+            f"the static range {name!r} was never calibrated: run the QT model on calibration data with "
+            "mutable='quant_stats' first"
+        )
+    return scale_params(path, place.how, static_scale(place.how, stats, _unboxed(place.array).dtype))
+
+
+def scale_params(path: tuple[Any, ...], quantizer: Quantizer, scale: dict[str, Any]) -> dict[tuple[Any, ...], Any]:
+    """The parameters of a static range, by path: its scale with its quantizer, and its zero point."""
+    named = {(*path[:-1], f"{path[-1]}_{part}"): x for part, x in scale.items()}
+    return {key: WithAux(x, quantizer) if key[-1].endswith("_scale") else x for key, x in named.items()}
 
 
 def _converted(name: str, leaf: Any, place: Any, donate: bool) -> Any:
@@ -134,7 +166,7 @@ def _converted(name: str, leaf: Any, place: Any, donate: bool) -> Any:
         raise ValueError(f"the parameter {name!r} has the shape {leaf.shape}, but the model needs {shape}")
     if not isinstance(place, WithAux):
         return leaf
-    codes = _boxed_like(place.array, _quantize(leaf, place.how))
+    codes = _quantize(leaf, place.how)
     if donate and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
         jax.block_until_ready(codes)
         leaf.delete()
@@ -148,12 +180,6 @@ def _is_box(x: Any) -> bool:
 def _unboxed(tree: Any) -> Any:
     """A tree without Flax's boxes around arrays, which name the axes that they are sharded along."""
     return jax.tree.map(lambda x: x.value if _is_box(x) else x, tree, is_leaf=_is_box)
-
-
-def _boxed_like(template: QArray, codes: QArray) -> QArray:
-    boxes, tree = jax.tree.flatten(template, is_leaf=_is_box)
-    parts = zip(boxes, jax.tree.leaves(codes), strict=True)
-    return jax.tree.unflatten(tree, [box.replace_boxed(x) if _is_box(box) else x for box, x in parts])
 
 
 @functools.partial(jax.jit, static_argnames="quantizer")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from octavo.frameworks.model import framework_of, quantize_model
 from octavo.qarray import QArray, Quantizer, is_qarray, shardings
@@ -44,19 +45,23 @@ def convert(
     params: Any,
     *inputs: Any,
     rules: Any = (),
+    state: Any = None,
     donate: bool = False,
     replicate_scale: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Quantize the parameters of a function or a Linen model for serving.
 
-    Parameters whose matmuls run in float are returned as they are. Codes and scales are sharded like the parameter.
+    A weight whose range is remembered (delayed scaling, frozen scales) is quantized by that range. Parameters whose
+    matmuls run in float are returned as they are. Codes and scales are sharded like the parameter.
 
     Args:
       model: The function or model that was trained.
       params: Its parameters; for a Linen model, its variables.
       *inputs: Example inputs, of which only the shapes matter.
       rules: The rules that it was trained with; none if its operations have configs of their own.
+      state: The state of a function whose rules keep state, as `Quantized.stateful` returned it. That of a Linen model
+        is among its variables.
       donate: Whether each float array is deleted as soon as it is quantized.
       replicate_scale: Whether scales are replicated on all devices.
       **kwargs: Example inputs by keyword.
@@ -71,10 +76,13 @@ def convert(
     """
     quantizers = stored_quantizers(model, rules, params, *inputs, **kwargs)
 
+    ranges = _stored_ranges(model, rules, params, state, *inputs, **kwargs)
+
     def quantize(name: str, leaf: Any) -> Any:
         if name not in quantizers:
             return leaf
-        return quantize_sharded(leaf, quantizers[name], replicate_scale=replicate_scale, donate=donate)
+        bounds = ranges.get(name)
+        return quantize_sharded(leaf, quantizers[name], bounds=bounds, replicate_scale=replicate_scale, donate=donate)
 
     return map_params(quantize, params, replicate_scale=replicate_scale)
 
@@ -127,16 +135,45 @@ def stored_quantizers(model: Any, rules: Any, params: Any, *inputs: Any, **kwarg
     )
 
 
-def quantize_sharded(leaf: Any, quantizer: Quantizer, *, replicate_scale: bool = False, donate: bool = False) -> QArray:
-    """A parameter as codes and scales that are sharded as it is, the scales replicated if asked for."""
+def _stored_ranges(model: Any, rules: Any, params: Any, state: Any, *inputs: Any, **kwargs: Any) -> dict[str, Any]:
+    """The range by which training quantized each parameter, by name, where it is remembered."""
+    if framework_of(model) is None:
+        return Quantized(model, PtqProvider(rules), 0, "ignore").stored_ranges(state or {}, params, *inputs, **kwargs)
+    if state is not None:
+        raise TypeError("the state of a Linen model is among its variables: convert(model, variables, *inputs)")
+    from octavo.frameworks.linen import linen_ranges
+
+    return linen_ranges(model, PtqProvider(rules), params, *inputs, **kwargs)
+
+
+def quantize_sharded(
+    leaf: Any,
+    quantizer: Quantizer,
+    *,
+    bounds: dict[str, Any] | None = None,
+    replicate_scale: bool = False,
+    donate: bool = False,
+) -> QArray:
+    """A parameter as codes and scales that are sharded as it is, the scales replicated if asked for.
+
+    `bounds` are its range if it is remembered, NaN where nothing was measured.
+    """
+
+    def quantize(x: jax.Array) -> QArray:
+        if bounds is None:
+            return quantizer.quantize(x)
+        measured = quantizer.measure(x)  # of what was never measured in training
+        given = {k: jnp.where(jnp.isnan(v), measured[k].astype(v.dtype), v) for k, v in bounds.items()}
+        return quantizer.quantize(x, bounds=given, measured=measured)
+
     sharding, out = getattr(leaf, "sharding", None), None
     if isinstance(sharding, jax.sharding.NamedSharding):
-        out = shardings(jax.eval_shape(quantizer.quantize, leaf), sharding)
+        out = shardings(jax.eval_shape(quantize, leaf), sharding)
         if replicate_scale:
             replicated = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
             codes = out.qvalue
             out = jax.tree.map(lambda s: s if s is codes else replicated, out)
-    codes = jax.jit(quantizer.quantize, out_shardings=out)(leaf)
+    codes = jax.jit(quantize, out_shardings=out)(leaf)
     if donate and isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
         jax.block_until_ready(codes)
         leaf.delete()

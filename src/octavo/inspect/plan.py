@@ -138,7 +138,7 @@ def _cells(row: PlanRow, total: int) -> list[str]:
     rule = "" if row.rule is None else str(row.rule)
     name = row.path or row.weight or "(top)"
     kinds = [row.fwd, row.dlhs, row.drhs, row.scales, row.lowering]
-    return [name, row.op, shapes, rule, *kinds, size, share, row.reason or ""]
+    return [name, row.op, shapes, rule, *kinds, size, share, row.reason or row.note or ""]
 
 
 def plan(

@@ -33,6 +33,7 @@ class PlanRow:
         flops: The FLOPs of all executions in the forward pass.
         times: The number of executions.
         reason: Why it stays in float, if it does.
+        note: Why the weight is stored in float although it is multiplied in low precision, if it is.
         collective_bytes: The bytes of the weight that a device sends; on the first row of that weight, if known.
     """
 
@@ -51,6 +52,7 @@ class PlanRow:
     flops: int
     times: int
     reason: str | None
+    note: str | None = None
     collective_bytes: int | None = None
 
 
@@ -62,7 +64,7 @@ def make_row(site: Site, rule: int | None) -> PlanRow:
     before = sum(
         math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in ((site.lhs, site.rhs)[i] for i in chosen)
     )
-    after = sum(_nbytes(operands[i]) for i in chosen)
+    after = before if site.note else sum(_nbytes(operands[i]) for i in chosen)
     return PlanRow(
         path=site.path,
         op=site.op if site.gradient is None else f"{site.op} ({site.gradient})",
@@ -79,6 +81,7 @@ def make_row(site: Site, rule: int | None) -> PlanRow:
         flops=site.flops,
         times=site.trips,
         reason=site.reason,
+        note=site.note,
     )
 
 

@@ -2,7 +2,7 @@
 
 from octavo.numerics.blocks import E8M0, BlockFormat, power_of_two_scale, round_scale
 from octavo.numerics.floats import FloatFormat, round_to_grid
-from octavo.numerics.format import Format, round_unit
+from octavo.numerics.format import Format, round_unit, type_name
 from octavo.numerics.integers import IntFormat
 from octavo.numerics.moments import DynamicFormat, PositiveFormat
 from octavo.numerics.packing import pack_bits, unpack_bits
@@ -34,5 +34,6 @@ __all__ = [
     "round_scale",
     "round_to_grid",
     "round_unit",
+    "type_name",
     "unpack_bits",
 ]

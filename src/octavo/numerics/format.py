@@ -1,6 +1,7 @@
 """The interface of a number format."""
 
 import abc
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,19 @@ class Format(Config, abc.ABC):
     overflow: str = "saturate"
     """What happens to values beyond `smallest` and `largest`: every format saturates."""
 
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        cls.__eq__ = Format._equals  # pyrefly: ignore  # a dataclass keeps it, and adds the hash of its fields
+
+    def _equals(self, other: Any) -> bool:
+        """Equal to a format with the same fields, and to the name or the dtype of the format."""
+        if self is other:
+            return True
+        if isinstance(other, Format):
+            fields = [f.name for f in dataclasses.fields(self) if f.compare]  # pyrefly: ignore
+            return type(self) is type(other) and all(getattr(self, f) == getattr(other, f) for f in fields)
+        return self.name == type_name(other)
+
     def _derive(self, **values: Any) -> None:
         """Set attributes that follow from the fields of a frozen format."""
         for name, value in values.items():
@@ -109,6 +123,20 @@ class Format(Config, abc.ABC):
     def round(self, x: Float[Array, "*s"], noise: Float[Array, "*n"] | None = None) -> Float[Array, "*s"]:
         """The representable values that `x` rounds to."""
         return self.decode(self.encode(x, noise))
+
+
+def type_name(other: Any) -> str | None:
+    """The name of a dtype, or of a format that is given by name; None for anything else.
+
+    >>> type_name("int8"), type_name(jnp.int8), type_name(8)
+    ('int8', 'int8', None)
+    """
+    if isinstance(other, str):
+        return other
+    try:
+        return jnp.dtype(other).name if isinstance(other, type | np.dtype) else None
+    except TypeError:
+        return None
 
 
 def round_unit(x: Float[Array, "*s"], noise: Float[Array, "*n"] | None) -> Float[Array, "*s"]:

@@ -152,12 +152,13 @@ def ragged_dot_general(
     lhs: ArrayOrQArray,
     rhs: ArrayOrQArray,
     group_sizes: Array,
-    ragged_dot_dimension_numbers: Any,
+    ragged_dot_dimension_numbers: Any = None,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     group_offset: Array | None = None,
     out_sharding: Any = None,
     *,
+    dimension_numbers: Any = None,
     config: DotConfig | None = None,
     key: PRNGKeyArray | None = None,
     scaling: Scaling | None = None,
@@ -178,6 +179,7 @@ def ragged_dot_general(
       preferred_element_type: the dtype of the result.
       group_offset: the first group.
       out_sharding: the sharding of the result.
+      dimension_numbers: Qwix's name for `ragged_dot_dimension_numbers`.
       config: the quantization of float operands.
       key: for stochastic rounding.
       scaling: external ranges.
@@ -191,7 +193,9 @@ def ragged_dot_general(
     >>> ragged_dot_general(jnp.ones((3, 4)), jnp.ones((2, 4, 5)), jnp.asarray([1, 2]), numbers).shape
     (3, 5)
     """
-    numbers = ragged_dot_dimension_numbers
+    if (ragged_dot_dimension_numbers is None) == (dimension_numbers is None):
+        raise TypeError("ragged_dot_general takes ragged_dot_dimension_numbers, or dimension_numbers in its place")
+    numbers: Any = dimension_numbers if ragged_dot_dimension_numbers is None else ragged_dot_dimension_numbers
     (lc, rc), (lb, _) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
     dtype = result_dtype(lhs, rhs, preferred_element_type)

@@ -130,6 +130,30 @@ class QArray:
         return tuple(n // max(s, 1) for n, s in zip(self._stored_shape, self.scale.shape, strict=True))
 
     @property
+    def scale_tile_shape(self) -> tuple[int, ...]:
+        """Qwix's name for `tile_shape`."""
+        return self.tile_shape
+
+    @property
+    def zero_point_tile_shape(self) -> tuple[int, ...] | None:
+        """The number of values that share a zero point, along each axis; None without zero points."""
+        return None if self.zero_point is None else self.tile_shape
+
+    def replace(self, **changes: Any) -> "QArray":
+        """The same array with other parts or static fields, by the names of the constructor's arguments.
+
+        >>> import octavo
+        >>> q = octavo.quantize(jnp.ones((2, 4)), "int8")
+        >>> float(q.replace(scale=2 * q.scale).dequantize()[0, 0] / q.dequantize()[0, 0])
+        2.0
+        """
+        parts = ("qvalue", "scale", "zero_point", "qtype", "outer_scale", "dtype", "padding", "packed")
+        given = {name: getattr(self, name) for name in parts} | changes
+        if "scale" in changes and "dtype" not in changes:
+            given["dtype"] = None if self.dtype == self.scale.dtype else self.dtype
+        return QArray(**given)
+
+    @property
     def sharding(self) -> Any:
         """The sharding of the codes."""
         return self.qvalue.sharding

@@ -210,7 +210,27 @@ class Quantizer(Config):
         elif arithmetic.wide and dtype == np.float16:
             # Scales of small tensors underflow in float16: 1e-3 / 127.5 is already subnormal.
             stored = np.dtype(np.float32)
+        if "scale" in bounds:
+            return bounds["scale"], bounds.get("zero_point"), None, stored
         return *arithmetic.scale(bounds, fmt, scale_dtype=stored, stochastic=self.rounding.stochastic), stored
+
+    def scale_of(self, bounds: Bounds, dtype: DTypeLike) -> Bounds:
+        """The scale, and the zero point if there is one, of bounds for values of a dtype.
+
+        They can be passed to `quantize` in place of the bounds, with the same codes.
+
+        >>> quantizer = Quantizer("int8")
+        >>> quantizer.scale_of({"absmax": jnp.full((1, 1), 2.55)}, jnp.float32)["scale"].tolist()
+        [[0.019999999552965164]]
+        """
+        compute = self._widen(jnp.zeros((), dtype)).dtype
+        given = {k: v.astype(compute) for k, v in bounds.items()}
+        scale, zero_point, outer, stored = self._scale(given, np.dtype(dtype))
+        if outer is not None:
+            raise ValueError(
+                f"{self.qtype.name} has a scale of its scales, so that its range cannot be fixed: use mxfp4"
+            )
+        return {"scale": scale.astype(stored)} | ({} if zero_point is None else {"zero_point": zero_point})
 
     def quantize(
         self,
@@ -226,8 +246,8 @@ class Quantizer(Config):
         Args:
           x: The values.
           key: A PRNG key, for stochastic rounding.
-          bounds: The range of each group, as `measure` returns it; by default it is measured on `x`. Along an axis
-            there may be one bound for all tiles.
+          bounds: The range of each group, as `measure` returns it, or its scale, as `scale_of` does; by default it is
+            measured on `x`. Along an axis there may be one bound for all tiles.
           measured: What `measure` returned for `x`, if it was called; it shows whether all values are finite.
           check_finite: Whether the scale of a group with non-finite values is NaN although its bounds, which were not
             measured on `x`, are finite. If not, such values have arbitrary codes in formats without NaN.
@@ -241,7 +261,8 @@ class Quantizer(Config):
         if bounds is None:
             bounds = self._measure(split, tiles, x.dtype, split)
         else:
-            bounds = {k: tiles.split_scale(v).astype(split.dtype) for k, v in bounds.items()}
+            bounds = {k: tiles.split_scale(v) for k, v in bounds.items()}
+            bounds = {k: v if k == "zero_point" else v.astype(split.dtype) for k, v in bounds.items()}
             if "min" in bounds and not fmt.asymmetric:
                 raise ValueError(
                     f"bounds have a minimum and a maximum, but {fmt.name} has no zero point: give an absmax"

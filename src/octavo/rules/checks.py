@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo._names import did_you_mean
 from octavo.calibration import Calibration, get_calibration
-from octavo.numerics import Format, Rounding, get_format, get_rounding
+from octavo.numerics import Format, Rounding, get_format, get_rounding, type_name
 from octavo.ops import Matmul, lowerings
 from octavo.qarray.arithmetic import ARITHMETICS
 from octavo.qarray.quantizer import check_tile_size
@@ -48,17 +48,35 @@ def check_flag(value: Any) -> bool:
     return value
 
 
-def check_qtype(value: Any) -> str | Format | None:
+class TypeName(str):
+    """The name of a number format in a rule: a string that also equals the dtype of that name.
+
+    >>> import jax.numpy as jnp
+    >>> TypeName("int8") == jnp.int8, TypeName("int8") == "int8", TypeName("int8") == jnp.int4
+    (True, True, False)
+    """
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or (not isinstance(other, str) and type_name(other) == str(self))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def check_qtype(value: Any) -> TypeName | Format | None:
     """A format, by its name if it has one, so that a rule prints as it was written."""
     if value is None:
         return None
     fmt = get_format(value)
     try:
         if get_format(fmt.name) == fmt:
-            return fmt.name
+            return TypeName(fmt.name)
     except ValueError:
         pass
-    return value.strip().lower() if isinstance(value, str) else fmt
+    return TypeName(value.strip().lower()) if isinstance(value, str) else fmt
 
 
 def check_calibration(value: Any) -> str | Calibration:

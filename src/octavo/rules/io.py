@@ -106,6 +106,7 @@ def _plain(field: str, value: Any) -> Any:
         return {key: _plain(str(key), setting) for key, setting in value}
     if field.endswith("qtype"):
         value = check_qtype(value)
+        value = str(value) if isinstance(value, str) else value
     if isinstance(value, Matmul | Operand):
         return _differing(value)
     if isinstance(value, Stochastic) and not value.shared_axes:

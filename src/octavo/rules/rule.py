@@ -33,7 +33,8 @@ class QuantizationRule(Config):
         act_static_scale: Quantize activations by a range that is averaged over steps and kept as state.
         weight_calibration_method: The calibration of weights, such as "absmax" or "minmax".
         act_calibration_method: The calibration of activations, "absmax" if None.
-        act_batch_axes: Axes that share a static scale; all axes if None.
+        act_batch_axes: Axes along which the ranges of static scales are averaged, as in Qwix. If None, a static scale
+            is that of the largest value of the tensor, averaged over steps only.
         scope: "weights" for matmuls with a weight, "activations" for those of two activations, or "all".
         skip: Leave what the rule matches in float.
         optional: The rule may match nothing without an error.

@@ -1,5 +1,6 @@
 """`quantized`: a function in low precision, made from one in float."""
 
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -15,8 +16,15 @@ from octavo.transform.evaluate import evaluate
 from octavo.transform.frame import Context, Frame, Host, Key, Value
 from octavo.transform.jaxpr import KERNELS, Jaxpr
 from octavo.transform.provider import QtProvider, QuantizationProvider, tracing
-from octavo.transform.site import Site, site_quantizer
-from octavo.transform.state import check_calibrated, flatten_state, nest_state
+from octavo.transform.site import Site, float_note, site_quantizer
+from octavo.transform.state import (
+    GRADIENT_STATE,
+    QUANT_STATS,
+    check_calibrated,
+    flatten_state,
+    nest_state,
+    remembered_range,
+)
 from octavo.transform.weights import ACTIVATION, parameter_origin
 
 PARAMETERS = (
@@ -81,6 +89,11 @@ class Traced(NamedTuple):
         """The dtype of each parameter by name."""
         return {v.origin.leaves[0]: v.data.dtype for v in self.values if v.origin.leaves}
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters, by name."""
+        return {v.origin.leaves[0]: v.data.shape for v in self.values if v.origin.leaves}
+
 
 class Quantized:
     """A function in low precision; see `quantized`."""
@@ -108,7 +121,13 @@ class Quantized:
             functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._trace(args, kwargs), None, None, True)[0]
+        return self._call(args, kwargs, None, None, True)[0]
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *options: Any) -> tuple[Any, dict[str, Any]]:
+        """A call by a user, with the provider's own changes of inputs and output."""
+        _, args, kwargs = self.provider.process_model_inputs(self.fn, args, kwargs)
+        out, new = self._run(self._trace(tuple(args), kwargs), *options)
+        return self.provider.process_model_output(getattr(self.fn, "__name__", "__call__"), out), new
 
     def __repr__(self) -> str:
         return f"<{getattr(self.fn, '__name__', self.fn)} quantized by {list(self.provider.rules)}>"
@@ -143,23 +162,43 @@ class Quantized:
         """
 
         def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-            return self._run(self._trace(args, kwargs), state or {}, key, update)
+            return self._call(args, kwargs, state or {}, key, update)
 
         return call
 
     def sites(self, *args: Any, **kwargs: Any) -> list[Site]:
         """Every matmul of the function for arguments of these shapes."""
-        return list(self._discover(self._trace(args, kwargs))[0].values())
+        traced = self._trace(args, kwargs)
+        sites = self._discover(traced)[0].values()
+        if not self.provider.quantizes_params:
+            return list(sites)
+        return [dataclasses.replace(site, note=float_note(site, traced.shapes)) for site in sites]
 
     def stored_quantizers(self, *args: Any, **kwargs: Any) -> dict[str, Quantizer]:
         """The quantizers of parameters, by name, for storing them in low precision."""
         traced = self._trace(args, kwargs)
-        shapes = {v.origin.leaves[0]: v.data.shape for v in traced.values if v.origin.leaves}
         found: dict[str, Quantizer] = {}
+        notes: dict[str | None, str] = {}
         for site in self._discover(traced)[0].values():
-            if (quantizer := site_quantizer(site, shapes)) is not None:
+            if (quantizer := site_quantizer(site, traced.shapes)) is not None:
                 found.setdefault(site.leaf or "", quantizer)
+            elif (note := float_note(site, traced.shapes)) is not None:
+                notes.setdefault(site.leaf, note)
+        if self.provider.quantizes_params and (left := [notes[leaf] for leaf in notes if leaf not in found]):
+            rest = f"; and {len(left) - 3} more" if len(left) > 3 else ""
+            warnings.warn(f"not all weights are stored in low precision: {'; '.join(left[:3])}{rest}", stacklevel=3)
         return found
+
+    def stored_ranges(self, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The ranges by which training quantized parameters, by name, as far as they are remembered in the state."""
+        if not any(state.get(collection) for collection in (QUANT_STATS, GRADIENT_STATE)):
+            return {}
+        traced = self._trace(args, kwargs)
+        found: dict[str, Any] = {}
+        for site in self._discover(traced)[0].values():
+            if site_quantizer(site, traced.shapes) is not None:
+                found.setdefault(site.leaf or "", remembered_range(site, state, len(traced.shapes[site.leaf or ""])))
+        return {name: bounds for name, bounds in found.items() if bounds is not None}
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_qarray)
@@ -230,6 +269,8 @@ class Quantized:
         frame = Frame(context, state=before, key=key)
         outs = evaluate(traced.jaxpr, traced.values, frame)
         self._check(context, traced)
+        if self.provider.quantizes_params:
+            _check_quantized(context, traced.shapes)
         arrays = [v.data.dequantize() if isinstance(v.data, QArray) else v.data for v in outs]
         new = nest_state({**before, **frame.new}) if self.provider.stateful else {}
         return jax.tree.unflatten(traced.out_tree, arrays), new
@@ -264,6 +305,18 @@ class Quantized:
         if self.on_unmatched == "error":
             raise ValueError(message)
         warnings.warn(message, stacklevel=4)
+
+
+def _check_quantized(context: Context, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise for a parameter in float that should be codes: quantized in each call, it would save nothing."""
+    for site in context.sites.values():
+        if site.rule is None or any(site.quantized) or (quantizer := site_quantizer(site, shapes)) is None:
+            continue
+        raise ValueError(
+            f"the parameter {site.leaf!r} is in float, but this model takes it as {quantizer.qtype.name}: convert it "
+            "by octavo.quantize_params(params, abstract_quantized_params) or octavo.convert(model, params, *inputs, "
+            "rules=rules). To quantize it in each call, use octavo.QtProvider"
+        )
 
 
 def argument_names(fn: Callable[..., Any], count: int) -> list[str]:

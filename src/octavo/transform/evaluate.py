@@ -128,6 +128,8 @@ def _matmul(eqn: Equation, values: list[Value], frame: Frame, marked: ProductCal
     first = 0 if call is None else eqn.params["num_consts"]
     args = values[first:]
     site = find_site(eqn, eqn.invars[first:], args, frame, marked)
+    provider = frame.context.provider
+    provider._used.update(() if site.rule is None else (site.rule,))
     left, right = site.origins
     known = call is None and (left.constant or left.leaves) and (right.constant or right.leaves)
     origin = combine(site.origins) if known else Origin(module=site.path)
@@ -138,8 +140,6 @@ def _matmul(eqn: Equation, values: list[Value], frame: Frame, marked: ProductCal
     data = [v.data if isinstance(v.data, jax.Array | QArray) else jnp.asarray(v.data) for v in args]
     if marked is not None and given:
         return Value(marked.call.run(*jax.tree.unflatten(marked.tree, data)), origin)
-    provider = frame.context.provider
-    provider._used.update(() if site.rule is None else (site.rule,))
     run = _run_override if site.op in provider.overrides else run_matmul
     out, (shape, dtype) = run(site, frame, *data, params=site.params), site.out
     if tuple(out.shape) != shape:
@@ -169,15 +169,19 @@ def _options(params: Mapping[str, Any], rest: tuple[Any, ...]) -> dict[str, Any]
     return options
 
 
+def matmul_call(params: Mapping[str, Any], rest: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The function of a matmul with these parameters, its arguments after lhs and rhs, and its keyword arguments."""
+    options = _options(params, rest)
+    if "window_strides" in params:
+        return ops.conv_general_dilated, (params["window_strides"], params["padding"]), options
+    if "ragged_dot_dimension_numbers" in params:
+        return ops.ragged_dot_general, (rest[0], params["ragged_dot_dimension_numbers"]), options
+    return ops.dot_general, (params.get("dimension_numbers"),), options
+
+
 def run_matmul(site: Site, frame: Frame, lhs: Any, rhs: Any, *rest: Any, params: Mapping[str, Any]) -> Array:
     """Run a matmul with the parameters of a JAX primitive, quantized by the config of its site."""
-    options, config, operands = _options(params, rest), site.config, (lhs, rhs)
-    op: Any = ops.dot_general
-    args: tuple[Any, ...] = (params.get("dimension_numbers"),)
-    if "window_strides" in params:
-        op, args = ops.conv_general_dilated, (params["window_strides"], params["padding"])
-    elif "ragged_dot_dimension_numbers" in params:
-        op, args = ops.ragged_dot_general, (rest[0], params["ragged_dot_dimension_numbers"])
+    (op, args, options), config, operands = matmul_call(params, rest), site.config, (lhs, rhs)
     if config is None:
         return op(lhs, rhs, *args, **options)
     stateful, quantized = frame.context.provider.stateful, any(isinstance(x, QArray) for x in operands)
@@ -226,7 +230,7 @@ def _run_override(site: Site, frame: Frame, lhs: Any, rhs: Any, *rest: Any, para
     else:
         args = (lhs, rhs, rest[0])
         options["dimension_numbers"] = params["ragged_dot_dimension_numbers"]
-    run = functools.partial(getattr(frame.context.provider, site.op), *args, **options)
+    run = functools.partial(frame.context.provider.handlers[site.op], *args, **options)
     token = current_operation.set(Operation(site, frame))
     try:
         return run() if frame.context.host is None else frame.context.host(frame, site, run)

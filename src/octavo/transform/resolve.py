@@ -36,6 +36,8 @@ def find_site(
         op = "einsum"
     if op == "ragged_dot" and GMM in names:
         op = "gmm"
+    if op == "einsum" and "einsum" not in context.provider.handlers:  # its dot_general is replaced
+        op = "dot_general"
     left, right = origins = values[0].origin, values[1].origin
     lhs, rhs = bool(left.leaves), bool(right.leaves)
     if not lhs and not rhs:
@@ -67,7 +69,7 @@ def find_site(
         gradient=("dlhs" if rhs else "drhs") if call is None and BACKWARD in names else None,
     )
     if call is not None and call.config is not None:
-        site = dataclasses.replace(site, config=call.config)
+        site = dataclasses.replace(site, config=call.config, scope=_scope_path(names, origins, context))
     elif frame.opaque is not None:
         site = dataclasses.replace(site, reason=frame.opaque, opaque=True)
     else:
@@ -140,6 +142,8 @@ def _resolve(site: Site, context: Context) -> Site:
         reason = "no rule matches"
     elif rule.leaves_alone:
         reason = "a rule leaves it alone"
+    elif site.op not in context.provider.handlers:
+        reason = f"the provider does not replace {site.op}"
     elif site.lhs[1] not in _FLOATS or site.rhs[1] not in _FLOATS:
         reason = f"{site.lhs[1]} x {site.rhs[1]} is not a matmul of floats"
     elif site.op in ("dot_general", "einsum") and not site.params["dimension_numbers"][0][0]:

@@ -50,6 +50,10 @@ class Site:
     """The reason why it stays in float, if it does."""
     opaque: bool = False
     """Whether it is a kernel, or in a call that is not rewritten."""
+    scope: str = ""
+    """The path of the operation itself, by its named scopes; for operations with configs of their own."""
+    note: str | None = None
+    """The reason why its weight is stored in float although it is multiplied in low precision, if it is."""
 
     @property
     def is_adapted(self) -> bool:
@@ -81,6 +85,22 @@ def site_quantizer(site: Site, shapes: Mapping[str, tuple[int, ...]]) -> Quantiz
     shape = (site.lhs, site.rhs)[side][0]
     quantizer = operand.quantizer(len(shape), **operand_axes(site.params, site.lhs[0], site.rhs[0])[side])
     return stored_quantizer(quantizer, origin, shape, len(shapes[site.leaf]))
+
+
+def float_note(site: Site, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Why the parameter of a site stays in float although its rule has a type for it; None if it does not."""
+    side = 1 if site.weights[1] else 0
+    if site.config is None or site.leaf is None or site.quantized[side]:
+        return None
+    operand, origin = (site.config.fwd.lhs, site.config.fwd.rhs)[side], site.origins[side]
+    if operand is None or site_quantizer(site, shapes) is not None:
+        return None
+    reason = "its tiles do not fit the stored layout"
+    if site.config.fwd.rotate is not None or site.config.sparsity is not None:
+        reason = "it is rotated or masked before it is quantized"
+    elif not origin.is_stored:
+        reason = "it is scaled, concatenated or otherwise computed from before the matmul"
+    return f"{', '.join(origin.leaves)} stored in float: {reason}"
 
 
 def operand_axes(params: Mapping[str, Any], lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[dict[str, Any], ...]:

@@ -11,12 +11,12 @@ import numpy as np
 from octavo import ops
 from octavo._tree import unflatten_paths
 from octavo._typing import Array
-from octavo.calibration import Bounds, RunningMean
+from octavo.calibration import Bounds, Ema, RunningMean, widest
+from octavo.ops import Operand
 from octavo.ops.telemetry import init_telemetry, telemetry_name
 from octavo.qarray import QArray, Quantizer
-from octavo.rules import QuantizationRule
 from octavo.transform.frame import Frame, Key
-from octavo.transform.site import Site, matmul_product
+from octavo.transform.site import Site, matmul_product, operand_axes
 
 QUANT_STATS = "quant_stats"
 GRADIENT_STATE = "_overwrite_with_gradient"
@@ -97,27 +97,56 @@ def static_ranges(
     site: Site, frame: Frame, operands: Sequence[Any], axes: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The static range of each activation operand, updated by its present value."""
-    rule, config = site.rule, site.config
-    if rule is None or config is None or not rule.act_static_scale or site.gradient is not None:
-        return {}
     ranges = {}
-    for side, (name, operand) in enumerate((("lhs", config.fwd.lhs), ("rhs", config.fwd.rhs))):
-        if operand is not None and not site.weights[side] and not isinstance(x := operands[side], QArray):
-            ranges[name] = _static_range(frame, site, name, operand.quantizer(x.ndim, **axes[side]), x, rule)
+    for side, name, operand in _static_operands(site):
+        if not isinstance(x := operands[side], QArray):
+            ranges[name] = _static_range(frame, site, name, operand.quantizer(x.ndim, **axes[side]), x)
     return ranges
 
 
-def _static_range(
-    frame: Frame, site: Site, name: str, quantizer: Quantizer, x: Array, rule: QuantizationRule
-) -> Bounds:
-    axes = tuple(range(x.ndim)) if rule.act_batch_axes is None else tuple(a % x.ndim for a in rule.act_batch_axes)
-    measured = quantizer.measure(jax.lax.stop_gradient(x))
-    measured = {k: jnp.mean(v.astype(jnp.float32), axis=axes, keepdims=True) for k, v in measured.items()}
-    if frame.manual_axes:
-        # Axes along which the value is the same on all devices cannot be reduced together with the others.
-        varying = _varying_axes(x)
-        over = tuple(name for name in frame.manual_axes if name in varying) or frame.manual_axes
-        measured = {k: jax.lax.pmean(v, over) for k, v in measured.items()}
+def _static_operands(site: Site) -> list[tuple[int, str, Operand]]:
+    """The side, the name and the operand of each activation with a static range."""
+    if site.rule is None or site.config is None or not site.rule.act_static_scale or site.gradient is not None:
+        return []
+    sides = enumerate((("lhs", site.config.fwd.lhs), ("rhs", site.config.fwd.rhs)))
+    return [(side, name, o) for side, (name, o) in sides if o is not None and not site.weights[side]]
+
+
+def static_quantizers(sites: Iterable[Site]) -> dict[Key, tuple[Quantizer, str]]:
+    """The quantizer of each activation with a static range and the dtype of the activation, by the key of its state."""
+    found = {}
+    for site in sites:
+        for side, name, operand in _static_operands(site):
+            axes = operand_axes(site.params, site.lhs[0], site.rhs[0])[side]
+            shape, dtype = (site.lhs, site.rhs)[side]
+            key = Key(QUANT_STATS, site.path, f"{site.op_id}_{name}")
+            found[key] = operand.quantizer(len(shape), **axes), dtype
+    return found
+
+
+def static_scale(quantizer: Quantizer, stats: Mapping[str, Array], dtype: Any) -> Bounds:
+    """The scale of a static range, and its zero point if there is one, from its statistics.
+
+    Statistics of scanned layers are stacked.
+    """
+    sums = {k.removeprefix("sum_of_"): v for k, v in stats.items() if k != "count"}
+    count = jnp.asarray(stats["count"], jnp.float32)
+    mean = {k: v / count.reshape(count.shape + (1,) * (v.ndim - count.ndim)) for k, v in sums.items()}
+    return quantizer.scale_of(mean, dtype)
+
+
+def _static_range(frame: Frame, site: Site, name: str, quantizer: Quantizer, x: Array) -> Bounds:
+    rule: Any = site.rule
+    measured = {k: v.astype(jnp.float32) for k, v in quantizer.measure(jax.lax.stop_gradient(x)).items()}
+    # Axes along which the value is the same on all devices cannot be reduced together with the others.
+    varying = _varying_axes(x)
+    over = tuple(name for name in frame.manual_axes if name in varying) or frame.manual_axes
+    if rule.act_batch_axes is None:
+        measured = widest(measured, over)
+    else:  # as in Qwix, rows along these axes are samples of one range
+        axes = tuple(a % x.ndim for a in rule.act_batch_axes)
+        measured = {k: jnp.mean(v, axis=axes, keepdims=True) for k, v in measured.items()}
+        measured = {k: jax.lax.pmean(v, over) for k, v in measured.items()} if over else measured
     tracker = RunningMean()
     key = Key(QUANT_STATS, site.path, f"{site.op_id}_{name}")
     state = frame.read(key, lambda: tracker.init(measured))
@@ -131,6 +160,8 @@ def _static_range(
         )
     if frame.context.init:
         return measured
+    if "scale" in state:  # fixed, as a converted model holds it
+        return state
     if not frame.context.updates(site.path):
         try:
             return tracker.read(state)
@@ -142,6 +173,45 @@ def _static_range(
     state = tracker.update(state, measured)
     frame.write(key, state)
     return tracker.read(state, measured)
+
+
+def remembered_range(site: Site, state: Mapping[str, Any], ndim: int) -> Bounds | None:
+    """The range by which training quantized the weight of a site, for its parameter of this rank.
+
+    It is that of delayed scaling or a static range; None if the weight is measured in each step. NaN where nothing was
+    measured yet.
+    """
+    side = int(site.weights[1])
+    name, operand = ("lhs", "rhs")[side], (site.config.fwd.lhs, site.config.fwd.rhs)[side] if site.config else None
+    if operand is None or site.leaf is None:
+        return None
+    by_rule, by_op = ((GRADIENT_STATE, site.path, site.op_id), (GRADIENT_STATE, site.scope, "scaling"))
+    found = [(operand.tracker, (find_state(state, Key(*key)) or {}).get(name)) for key in (by_rule, by_op)]
+    stats = find_state(state, Key(QUANT_STATS, site.scope, name))
+    found.append((Ema() if "weight" in (stats or {}) else RunningMean(), stats))
+    tracker, values = next(((t, v) for t, v in found if t is not None and v is not None), (None, None))
+    if tracker is None or values is None:
+        return None
+    rank = len((site.lhs, site.rhs)[side][0])
+    names = ("min", "max") if any(k.endswith("_min") for k in values) else ("absmax",)
+    like = tracker.init({k: jnp.zeros((1,) * rank) for k in names})
+    stacked = max(jnp.ndim(values[k]) - jnp.ndim(v) for k, v in like.items())  # by scans over layers
+    read, ready = tracker._read, tracker.calibrated
+    for _ in range(stacked):
+        read, ready = jax.vmap(read), jax.vmap(ready)
+    bounds, known = read(values), ready(values)
+    known = jnp.reshape(known, known.shape + (1,) * (stacked + rank - known.ndim))
+    bounds = {k: jnp.where(known, v, jnp.nan) for k, v in bounds.items()}
+    shape = next(iter(bounds.values())).shape
+    axes = site.origins[side].axes or ()
+    if all(n == 1 for n in shape[stacked:]):
+        return {k: v.reshape(v.shape[:stacked] + (1,) * (ndim - stacked)) for k, v in bounds.items()}
+    if [[f.axis for f in axis] for axis in axes] == [[axis] for axis in range(stacked, ndim)]:
+        return bounds
+    raise ValueError(
+        f"the weight {site.leaf!r} is rearranged before {site.op_id} at {site.path!r}, which remembers its range per "
+        "channel, so that the range does not fit the stored weight: use per_tensor=True, or convert without the state"
+    )
 
 
 def gradient_state(site: Site, frame: Frame, lhs: Array, rhs: Array, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -241,4 +241,9 @@ def stored_quantizer(quantizer: Quantizer, origin: Origin, shape: Sequence[int],
             kept.append(axis)
         elif True in roles:
             tiled[axis] = math.prod(part.size for part in shared)
+    block = quantizer.qtype.tile
+    if block is not None:  # an axis that is not longer than a block is one tile
+        tiled |= {axis: block for axis in grouped if axis not in kept and axis not in tiled}
+        if any(size != block for size in tiled.values()):
+            return None
     return quantizer.replace(channelwise_axes=tuple(kept), tiled_axes=tiled or None)

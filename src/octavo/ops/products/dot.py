@@ -172,15 +172,17 @@ def dot_general(
 def dot(
     a: ArrayOrQArray,
     b: ArrayOrQArray,
-    *,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
+    *,
     config: DotConfig | None = None,
     key: PRNGKeyArray | None = None,
     scaling: Scaling | None = None,
 ) -> Array:
     """`jax.numpy.dot` in low precision: contracts the last axis of `a` with the second to last of `b`.
+
+    A scalar multiplies the other operand.
 
     Args:
       a: the left operand.
@@ -200,9 +202,8 @@ def dot(
     >>> dot(jnp.arange(3.0), q).tolist()
     [0.0, 0.9960784912109375, 1.992156982421875]
     """
-    if a.ndim == 0 or b.ndim == 0:
-        raise TypeError("dot of a scalar is a product: multiply instead, or dequantize first")
-    contract = ((a.ndim - 1,), (max(0, b.ndim - 2),))
+    scalar = a.ndim == 0 or b.ndim == 0
+    contract = ((), ()) if scalar else ((a.ndim - 1,), (max(0, b.ndim - 2),))
     kinds = (precision, preferred_element_type, out_sharding)
     return dot_general(a, b, (contract, ((), ())), *kinds, config=config, key=key, scaling=scaling)
 
