@@ -269,7 +269,8 @@ class Quantized:
         frame = Frame(context, state=before, key=key)
         outs = evaluate(traced.jaxpr, traced.values, frame)
         self._check(context, traced)
-        if self.provider.quantizes_params:
+        if self.provider.quantizes_params and self._names is not None:
+            # Of a model; a function may be served with the float parameters of a training run.
             _check_quantized(context, traced.shapes)
         arrays = [v.data.dequantize() if isinstance(v.data, QArray) else v.data for v in outs]
         new = nest_state({**before, **frame.new}) if self.provider.stateful else {}
