@@ -243,6 +243,8 @@ def test_eager_jit_vmap_and_a_loop_give_the_same_bits(name, granularity):
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x, i=i: x[i], mapped), jitted(batch[i]))
     eager = quantize(batch[0])
     jax.tree.map(np.testing.assert_array_equal, eager, jitted(batch[0]))
+    with jax.disable_jit():
+        jax.tree.map(np.testing.assert_array_equal, quantize(batch[0]), eager)
     assert eager[0].shape == SHAPE
     assert eager[0].dtype == eager[1].dtype == jnp.float32
 

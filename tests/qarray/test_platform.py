@@ -47,3 +47,11 @@ def test_a_range_is_reduced_in_the_dtype_of_the_values(dtype):
     bounds, wide = quantizer.measure(x)["absmax"], quantizer.measure(x.astype(jnp.float32))["absmax"]
     assert bounds.dtype == wide.dtype == jnp.float32
     np.testing.assert_array_equal(bounds, wide)
+
+
+def test_an_eager_call_is_one_program(caplog):
+    x = jnp.asarray(np.arange(3 * 34, dtype=np.float32).reshape(3, 34))
+    with jax.log_compiles():
+        octavo.quantize(x, "nvfp4").pack().dequantize()
+    compiled = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling")]
+    assert len(compiled) == 3, compiled

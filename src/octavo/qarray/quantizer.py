@@ -1,6 +1,7 @@
 """The description of a quantization, and its implementation."""
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from octavo.calibration import AbsMax, Bounds, Calibration, CalibrationLike, get
 from octavo.numerics import BlockFormat, Format, FormatLike, IntFormat, Rounding, get_format, get_rounding
 from octavo.qarray.arithmetic import ARITHMETICS
 from octavo.qarray.indexing import unpad
-from octavo.qarray.platform import on_cpu
+from octavo.qarray.platform import is_eager, on_cpu
 from octavo.qarray.qarray import QArray, Tiles
 
 _SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e8m0fnu")
@@ -255,6 +256,14 @@ class Quantizer(Config):
         Returns:
           A `QArray` of the same shape.
         """
+        # The other arithmetics round after each primitive in bfloat16, which a fused program does not.
+        if bounds is None and measured is None and self.arithmetic == "float32" and is_eager(x, key):
+            return _quantize_eagerly(self, check_finite, x, key)
+        return self._quantize(x, key, bounds, measured, check_finite)
+
+    def _quantize(
+        self, x: Array, key: PRNGKeyArray | None, bounds: Bounds | None, measured: Bounds | None, check_finite: bool
+    ) -> QArray:
         where, x, fmt, tiles = _sharding.explicit(x), _sharding.without_reduced(x), self.format, self.tiles(x.shape)
         split = tiles.split(self._widen(x))
         external = bounds is not None and bounds is not measured
@@ -313,6 +322,11 @@ class Quantizer(Config):
         """Bits per value of a packed array of this shape, scales and padding included."""
         q = jax.eval_shape(lambda: self.quantize(jnp.zeros(shape), key=jax.random.key(0)).pack())
         return 8 * q.nbytes / max(1, q.size)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _quantize_eagerly(quantizer: Quantizer, check_finite: bool, x: Array, key: PRNGKeyArray | None) -> QArray:
+    return quantizer._quantize(x, key, None, None, check_finite)
 
 
 def check_tile_size(axis: int, size: int | float) -> int | float:
