@@ -77,3 +77,5 @@ def test_an_exported_program_has_no_custom_call_of_the_cpu_kernels():
     assert "octavo_" in jax.jit(octavo.dot).lower(x, q).as_text()
     same_when_exported(octavo.dot, rows, q)
     same_when_exported(octavo.dot, x, q, tolerance=1e-3)  # float sums in another order
+    levels = octavo.quantize(jnp.eye(512, 256), "int4_double", tiled_axes={0: octavo.get_format("int4_double").tile})
+    same_when_exported(octavo.dot, x, levels.pack(0), tolerance=1e-3)

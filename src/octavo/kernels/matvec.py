@@ -163,7 +163,10 @@ def _ffi(x: Array, *weights: Array, target: str, columns: int, table: Any, threa
 
 def _exported(x: Array, *weights: Array, target: str, transposed: bool, table: Any, **_: Any) -> Array:
     if target == FLOAT_TARGET:
-        return reference(x, *weights, table=table, transposed=transposed)
+        codes, *rest = weights
+        bytes_of = lambda a: jax.lax.bitcast_convert_type(a, jnp.float8_e3m4) if a.dtype == jnp.uint8 else a  # noqa: E731
+        parts: Any = (bytes_of(a) if a.size else None for a in rest)
+        return reference(x, codes, *parts, table=table, transposed=transposed)
     contract = ((1,), (1 if transposed else 0,))
     return jax.lax.dot_general(x, weights[0], (contract, ((), ())), preferred_element_type=jnp.int32)
 
