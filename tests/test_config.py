@@ -9,9 +9,9 @@ import pytest
 
 import octavo
 from octavo._config import Config
-from octavo.calibration import AbsMax, Constant, Fixed, Percentile, Rms
+from octavo.calibration import AbsMax, Constant, Fixed, Percentile, Rms, Weighted
 from octavo.compat.aqt import LocalAqt
-from octavo.numerics import BlockFormat, FloatFormat, IntFormat, TableFormat, get_format
+from octavo.numerics import BlockFormat, FloatFormat, IntFormat, TableFormat, UnroundedFormat, get_format
 
 # Classes with fields that have no default.
 EXAMPLES = {
@@ -28,6 +28,8 @@ EXAMPLES = {
     "Rms": Rms(3.0),
     "Schedule": octavo.Schedule([(0, None), (10, "int8")], freeze_at=20),
     "TableFormat": TableFormat(name="t", values=(-1.0, 0.5)),
+    "UnroundedFormat": UnroundedFormat(base=IntFormat(bits=8)),
+    "Weighted": Weighted(l1=1.5, absmax=0.25),
 }
 
 

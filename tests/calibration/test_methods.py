@@ -36,7 +36,7 @@ REFERENCE = {
     "absmax,0.7": lambda a: 0.7 * np.abs(a).max(),
     "rms,3": lambda a: 3 * np.sqrt(np.mean(a**2)),
     "weighted,1.5,0.5,0.25,0,3": lambda a: (
-        1.5 * np.abs(a[a != 0]).mean() + 0.5 * np.mean(np.abs(a[a != 0]) ** 3) ** (1 / 3) + 0.25 * np.abs(a).max() + 0.1
+        1.5 * np.abs(a[a != 0]).mean() + 0.5 * np.mean(np.abs(a[a != 0]) ** 3) ** (1 / 3) + 0.25 * np.abs(a).max()
     ),
     "absmean": lambda a: np.abs(a[a != 0]).mean(),
     "absmean,2,3": lambda a: 2 * np.mean(np.abs(a[a != 0]) ** 3) ** (1 / 3),

@@ -81,7 +81,8 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "rules.yml").write_text("- weight_qtype: int8\n")
     (tmp_path / "runs" / "float" / "checkpoints").mkdir(parents=True)
     (tmp_path / "SmolLM2-135M.gguf").touch()
-    (tmp_path / "notes").mkdir()
+    for directory in ("notes", "stories", "stories15M"):
+        (tmp_path / directory).mkdir()
 
 
 @pytest.mark.usefixtures("files")

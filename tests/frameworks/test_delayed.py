@@ -91,7 +91,7 @@ class TestEinsum:
     def test_the_einsum_of_a_quantization_multiplies_in_its_formats(self, name, dtypes):
         op = Quantization(recipe(name, exclude=None)).einsum(("embed", "mlp"))
         seen, state = self.run(op)
-        assert {v["amax_history"].shape[0] for v in state["product0"]["scaling"].values()} == {1024}
+        assert {v["amax_history"].shape[0] for v in state["AqtDotGeneral_0"]["scaling"].values()} == {1024}
         out, dx, dw = seen[3]  # within the ranges that the steps before have left
         size = self.sizes[3]
         exact = (

@@ -602,8 +602,7 @@ def test_dot_has_numpy_semantics():
         np.testing.assert_allclose(octavo.dot(x, y), jnp.dot(x, y), rtol=1e-6)
         low = jax.eval_shape(lambda x, y: octavo.dot(x, y, config=RECIPES["int8"]), x, y)
         assert low.shape == jnp.dot(x, y).shape
-    with pytest.raises(TypeError, match="dot of a scalar"):
-        octavo.dot(jnp.float32(2), jnp.ones(3))
+    np.testing.assert_array_equal(octavo.dot(jnp.float32(2), jnp.ones(3)), np.full(3, 2.0))
 
 
 @pytest.mark.parametrize(

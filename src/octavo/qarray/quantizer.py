@@ -221,8 +221,8 @@ class Quantizer(Config):
         They can be passed to `quantize` in place of the bounds, with the same codes.
 
         >>> quantizer = Quantizer("int8")
-        >>> quantizer.scale_of({"absmax": jnp.full((1, 1), 2.55)}, jnp.float32)["scale"].tolist()
-        [[0.019999999552965164]]
+        >>> quantizer.scale_of({"absmax": jnp.full((1, 1), 255.0)}, jnp.float32)["scale"].tolist()
+        [[2.0]]
         """
         compute = self._widen(jnp.zeros((), dtype)).dtype
         given = {k: v.astype(compute) for k, v in bounds.items()}

@@ -80,6 +80,14 @@ def check_recipe(value: str) -> None:
         check_known(value, recipes(aliases=True))
 
 
+def check_format(value: str) -> None:
+    """A number format, or none."""
+    if value:
+        from octavo.numerics import get_format
+
+        get_format(value)
+
+
 def check_method(value: str) -> None:
     """A calibration method."""
     from octavo.calibration import get_calibration

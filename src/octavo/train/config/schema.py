@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import octavo._config
 from octavo import _remote
 from octavo.data import datasets, register_tokenizer, tokenizers
-from octavo.numerics import get_format
 from octavo.train.config import checks
 from octavo.train.config.checks import AXES
 from octavo.train.config.conflicts import find_conflicts
@@ -288,7 +287,7 @@ class Config(octavo._config.Config):
     )  # fmt: skip
     lora_weight_qtype: str = _lora(
         "", "format of those weights, as nf4 for QLoRA; empty: weight_dtype",
-        check=lambda name: name and get_format(name), hint="a number format",
+        check=checks.check_format, hint="a number format",
     )  # fmt: skip
     lora_tile_size: int = _lora(64, "weights that share a scale; 0: one scale per channel", low=0)
 
