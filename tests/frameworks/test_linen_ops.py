@@ -376,7 +376,7 @@ class TestConfigure:
                 ("int8", "AqtQuantization", "int8"),
                 ("aqt_fp8", "AqtQuantization", "float8_e4m3fn"),
                 ("aqt_fp8_full", "AqtQuantization", "float8_e4m3fn"),
-                ("fp8_full", "Quantization", "float8_e4m3fn"),
+                ("fp8_full", "QwixQuantization", "float8_e4m3fn"),
                 ("int4w", "Quantization", "int4"),
                 ("te_mxfp8", "Quantization", "mxfp8"),
                 ("fp8", "Fp8Quantization", None),

@@ -286,8 +286,13 @@ def test_low_precision_operands_reach_stablehlo_for_accelerators(recipe):
     dots = []
     for platform in ("tpu", "cuda"):
         text = jax.export.export(fn, platforms=[platform])(lhs, rhs, g).mlir_module()
-        dots += [line for line in text.splitlines() if "stablehlo.dot_general" in line]
-    assert len(dots) == 6
+        scaled = [line for line in text.splitlines() if 'stablehlo.composite "xla.scaled_dot"' in line]
+        if recipe == "mxfp8" and platform == "cuda":
+            assert [line.count("xf8E4M3FN>") for line in scaled] == [2, 2, 2]
+        else:
+            assert not scaled
+            dots += [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(dots) == (3 if recipe == "mxfp8" else 6)
     for line in dots:
         inputs = line.split(" : ")[-1].split("->")[0]
         assert inputs.count(f"x{operand}>") + inputs.count("xf8E5M2>") + inputs.count("xf8E5M2FNUZ>") == 2, line
