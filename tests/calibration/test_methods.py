@@ -151,7 +151,7 @@ def test_strings_and_objects_are_the_same(text, typed):
         ("fixed,0,0", "not empty"),
         ("percentile,101", "at most 100"),
         ("mse,1", "at least 2 points"),
-        ("absmax,1,2", r"absmax takes \[factor\]"),
+        ("absmax,1,2,3", r"absmax takes \[factor\], \[headroom\]"),
         ("constant,1,2", "must hold zero"),
         ("snr,-1", "positive clips"),
         ("", "unknown calibration"),

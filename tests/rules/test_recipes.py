@@ -61,6 +61,9 @@ FORMATS = {
     "nvfp4": ("nvfp4", "nvfp4", "nvfp4", "nvfp4", "original"),
     "deepseek_fp8": (E4M3, E4M3, E4M3, E4M3, "reuse"),
     "switchback": ("int8", "int8", "int8", None, "reuse"),
+    "quartet2": ("nvfp4", "nvfp4", "nvfp4", "nvfp4", "requantize"),
+    "mxfp4_hadamard": ("mxfp4", "mxfp4", "mxfp4", "mxfp4", "original"),
+    "bitnet": ("int8", "ternary", None, None, "original"),
 }  # fmt: skip
 ALIASES = {"fp8_e4m3": "fp8", "te_fp8_delayedscaling": "fp8_gpu", "nanoo_fp8": "fp8_nanoo", "te_mxfp8": "mxfp8"}
 DELAYED = ("fp8_gpu", "te_fp8_delayedscaling", "fp8_nanoo", "nanoo_fp8")

@@ -17,13 +17,13 @@ pytestmark = pytest.mark.standard_promotion
 
 AQT = ("int8", "int4", "fp8", "fp8_full", "fp8_e4m3", "fp8_e5m2", "fp4", "aqt_fp8_full")
 WEIGHT_ONLY = ("int8w", "int4w")
-FLOAT_GRADIENTS = ("qat_int8", "qat_int4", "intmp", "aqt_fp8")
+FLOAT_GRADIENTS = ("qat_int8", "qat_int4", "intmp", "aqt_fp8", "bitnet")
 NAMES = [f"{name}-qwix" for name in octavo.recipes()] + [f"{name}-aqt" for name in AQT]
 # One for each mechanism: stochastic integers, float8, its delayed scaling, tiles, blocks of two levels
 # with a rotation, float gradients, weights alone.
 FAMILIES = (
     *("int8-aqt", "fp8_full-qwix", "fp8_gpu-qwix", "deepseek_fp8-qwix"),
-    *("te_nvfp4-qwix", "qat_int4-qwix", "int4w-qwix"),
+    *("quartet2-qwix", "qat_int4-qwix", "int4w-qwix"),
 )
 ATTENTION = [f"self_attention/{part}" for part in ("query", "key", "value", "out")]
 MLP = ("wi_0", "wi_1", "wo")
@@ -76,8 +76,8 @@ def check_coverage(program: Program, name: str, *blocks: str) -> None:
         assert found.backward == 0
     elif recipe == "switchback":
         assert found.backward == pytest.approx(share / 2, rel=0.05)
-    elif recipe == "te_nvfp4":
-        # Rotating the operands of the weight gradient is a matmul in float, too.
+    elif recipe in ("te_nvfp4", "mxfp4_hadamard", "quartet2"):
+        # Rotating the operands of a gradient is a matmul in float, too.
         low = found.flops("native", backward=True) + found.flops("emulated", backward=True)
         assert low == pytest.approx(2 * sum(row.flops for row in rows if row.reason is None), rel=0.05)
     else:

@@ -1,7 +1,8 @@
 """The interface of a calibration, and the calibrations that measure a tensor directly.
 
 A calibration measures the range of a tensor, group by group, as a dict of `Bounds`: `{"absmax": a}` for a range that
-is symmetric about zero, `{"min": lo, "max": hi}` for one that is not. It knows nothing of scales or codes.
+is symmetric about zero, `{"min": lo, "max": hi}` for one that is not. It knows nothing of scales or codes. For formats
+with two levels of scales there may also be a `"largest"`, from which the scale of the tensor is computed.
 """
 
 import abc
@@ -75,10 +76,15 @@ class Calibration(Config, abc.ABC):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AbsMax(Calibration):
-    """The largest magnitude, times `factor`: `absmax` or `absmax,k`."""
+    """The largest magnitude, times `factor`: `absmax` or `absmax,k`.
 
-    _positive = ("factor",)
+    In formats with two levels of scales, such as nvfp4, `headroom` times the tensor's largest magnitude is mapped to
+    the largest scale of a block, so that scales may become larger by this factor: `absmax,k,h`.
+    """
+
+    _positive = ("factor", "headroom")
     factor: float = 1.0
+    headroom: float = 1.0
 
     @property
     def may_clip(self) -> bool:
@@ -86,7 +92,15 @@ class AbsMax(Calibration):
 
     def measure(self, x, *, axes, mask=None, round_trip=None):
         absmax = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
-        return {"absmax": absmax if self.factor == 1 else absmax * self.factor}
+        absmax = absmax if self.factor == 1 else absmax * self.factor
+        return {"absmax": absmax} | with_headroom(absmax, self.headroom)
+
+
+def with_headroom(absmax: Float[Array, "..."], headroom: float) -> Bounds:
+    """The bound for the scale of a whole tensor, if it differs from the largest of its groups' bounds."""
+    if headroom == 1:
+        return {}
+    return {"largest": headroom * jnp.max(jnp.where(jnp.isfinite(absmax), absmax, 0), keepdims=True, initial=0)}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

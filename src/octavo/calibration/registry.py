@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from octavo._names import unknown_name
 from octavo.calibration.method import AbsMax, AbsMean, Calibration, Constant, Fixed, MinMax, Percentile, Rms, Weighted
-from octavo.calibration.search import Mse, Snr
+from octavo.calibration.search import FourOverSix, Mse, Snr
 
 type CalibrationLike = Calibration | str
 
@@ -82,6 +82,7 @@ for _name, _maker in {
     "percentile": Percentile,
     "mse": _mse,
     "snr": _snr,
+    "four_over_six": FourOverSix,
     "weighted": Weighted,
 }.items():
     register_calibration(_name, _maker)

@@ -1,18 +1,21 @@
 """Calibrations that try several clips and keep the one with the least error."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from octavo.calibration.method import Calibration
+from octavo.calibration.method import Calibration, with_headroom
 
 
 class _ClipSearch(Calibration):
     """The fraction of the largest magnitude that loses least when the group is quantized with it."""
 
     finite = True
+    headroom: ClassVar[float] = 1.0
+    """The factor by which scales may exceed those of the largest magnitudes, in formats with two levels of scales."""
 
     @property
     def clip_candidates(self) -> tuple[float, ...]:
@@ -24,9 +27,10 @@ class _ClipSearch(Calibration):
         absmax = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
         # Errors are taken relative to the group's magnitude, so that no square overflows or vanishes.
         unit = jnp.where((absmax > 0) & jnp.isfinite(absmax), absmax, 1)
+        shared = with_headroom(absmax, self.headroom)
 
         def error(clip):
-            off = (round_trip({"absmax": absmax * clip}) - x) / unit
+            off = (round_trip({"absmax": absmax * clip, **shared}) - x) / unit
             return jnp.sum(jnp.square(off), axis=axes, keepdims=True)
 
         def step(best, clip):
@@ -37,7 +41,7 @@ class _ClipSearch(Calibration):
         first, *others = (np.float32(c) for c in self.clip_candidates)
         start = (error(first.astype(x.dtype)), jnp.full_like(absmax, first))
         (_, chosen), _ = jax.lax.scan(step, start, jnp.asarray(others, x.dtype))
-        return {"absmax": absmax * chosen}
+        return {"absmax": absmax * chosen, **shared}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -75,3 +79,18 @@ class Snr(_ClipSearch):
     @property
     def clip_candidates(self) -> tuple[float, ...]:
         return (1.0, *self.clips)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class FourOverSix(_ClipSearch):
+    """For nvfp4: the largest magnitude of a block at e2m1's 6 or at its 4, by the squared error: `four_over_six`.
+
+    e2m1 has nothing between 4 and 6, so values near 5/6 of the largest lose most. With the largest at 4, they are
+    rounded in steps of 1/4 of it. Scales are at most 256 instead of 448, so that 1.5 times a scale is still one.
+
+    Cook et al., Four Over Six: More Accurate NVFP4 Quantization with Adaptive Block Scaling, arXiv:2512.02010.
+    """
+
+    headroom = 448 / 256
+    may_clip = False  # pyrefly: ignore
+    clip_candidates = (1.0, 1.5)  # pyrefly: ignore

@@ -7,7 +7,7 @@ from octavo.numerics.integers import IntFormat
 from octavo.numerics.moments import DynamicFormat, PositiveFormat
 from octavo.numerics.packing import pack_bits, unpack_bits
 from octavo.numerics.registry import FormatLike, formats, get_format, register_format
-from octavo.numerics.rounding import Nearest, Rounding, Stochastic, get_rounding
+from octavo.numerics.rounding import Eden, Nearest, Rounding, Stochastic, get_rounding
 from octavo.numerics.tables import TableFormat
 from octavo.numerics.unrounded import UnroundedFormat
 
@@ -15,6 +15,7 @@ __all__ = [
     "E8M0",
     "BlockFormat",
     "DynamicFormat",
+    "Eden",
     "FloatFormat",
     "Format",
     "FormatLike",

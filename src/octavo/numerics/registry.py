@@ -129,6 +129,8 @@ register_format(FloatFormat(exponent_bits=2, mantissa_bits=3, name="float6_e2m3f
 register_format(FloatFormat(exponent_bits=3, mantissa_bits=2, name="float6_e3m2fn"), aliases=("fp6_e3m2", "e3m2"))
 
 register_format(TableFormat(name="nf4", values=NF4_VALUES))
+# Stretched elastic quantization: balanced levels without a zero. Liu et al., ParetoQ, arXiv:2502.02631.
+register_format(TableFormat(name="seq2", values=(-1.0, -1 / 3, 1 / 3, 1.0)))
 
 for _block in block_formats():
     register_format(_block)

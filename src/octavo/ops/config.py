@@ -154,6 +154,7 @@ class Matmul(Config):
         by `rhs`, along this matmul's contraction; "original" saves the float value, quantized by `rhs` if given.
       rotate: the block size of a Hadamard rotation of both operands along the last contracted axis, which spreads
         outliers and cancels out in the matmul.
+      random_signs: whether the rotation is a random one, drawn for each call: values are multiplied by random signs.
       smooth: SmoothQuant's alpha: for each contracted index k, `lhs` is divided and `rhs` multiplied by
         max|lhs_k|**alpha / max|rhs_k|**(1 - alpha) before they are quantized; or both exponents, as (alpha, alpha) for
         AQT's mid-quantization.
@@ -170,8 +171,11 @@ class Matmul(Config):
     rotate: int | None = None
     accumulator: str | None = None
     smooth: float | tuple[float, float] | None = None
+    random_signs: bool = False
 
     def __post_init__(self):
+        if self.random_signs and self.rotate is None:
+            raise ValueError("random_signs make a rotation random: give its block size, such as rotate=32")
         if self.smooth is not None:
             self._check_smooth(self.smooth)
         if self.residual not in _RESIDUALS:
@@ -195,8 +199,10 @@ class Matmul(Config):
 
     @property
     def stochastic(self) -> bool:
-        """Whether an operand is rounded stochastically."""
-        return any(operand is not None and operand.rounding.stochastic for operand in (self.lhs, self.rhs))
+        """Whether it needs a random key: an operand is rounded stochastically or rotated at random."""
+        return self.random_signs or any(
+            operand is not None and operand.rounding.stochastic for operand in (self.lhs, self.rhs)
+        )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

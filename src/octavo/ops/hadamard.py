@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from octavo._typing import Array, Float
+from octavo._typing import Array, Float, PRNGKeyArray
 
 
 @functools.cache
@@ -21,13 +21,21 @@ def hadamard_matrix(size: int) -> np.ndarray:
     return (matrix / np.sqrt(size)).astype(np.float32)
 
 
-def rotate(x: Float[Array, "..."], block: int, *, axis: int) -> Float[Array, "..."]:
-    """Multiply blocks along an axis by a Hadamard matrix; the rotation is its own inverse.
+def random_signs(key: PRNGKeyArray, size: int) -> Float[Array, " n"]:
+    """Random signs, as float32, for a random rotation of an axis of this size."""
+    return jax.random.rademacher(key, (size,), jnp.float32)
+
+
+def rotate(
+    x: Float[Array, "..."], block: int, *, axis: int, signs: Float[Array, " n"] | None = None
+) -> Float[Array, "..."]:
+    """Multiply blocks along an axis by a Hadamard matrix; without signs, the rotation is its own inverse.
 
     Args:
       x: the array to rotate.
       block: the block size, a power of two that divides the axis.
       axis: the axis to rotate along.
+      signs: signs of the values along the axis, by which they are multiplied first: a random rotation.
 
     Returns:
       The rotated array, in float32.
@@ -37,6 +45,8 @@ def rotate(x: Float[Array, "..."], block: int, *, axis: int) -> Float[Array, "..
         raise ValueError(f"a Hadamard rotation with blocks of {block} does not divide an axis of size {size}")
     x = jnp.moveaxis(x, axis, -1)
     blocks = x.reshape(*x.shape[:-1], size // block, block).astype(jnp.float32)
+    if signs is not None:
+        blocks = blocks * signs.reshape((1,) * (x.ndim - 1) + blocks.shape[-2:])
     with jax.named_scope("hadamard"):
         rotated = blocks @ hadamard_matrix(block)
     return jnp.moveaxis(rotated.reshape(x.shape), -1, axis)

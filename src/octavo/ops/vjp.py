@@ -14,7 +14,7 @@ from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import AbsMax, Bounds
 from octavo.numerics import Format
 from octavo.ops.config import DotConfig, Matmul, Operand
-from octavo.ops.hadamard import rotate
+from octavo.ops.hadamard import random_signs, rotate
 from octavo.ops.lowerings.xla import row_major
 from octavo.ops.operands import ArrayOrQArray, Axes, Dims, MatmulOptions, without_reduced
 from octavo.ops.product import UNPLACED, Placement, Product, Scaling, Transpose, mark
@@ -279,8 +279,9 @@ def _quantize_operands(matmul: Matmul, lhs: Any, rhs: Any, dims: Dims, keys: Any
     """Rotate and quantize both operands of a matmul; also returns measured bounds and telemetry."""
     seen: dict[str, Bounds] = {}
     if matmul.rotate is not None and dims.lhs_contract:
-        lhs = rotate(lhs, matmul.rotate, axis=dims.lhs_contract[-1])
-        rhs = rotate(rhs, matmul.rotate, axis=dims.rhs_contract[-1])
+        axes = dims.lhs_contract[-1], dims.rhs_contract[-1]
+        signs = random_signs(jax.random.fold_in(keys[0], 1), lhs.shape[axes[0]]) if matmul.random_signs else None
+        lhs, rhs = (rotate(x, matmul.rotate, axis=axis, signs=signs) for x, axis in zip((lhs, rhs), axes, strict=True))
     left = (matmul.lhs, dims.lhs_contract, dims.lhs_batch, keys[0], scaling, names[0], seen)
     right = (matmul.rhs, dims.rhs_contract, dims.rhs_batch, keys[1], scaling, names[1], seen)
     if matmul.rhs is not None and matmul.rhs.dequant == "other":

@@ -67,7 +67,7 @@ class Float32(Arithmetic):
             scale = power_of_two_scale(absmax.astype(jnp.float32), fmt, floor=floor).astype(absmax.dtype)
         else:
             if isinstance(fmt, BlockFormat) and fmt.outer:
-                outer = _outer(absmax, bound * fmt.largest_scale)
+                outer = _outer(bounds.get("largest", absmax), bound * fmt.largest_scale)
                 absmax = absmax * (1 / outer)
             scale = absmax * (1 / bound)
             if outer is None:

@@ -14,8 +14,9 @@ from octavo._config import Config
 from octavo._shapes import Shape
 from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray
 from octavo.calibration import AbsMax, Bounds, Calibration, CalibrationLike, get_calibration
-from octavo.numerics import BlockFormat, Format, FormatLike, IntFormat, Rounding, get_format, get_rounding
+from octavo.numerics import BlockFormat, Eden, Format, FormatLike, IntFormat, Rounding, get_format, get_rounding
 from octavo.qarray.arithmetic import ARITHMETICS
+from octavo.qarray.eden import correct_scale
 from octavo.qarray.indexing import unpad
 from octavo.qarray.platform import is_eager, on_cpu
 from octavo.qarray.qarray import QArray, Tiles
@@ -101,6 +102,11 @@ class Quantizer(Config):
                     f"{fmt.name} has tiles of {fmt.tile} values; {wrong[0]}. "
                     "Leave the size to the format, or choose a format without tiles of its own"
                 )
+        if isinstance(self.rounding, Eden) and not (isinstance(fmt, BlockFormat) and fmt.outer):
+            raise ValueError(
+                f"MS-EDEN rounds the scales of blocks under a scale of the tensor, as in nvfp4; {fmt.name} has none: "
+                "use rounding='stochastic'"
+            )
         narrow = ARITHMETICS[self.arithmetic].narrow and isinstance(fmt, IntFormat) and fmt.has_zero and fmt.signed
         object.__setattr__(self, "format", fmt.replace(narrow=True) if narrow else fmt)
 
@@ -195,6 +201,8 @@ class Quantizer(Config):
         # is. On TPUs and GPUs the maximum of NaN is NaN, and the sum would be a second reduction in each epilogue.
         has_nan = jnp.isnan(jnp.sum(witness, axis=tiles.axes, keepdims=True)) & on_cpu()
         for name, bound in bounds.items():
+            if name == "largest":
+                continue
             invalid = has_nan & ((bound if name == "absmax" else jnp.abs(bound)) < 1e30)
             bound = jnp.broadcast_to(bound, invalid.shape)
             bounds[name] = jnp.where(invalid, jnp.nan, bound)
@@ -213,7 +221,7 @@ class Quantizer(Config):
             stored = np.dtype(np.float32)
         if "scale" in bounds:
             return bounds["scale"], bounds.get("zero_point"), None, stored
-        return *arithmetic.scale(bounds, fmt, scale_dtype=stored, stochastic=self.rounding.stochastic), stored
+        return *arithmetic.scale(bounds, fmt, scale_dtype=stored, stochastic=not self.rounding.nearest), stored
 
     def scale_of(self, bounds: Bounds, dtype: DTypeLike) -> Bounds:
         """The scale, and the zero point if there is one, of bounds for values of a dtype.
@@ -290,6 +298,8 @@ class Quantizer(Config):
         noise = None if noise is None else tiles.split(noise)
         divisor = scale if outer is None else scale * outer
         codes = ARITHMETICS[self.arithmetic].encode(split, fmt, divisor, zero_point, noise)
+        if isinstance(self.rounding, Eden):
+            scale = correct_scale(self.rounding, key, split, codes, fmt, scale, divisor, tiles)
         if finite is not None:
             # The scale of a group with non-finite values is NaN. Its codes do not depend on that, so that both are
             # computed in one pass over the values.

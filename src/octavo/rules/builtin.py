@@ -1,7 +1,9 @@
 """The built-in recipes."""
 
 from octavo.calibration import AmaxHistory
+from octavo.numerics import Eden
 from octavo.ops import Matmul, Operand
+from octavo.rules.compile import EDEN_RANGE
 from octavo.rules.intmp import MIXED
 from octavo.rules.registry import Recipe, register_alias, register_recipe
 from octavo.rules.rule import QtRule, QuantizationRule
@@ -74,6 +76,32 @@ def _nvfp4(rotate: int | None = None, **fields) -> QtRule:
         dlhs=Matmul(gradient, square, residual="original"),
         drhs=Matmul(gradient, block, residual="original", rotate=rotate),
         **fields,
+    )
+
+
+def _quartet2(**fields) -> QtRule:
+    """The codes of the forward are the residuals; gradients are unbiased estimates for these."""
+    block = Operand("nvfp4", calibration="four_over_six")
+    eden = Operand("nvfp4", calibration=EDEN_RANGE, rounding=Eden(32))
+    gradient = Matmul(eden, eden, residual="requantize", rotate=32, random_signs=True)
+    return _training("nvfp4", "nvfp4", fwd=Matmul(block, block), dlhs=gradient, drhs=gradient, **fields)
+
+
+def _mxfp4_hadamard(**fields) -> QtRule:
+    block = Operand("mxfp4")
+    drhs = Matmul(block, block, residual="original", rotate=32)
+    return _training("mxfp4", "mxfp4", op_names=("dot_general", "einsum"), drhs=drhs, **fields)
+
+
+def _bitnet() -> QtRule:
+    weight = Operand("ternary", per_tensor=True, calibration="absmean")
+    straight = {"disable_gradient_clipping": True}
+    return QtRule(
+        weight_qtype="ternary",
+        act_qtype="int8",
+        scope="weights",
+        fwd=Matmul(Operand("int8"), weight),
+        additional_qt_config=straight,
     )
 
 
@@ -151,4 +179,23 @@ _add(
     _switchback(),
     "Int8 forward and activation gradient, weights with one scale, weight gradient in float.",
     "Wortsman et al., Stable and low-precision training for large-scale vision-language models, arXiv:2304.13013",
+)
+_add(
+    "quartet2",
+    # As in te_nvfp4: the weight gradient of experts cannot be rotated.
+    (_nvfp4(op_names=_EXPERTS, optional=True), _quartet2(op_names=("dot_general", "einsum"))),
+    "NVFP4 with four-over-six forward; gradients rotated at random and rounded by MS-EDEN.",
+    "Panferov et al., Quartet II, arXiv:2601.22813",
+)
+_add(
+    "mxfp4_hadamard",
+    (_blocks("mxfp4").replace(op_names=_EXPERTS, optional=True), _mxfp4_hadamard()),
+    "The recipe mxfp4 with weight gradients that (but for experts) are rotated.",
+    "arXiv:2605.09825",
+)
+_add(
+    "bitnet",
+    _bitnet(),
+    "BitNet b1.58: ternary weights with one scale, int8 activations, gradients in float.",
+    "Ma et al., The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits, arXiv:2402.17764",
 )

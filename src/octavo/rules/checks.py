@@ -289,7 +289,7 @@ FIELDS: dict[str, Callable[[Any], Any]] = {
     "kv_axis": check_choice("dkv", "heads_and_dkv"),
     "arithmetic": lambda value: check_choice(*ARITHMETICS)(value),
     "lowering": lambda value: check_choice(*lowerings())(value),
-    "bwd_stochastic_rounding": check_choice(None, "uniform", "low_bit_uniform"),
+    "bwd_stochastic_rounding": check_choice(None, "uniform", "low_bit_uniform", "eden"),
     "bwd_weight_grad_accumulator": check_choice(None, "float32", "bfloat16", "float16"),
     "residual": check_choice(None, "reuse", "requantize", "original"),
     "additional_qt_config": check_qt_config,

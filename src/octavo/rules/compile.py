@@ -5,11 +5,14 @@ The functions here read a rule's fields only, so that `rule.py` may compile a ru
 
 from typing import Any
 
-from octavo.numerics import Stochastic, get_format
+from octavo.calibration import AbsMax
+from octavo.numerics import Eden, Stochastic, get_format
 from octavo.ops import DotConfig, Matmul, Operand
 from octavo.rules.checks import contraction_or_square
 
 _FLOAT = Matmul(residual="original")
+EDEN_RANGE = AbsMax(factor=17 / 16 * 0.93, headroom=448 / 256)
+"""The range of MS-EDEN: it clips a little, which its scales correct, and they have room to become larger."""
 
 
 type Configs = dict[tuple[bool, bool], DotConfig | None]
@@ -146,6 +149,9 @@ def _gradient(rule: Any, name: str, fwd: Matmul, tile: Any, raw: dict[str, Any])
     # One random number for each value. Qwix draws one for each row (channelwise_noise_axes), which rounds a row's
     # values up or down together; independent noise is as cheap to use and its errors cancel in the matmul.
     noise = {None: "nearest", "uniform": Stochastic(), "low_bit_uniform": Stochastic(bits=8)}
+    eden = rule.bwd_stochastic_rounding == "eden"
+    if eden and not (rule.bwd_rotate and rule.bwd_random_signs):
+        raise ValueError("MS-EDEN is unbiased over random rotations: give bwd_rotate=32, bwd_random_signs=True")
     tile = raw.get(f"{name}_tile_size", tile)
     gradient = _operand(
         rule,
@@ -153,14 +159,22 @@ def _gradient(rule: Any, name: str, fwd: Matmul, tile: Any, raw: dict[str, Any])
         f"{name}_grad",
         raw,
         tile=tile,
-        calibration=rule.bwd_calibration_method,
-        rounding=noise[rule.bwd_stochastic_rounding],
+        calibration=EDEN_RANGE if eden else rule.bwd_calibration_method,
+        rounding=Eden(rule.bwd_rotate) if eden else noise[rule.bwd_stochastic_rounding],
     )
     residual = _residual_operand(saved, name, tile, raw)
+    if eden and residual is not None and gradient is not None:
+        residual = residual.replace(calibration=gradient.calibration, rounding=gradient.rounding)
     if residual is None:
         return Matmul(gradient, residual="original")
     kind = rule.residual or _residual(rule, name, fwd, saved, raw)
-    return Matmul(gradient, None if kind == "reuse" else residual, residual=kind, rotate=rule.bwd_rotate)
+    return Matmul(
+        gradient,
+        None if kind == "reuse" else residual,
+        residual=kind,
+        rotate=rule.bwd_rotate,
+        random_signs=rule.bwd_random_signs,
+    )
 
 
 def _residual(rule: Any, name: str, fwd: Matmul, saved: Operand | None, raw: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ _READ_BY_FORWARD = (
 _READ_BY_ALL = ("per_tensor", "disable_channelwise_axes", "arithmetic", "check_finite", "additional_qt_config")
 _READ_BY_BACKWARD = (
     "bwd_calibration_method", "bwd_weight_grad_tile_size", "bwd_weight_grad_accumulator", "bwd_stochastic_rounding",
-    "bwd_rotate", "residual",
+    "bwd_rotate", "bwd_random_signs", "residual",
 )  # fmt: skip
 
 

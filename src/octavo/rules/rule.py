@@ -139,6 +139,8 @@ class QtRule(QuantizationRule):
             "bfloat16" or "float16".
         disable_channelwise_axes: Qwix's name for `per_tensor`.
         bwd_stochastic_rounding: "uniform" rounds cotangents stochastically, "low_bit_uniform" with 8 bits of noise.
+            "eden" rounds cotangents and requantized residuals by MS-EDEN, which needs `bwd_rotate`, `bwd_random_signs`
+            and a format with two levels of scales, such as nvfp4.
         channelwise_noise_axes: Accepted for Qwix; noise is independent for each value.
         additional_qt_config: Settings by the names of Qwix's DotGeneralQtConfig, whose lhs and rhs are the sides of
             the matmul as written.
@@ -148,6 +150,7 @@ class QtRule(QuantizationRule):
         residual: How gradients take saved operands, as in `Matmul`: "reuse" codes, "requantize" them along the
             gradient's contraction, or quantize the "original" again. None chooses by granularity.
         bwd_rotate: The block size of a Hadamard rotation of the operands of both gradients.
+        bwd_random_signs: Draw a random rotation for each call.
         reduce_qtype: The type in which weight gradients are reduced across devices. Needs `quantized(shardings=...)`.
         reduce_axes: Mesh axes along which rows are sharded, such as ("data", "fsdp"); a tuple of them for each axis of
             rows if several are sharded.
@@ -170,6 +173,7 @@ class QtRule(QuantizationRule):
     drhs: Matmul | None = None
     residual: str | None = None
     bwd_rotate: int | None = None
+    bwd_random_signs: bool = False
     reduce_qtype: FormatLike | None = None
     reduce_axes: Collection[str | Collection[str]] = ()
     reduce_feedback: bool = False
