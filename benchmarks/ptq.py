@@ -3,13 +3,17 @@
 python benchmarks/ptq.py [--inputs 512] [--outputs 512]
 python benchmarks/ptq.py --model .cache/data/stories15m
 python benchmarks/ptq.py --model .cache/data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --data book.txt --text other.txt
+    [--llama PYTHON]
 
 Without --data and --text, the model tells 40 texts itself: 24 for the calibration, 16 for the evaluation. Recipes that
-begin with gguf: are GGUF files with an importance matrix of the same text, such as gguf:q4_k_m.
+begin with gguf: are GGUF files with an importance matrix of the same text, such as gguf:q4_k_m; those that begin with
+llama: are quantized by llama.cpp itself with the same matrix. PYTHON is an interpreter that has cyllama and numpy. A
+recipe of several formats ends with its budget, such as int3,int4,int8:gptq@4.5.
 """
 
 import argparse
 import math
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -22,12 +26,35 @@ import octavo
 from octavo.pretrained.model import to_float
 from octavo.ptq import Scales, gptq
 
+MIXED = "int3_double:minmax,int4_double:minmax,int5_double:minmax,int6_double:minmax,int8:gptq"
 RECIPES = (
     *("int4", "int4:signed", "int4:mse", "int4:search", "int4:gptq", "int4:minmax", "int4:minmax:gptq"),
     *("int4:gptaq", "int4:awq", "int4_double:minmax:search", "int4_double:minmax:gptq", "int4_double:minmax:gptaq"),
     *("nf4", "nf4:gptq", "nf4_double:gptq", "nvfp4", "nvfp4:search", "nvfp4:gptq", "int3", "int3:gptq"),
-    *("int3_double:minmax:gptq", "int3,int4,int8:gptq", "gguf:int4", "gguf:q4_k", "gguf:q4_k_m", "gguf:int8"),
+    *("int3_double:minmax:gptq", "int5_double:minmax:gptq", f"{MIXED}@4", f"{MIXED}@4.5", f"{MIXED}@5.5"),
+    *("gguf:int4", "gguf:q4_k_m", "gguf:int8", "llama:q4_0", "llama:q4_k_m", "llama:q8_0"),
 )
+FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_k_s": 14, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
+
+# Runs in the other interpreter. cyllama has no setter of the importance matrix, so its pointer is written into the C
+# structure: after four integers, which are searched for, and six booleans.
+LLAMA = """
+import ctypes, sys
+import numpy as np
+import cyllama.llama.llama_cpp as llama
+source, out, kind, matrix = sys.argv[1:]
+class Entry(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("data", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+params = llama.LlamaModelQuantizeParams()
+params.nthread, params.ftype = 2, int(kind)
+params.output_tensor_type = params.token_embedding_type = 0
+found = {name.encode(): np.ascontiguousarray(x, np.float32) for name, x in np.load(matrix).items()}
+entries = (Entry * (len(found) + 1))(*(Entry(name, x.ctypes.data, x.size) for name, x in found.items()))
+words = (ctypes.c_int32 * 24).from_address(id(params))
+at = next(i for i in range(4, 20) if words[i : i + 4] == [2, int(kind), 0, 0])
+ctypes.c_void_p.from_address(id(params) + 4 * at + 24).value = ctypes.addressof(entries)
+llama.model_quantize(source, out, params)
+"""
 
 
 def timed(fn, repeats: int = 3):
@@ -85,35 +112,58 @@ def tell(source, count: int) -> list[str]:
     return [source.tokenizer.decode(tokens) for tokens in told]
 
 
-def as_gguf(source, kind: str, calibration, head: str):
-    """A model from a GGUF file, and the bits per weight of its layers."""
+def from_gguf(path: Path, source):
+    """A model from a GGUF file, read as a whole, and the bits per weight of its layers."""
     from octavo.files.gguf import Gguf
-    from octavo.pretrained import Request, export_model, open_model
+    from octavo.pretrained import open_model
+
+    with Gguf(path) as file:
+        infos = [file.info(name) for name in file.names() if name.startswith("blk.")]
+    infos = [info for info in infos if len(info.shape) == 2]
+    bits = 8 * sum(info.nbytes for info in infos) / sum(math.prod(info.shape) for info in infos)
+    low = open_model(path)
+    leaves = {path: np.asarray(to_float(leaf.load(), "float32")) for path, leaf in low.leaves.items()}
+    return type(low).from_params(low.config, leaves, tokenizer=source.tokenizer, origin=source.origin), bits
+
+
+def as_gguf(source, kind: str, calibration, head: str):
+    """A model in a GGUF file that Octavo writes."""
+    from octavo.pretrained import Request, export_model
 
     data = calibration if "_k" in kind else None
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "m.gguf"
         export_model("gguf", source, out, Request(kind, head="float32" if head == "float" else head, data=data))
-        with Gguf(out) as file:
-            infos = [file.info(name) for name in file.names() if name.startswith("blk.")]
-        infos = [info for info in infos if len(info.shape) == 2]
-        bits = 8 * sum(info.nbytes for info in infos) / sum(math.prod(info.shape) for info in infos)
-        low = open_model(out)
-        # The file is removed, so everything is read now.
-        leaves = {path: np.asarray(to_float(leaf.load(), "float32")) for path, leaf in low.leaves.items()}
-        return type(low).from_params(low.config, leaves, tokenizer=source.tokenizer, origin=source.origin), bits
+        return from_gguf(out, source)
 
 
-def as_recipe(source, recipe: str, calibration, head: str, bits: float):
+def by_llama(source, kind: str, calibration, python: str):
+    """A model in a GGUF file that llama.cpp writes; its head stays in float."""
+    from octavo.files.gguf import read_imatrix
+    from octavo.pretrained import Request, export_model, gguf
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("float.gguf", "low.gguf", "matrix.npz", "matrix.gguf", "own.gguf")]
+        gguf.write_model(source, "float32", paths[0], head="float32")
+        export_model("gguf", source, paths[4], Request("q4_k", data=calibration, imatrix=paths[3]))
+        np.savez(paths[2], **read_imatrix(paths[3]))
+        words = [*map(str, paths[:2]), str(FILE_TYPES[kind]), str(paths[2])]
+        subprocess.run([python, "-c", LLAMA, *words], check=True, capture_output=True)
+        return from_gguf(paths[1], source)
+
+
+def as_recipe(source, recipe: str, calibration, head: str, budgets: dict):
     """A model converted by a recipe, and the bits per quantized weight."""
     from octavo.pretrained import PretrainedModel, convert_model, weight_rules
-    from octavo.pretrained.budgeted import budget_rules
+    from octavo.pretrained.budgeted import budget_options, budget_rules
     from octavo.pretrained.calibrated import calibrated_codes, split_method
 
+    recipe, _, bits = recipe.partition("@")
     plain, method = split_method(recipe)
     options = {"scale_dtype": "bfloat16"}
     if "," in plain:
-        rules = budget_rules(source, plain.split(","), calibration, bits=bits, head=head, **options)
+        found = budgets.get(plain) or budget_options(source, plain.split(","), calibration, **options)
+        rules, _ = budget_rules(source, budgets.setdefault(plain, found), bits=float(bits), head=head)
     else:
         rules = weight_rules(plain, source.config, head=head)
     codes = calibrated_codes(source, rules, calibration, method=method, **options) if method else None
@@ -123,7 +173,7 @@ def as_recipe(source, recipe: str, calibration, head: str, bits: float):
     return PretrainedModel.from_params(source.config, params, tokenizer=source.tokenizer, origin=source.origin), size
 
 
-def model(path: str, data: str, text: str, recipes: list[str], head: str, bits: float) -> None:
+def model(path: str, data: str, text: str, recipes: list[str], head: str, llama: str | None) -> None:
     """Perplexity and KL of a model in several recipes, against float."""
     from octavo.pretrained import CalibrationData, open_model
     from octavo.serve.evaluate import evaluate
@@ -137,16 +187,22 @@ def model(path: str, data: str, text: str, recipes: list[str], head: str, bits: 
     ids, calibration = source.tokenizer.encode(texts[1]), CalibrationData(texts[0])
     print(f"{source.describe()}; {len(ids)} tokens")
     print(f"{'recipe':26} {'bits':>6} {'perplexity %':>16} {'KL':>18} {'same top %':>11} {'seconds':>8}")
+    budgets = {}
     for recipe in recipes:
         start = time.perf_counter()
         if recipe.startswith("gguf:"):
             low, size = as_gguf(source, recipe.removeprefix("gguf:"), calibration, head)
+        elif recipe.startswith("llama:"):
+            if llama is None:
+                continue
+            low, size = by_llama(source, recipe.removeprefix("llama:"), calibration, llama)
         else:
-            low, size = as_recipe(source, recipe, calibration, head, bits)
+            low, size = as_recipe(source, recipe, calibration, head, budgets)
         seconds = time.perf_counter() - start
         found = evaluate(low, ids, against=source, layers=False)
         change = f"{math.expm1(found.log_ratio.mean):+.2%} ± {found.log_ratio.error:.2%}"
         kl = f"{found.kl.mean:.4f} ± {found.kl.error:.4f}"
+        recipe = recipe.replace(MIXED, "3 to 8 bits:gptq")
         print(f"{recipe:26} {size:6.2f} {change:>16} {kl:>18} {found.same_top.mean:11.2%} {seconds:8.1f}", flush=True)
 
 
@@ -158,11 +214,11 @@ def main() -> None:
     parser.add_argument("--data", help="the calibration text")
     parser.add_argument("--text", help="the text of the evaluation")
     parser.add_argument("--recipes", default=" ".join(RECIPES))
-    parser.add_argument("--bits", type=float, default=4.5, help="the budget of recipes with several formats")
+    parser.add_argument("--llama", metavar="PYTHON", help="an interpreter that has cyllama and numpy")
     parser.add_argument("--head", default="float", help="the format of the embedding table and the logits")
     args = parser.parse_args()
     if args.model:
-        model(args.model, args.data, args.text, args.recipes.split(), args.head, args.bits)
+        model(args.model, args.data, args.text, args.recipes.split(), args.head, args.llama)
     else:
         layer(args.inputs, args.outputs)
 

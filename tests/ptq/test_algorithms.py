@@ -177,7 +177,7 @@ def test_the_error_is_at_most_that_of_qwix():
     assert reference.loss(np.asarray(ours) - w, h) <= 0.8 * qwix_loss
 
 
-@pytest.mark.parametrize("name", slow_except(["int4_double"], ["int4_double", "int3_double"]))
+@pytest.mark.parametrize("name", slow_except(["int4_double"], [f"int{bits}_double" for bits in (3, 4, 5, 6)]))
 def test_double_quantization_with_zero_points(name):
     """Eight-bit scales and zero points lose next to nothing against float32 ones, and take half a bit."""
     w, h = problem(inputs=128, outputs=64)
@@ -189,7 +189,10 @@ def test_double_quantization_with_zero_points(name):
     codes, scale, zero = (np.asarray(x).astype(np.float64) for x in (q.qvalue, q.scale, q.zero_point))
     scale, zero = (np.repeat(x, 32, axis=0) for x in (scale, zero))
     np.testing.assert_allclose(q.dequantize(), (codes - zero) * scale * np.asarray(q.outer_scale), rtol=1e-6, atol=1e-6)
-    assert q.scale.dtype == q.zero_point.dtype == jnp.float8_e3m4
+    assert q.scale.dtype == jnp.float8_e3m4
+    assert q.zero_point.dtype == (jnp.float8_e3m4 if q.qtype.bits < 5 else jnp.float8_e4m3fn)
+    positive = low.quantize(jnp.abs(w))  # the zero point is the lowest code, -32 in six bits
+    np.testing.assert_allclose(positive.dequantize(), np.abs(w), atol=2 * float(jnp.max(jnp.abs(w))) / 2**q.qtype.bits)
     assert (zero % 1 != 0).any()
     assert low.bits_per_value((1024, 512)) == pytest.approx(q.qtype.bits + 0.5, abs=1e-3)
 

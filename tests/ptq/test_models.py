@@ -179,6 +179,9 @@ def test_bad_data(params, batches):
         quantize(predict, params, RULE, [])
     with pytest.raises(ValueError, match="there is no calibration data"):
         collect_statistics(predict, params, iter(()))
+    nf4 = RULE.replace(weight_qtype="nf4")
+    with pytest.raises(ValueError, match="is quantized to nf4, but 'signed' is for symmetric signed integers"):
+        quantize(predict, params, nf4, batches, method="signed", progress=pytest.fail)  # before the first batch
     broken = batches[0].at[3, 4].set(jnp.nan)
     with pytest.raises(
         ValueError, match=r"the inputs of einsum0 at 'layers' \(the weight 'layers/up'\) are not finite"
@@ -243,6 +246,38 @@ def test_stages_see_the_inputs_of_quantized_stages():
     assert errors[0] < errors[1]
     with pytest.raises(ValueError, match="stages have every quantized weight once; 'down' is missing"):
         next(quantize_weights(run, params, quantizers, batches, stages=[["up"]]))
+
+
+def test_an_interrupted_calibration_resumes(params, batches, tmp_path):
+    """Stopped after the first of two batches: the second run computes only the second, with the same result."""
+    path = tmp_path / "new" / "sums.npz"
+
+    def stop(count):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect_statistics(predict, params, batches, checkpoint=path, progress=stop)
+    poisoned = dict(np.load(path))
+    found, _ = collect_statistics(predict, params, batches, checkpoint=path)
+    wanted, _ = collect_statistics(predict, params, batches)
+    for name, one in wanted.items():
+        assert np.array_equal(one.hessian, found[name].hessian)
+        assert found[name].tokens[0] == 160
+    # The sums of the first run are used: with others in their place, the result is another.
+    poisoned["sum0"] = poisoned["sum0"] + 1
+    np.savez(path, **poisoned)
+    again, _ = collect_statistics(predict, params, batches, checkpoint=path)
+    assert any(not np.array_equal(again[name].hessian, wanted[name].hessian) for name in wanted)
+    for data, weights, message in (
+        ([batches[1], batches[0]], params, "is the calibration on other data: remove it"),
+        (batches[:1], params, "is the calibration on 2 batches, more than 1: remove it"),
+        (batches, params | {"left": 2 * params["left"]}, "is the calibration of other parameters or weights: remove"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            collect_statistics(predict, weights, data, checkpoint=path)
+    path.write_bytes(b"no zip")
+    with pytest.raises(ValueError, match="is no interrupted calibration, or is damaged: remove it"):
+        collect_statistics(predict, params, batches, checkpoint=path)
 
 
 def test_saved_statistics_take_the_place_of_data(tmp_path):

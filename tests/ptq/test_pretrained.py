@@ -163,6 +163,12 @@ def test_a_budget_of_bits(folder, capsys):
     for layer in range(2):
         group = {stored[f"decoder/layers_{layer}/self_attention/{name}/kernel"] for name in ("query", "key", "value")}
         assert len(group) == 1
+    record = json.loads((folder / "mixed" / "conversion.json").read_text())
+    costs = {row["path"]: row["predicted_kl"] for row in record["tensors"]}
+    assert {path for path, cost in costs.items() if cost} == {name for name in stored if "layers" in name}
+    page = next((folder / "mixed").glob("*.html")).read_text()
+    assert "Bits per weight, scales included" in page
+    assert "Bits and sensitivity by layer" in page
     assert main([*words[:2], "int4:search", str(folder / "x"), *words[4:], "--data", str(folder / "text.txt")]) == 2
     assert "--bits chooses between several formats" in capsys.readouterr().err
 

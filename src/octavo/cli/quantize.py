@@ -56,6 +56,13 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "--data-tokens", type=int, metavar="N", default=1 << 15, help="tokens of the calibration text (default 32768)"
     )
     parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="keep the statistics of the calibration in DIR: if it is interrupted, the same command resumes; another "
+        "method or format uses them again",
+    )
+    parser.add_argument(
         "--imatrix",
         type=Path,
         metavar="FILE",
@@ -99,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         data=None if text is None else CalibrationData(text, tokens=args.data_tokens),
         imatrix=args.imatrix,
         bits=args.bits,
+        checkpoint=args.checkpoint,
     )
     try:
         source = open_source(args)
@@ -121,7 +129,7 @@ def _report(source: Any, done: Any, out: Path, request: Any) -> Path:
     from octavo.report import record_conversion, render
 
     record = out / "conversion.json" if out.is_dir() else out.with_name(f"{out.name}.conversion.json")
-    texts = {"recipe": request.recipe, "command": request.command}
+    texts = {"recipe": request.recipe, "command": request.command, "costs": done.costs}
     return render(record_conversion(source, done.params, done.summary, record, **texts))
 
 

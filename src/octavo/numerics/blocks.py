@@ -119,8 +119,8 @@ def block_formats() -> list[BlockFormat]:
     e2m1 = e(2, 1, dtype="float4_e2m1fn")
     # OCP's int8 element is a fixed-point number with six fractional bits.
     int8 = IntFormat(bits=8, narrow=True, preserve_max=True, unit=2.0**-6)
-    # Double quantization: 4 + 8/32 bits per value, with zero points 4 + 16/32. Of the floats of eight bits, e3m4
-    # has the most precise scales, to 3 %, over a range of 62.
+    # Double quantization: 8/32 more bits per value, with zero points 16/32. Of the floats of eight bits, e3m4
+    # has the most precise scales, to 3 %, over a range of 62. It ends at 15.5, below the zero points of five bits.
     double = {"scale_dtype": "float8_e3m4", "scale_rounding": "nearest", "outer": True}
     return [
         BlockFormat(name="mxfp8", element=e(4, 3, "fn", "float8_e4m3fn")),
@@ -132,7 +132,9 @@ def block_formats() -> list[BlockFormat]:
         BlockFormat(
             name="nvfp4", element=e2m1, tile=16, scale_dtype="float8_e4m3fn", scale_rounding="nearest", outer=True
         ),
-        BlockFormat(name="int4_double", element=IntFormat(bits=4), zero_dtype="float8_e3m4", **double),
-        BlockFormat(name="int3_double", element=IntFormat(bits=3), zero_dtype="float8_e3m4", **double),
+        *(
+            BlockFormat(name=f"int{bits}_double", element=IntFormat(bits=bits), zero_dtype=zero, **double)
+            for bits, zero in ((4, "float8_e3m4"), (3, "float8_e3m4"), (5, "float8_e4m3fn"), (6, "float8_e4m3fn"))
+        ),
         BlockFormat(name="nf4_double", element=TableFormat(name="nf4", values=NF4_VALUES), tile=64, **double),
     ]

@@ -5,6 +5,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -84,6 +85,7 @@ def calibrated_codes(
     method: str,
     scale_dtype: str | None = None,
     log: Callable[[str], None] | None = None,
+    checkpoint: Path | None = None,
 ) -> dict[str, tuple[Any, float | None]]:
     """Quantize the weights of a model for the inputs that they have on calibration data.
 
@@ -109,7 +111,8 @@ def calibrated_codes(
     stages = []
     if method == "gptaq":
         stages, method = _stages(wanted), "gptq"
-    for path, done in quantize_weights(run, params, wanted, batches, method=method, stages=stages):
+    options: dict[str, Any] = {"method": method, "stages": stages, "checkpoint": checkpoint}
+    for path, done in quantize_weights(run, params, wanted, batches, **options):
         codes = done.array.astype(jnp.float32)
         found[path] = pack(codes, quantizers[path])._map(np.asarray), signal_to_noise(floats[path], codes)
     return found

@@ -2,13 +2,13 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo._io import atomic_write
 from octavo._names import did_you_mean
-from octavo.pretrained.budgeted import budget_rules
+from octavo.pretrained.budgeted import budget_options, budget_rules
 from octavo.pretrained.calibrated import CalibrationData, calibrated_codes, split_method
 from octavo.pretrained.card import model_card
 from octavo.pretrained.convert import Summary, convert_model
@@ -31,6 +31,7 @@ class Request:
       data: The calibration text, for a recipe with a method such as `int4:gptq`.
       imatrix: An importance matrix for K-quants in GGUF: read, or with `data` written.
       bits: The mean of bits per weight of the layers, for a recipe of several formats such as `int3,int4,int8:gptq`.
+      checkpoint: A directory for the statistics of the calibration, from which an interrupted one resumes.
     """
 
     recipe: str
@@ -42,6 +43,7 @@ class Request:
     data: CalibrationData | None = None
     imatrix: Path | None = None
     bits: float | None = None
+    checkpoint: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Export:
     """A mapping, or a function of the path for parameters that are read back from the file."""
     rules: tuple[QuantizationRule, ...] = ()
     command: str = ""
+    costs: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The predicted divergence by path, if formats were chosen by it."""
 
 
 type Exporter = Callable[[PretrainedModel, Path, Request], Export]
@@ -94,20 +98,22 @@ def converting(
         if request.imatrix is not None:
             raise ValueError("--imatrix is for K-quants in GGUF files: add --format gguf")
         options: dict[str, Any] = {"scale_dtype": scales, "log": request.log}
+        costs: dict[str, float] = {}
         if request.bits:
             assert request.data is not None
-            budget = {"bits": request.bits, "head": request.head or head}
-            rules = budget_rules(source, recipe.split(","), request.data, **budget, **options)
+            choices = budget_options(source, recipe.split(","), request.data, scale_dtype=scales)
+            rules, costs = budget_rules(source, choices, bits=request.bits, head=request.head or head, log=request.log)
         else:
             rules = weight_rules(recipe, source.config, head=request.head or head, trained=source.rules)
         codes = None
         if method:
             assert request.data is not None
+            options["checkpoint"] = request.checkpoint
             codes = calibrated_codes(source, rules, request.data, method=method, **options)
         params, summary = convert_model(source, rules, scale_dtype=scales, log=request.log, codes=codes)
         if request.replace and out.exists():
             shutil.rmtree(out) if out.is_dir() else out.unlink()
-        done = Export(summary, params, rules, request.command)
+        done = Export(summary, params, rules, request.command, costs)
         write(source, done, out)
         return done
 

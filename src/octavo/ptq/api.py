@@ -4,13 +4,14 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from octavo.frameworks.model import framework_of, quantize_model
 from octavo.frameworks.serving import map_params, stored_quantizers, unboxed
-from octavo.ptq.methods import QuantizedWeight, get_method, quantize_weight
+from octavo.ptq.methods import QuantizedWeight, check_method, get_method, quantize_weight
 from octavo.ptq.statistics import Statistics, arguments, collect_statistics, named_leaves
 from octavo.qarray import QArray, Quantizer
 from octavo.transform import PtqProvider
@@ -30,6 +31,7 @@ def quantize(
     method: str = "gptq",
     progress: Callable[[int], None] | None = None,
     log: Log | None = None,
+    checkpoint: str | Path | None = None,
 ) -> Any:
     """Quantize the parameters of a function or a model, with the least error on calibration data.
 
@@ -45,6 +47,7 @@ def quantize(
             weight; or "round".
         progress: Called with the number of calibration batches done.
         log: Called with a line for each weight.
+        checkpoint: A directory for the statistics so far, from which an interrupted call resumes.
 
     Returns:
         The parameters, with a `QArray` for each that is quantized; for an NNX model, the quantized model.
@@ -75,7 +78,8 @@ def quantize(
     batches = itertools.chain([first], batches)
 
     def run(fn: Callable[..., Any], params: Any, quantizers: Mapping[str, Quantizer]) -> dict[str, QArray]:
-        options = {"method": method, "strict_paths": framework is not None, "progress": progress, "log": log}
+        options: dict[str, Any] = {"method": method, "strict_paths": framework is not None, "log": log}
+        options |= {"progress": progress, "checkpoint": checkpoint}
         return {name: w.array for name, w in quantize_weights(fn, params, quantizers, batches, **options)}
 
     if framework == "nnx":
@@ -101,6 +105,7 @@ def quantize_weights(
     stages: Sequence[Collection[str]] = (),
     progress: Callable[[int], None] | None = None,
     log: Log | None = None,
+    checkpoint: str | Path | None = None,
 ) -> Iterator[tuple[str, QuantizedWeight]]:
     """Quantize the weights that have a quantizer, one after the other.
 
@@ -119,12 +124,13 @@ def quantize_weights(
             ("gptaq").
         progress: Called with the number of calibration batches done, in each pass.
         log: Called with a line for each weight.
+        checkpoint: As for `quantize`.
 
     Returns:
         An iterator of names and quantized weights. A weight whose inputs cannot be observed is rounded, with a warning
         that says why.
     """
-    get_method(method)
+    check_method(method, quantizers)
     plain = unboxed(params)
     leaves = named_leaves(plain)
     width = max(map(len, quantizers), default=0)
@@ -143,10 +149,11 @@ def quantize_weights(
         passes = [tuple(name for name in quantizers if name in given), *passes]
     batches = list(batches) if len(passes) > 1 else batches
     current, now = plain, {}
-    for names in passes:
+    for number, names in enumerate(passes):
         if now:
             current = map_params(lambda name, leaf: now.get(name, leaf), current)
         options: dict[str, Any] = {"only": names, "strict_paths": strict_paths, "progress": progress}
+        options["checkpoint"] = None if checkpoint is None else Path(checkpoint) / f"pass-{number}.npz"
         if given and not stages and all(name in given for name in names):
             found, missing = {name: given[name] for name in names}, {}
         else:

@@ -33,6 +33,10 @@ def assign(
     >>> assign({"a": robust, "b": sensitive, "c": robust}, 40)
     {'a': 'int4', 'b': 'int8', 'c': 'int4'}
     """
+    for weight, own in options.items():
+        for name, option in own.items():
+            if not np.isfinite(option.kl):
+                raise ValueError(f"the predicted divergence of {weight!r} in {name} is {option.kl}: leave {name} out")
     members = _members(options, groups)
     sizes, costs = np.zeros(1, np.int64), np.zeros(1)
     steps = []

@@ -1,12 +1,13 @@
 """The methods of post-training quantization, by name: each quantizes one parameter, given statistics of its inputs."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 
 from octavo._names import did_you_mean
 from octavo._typing import Array, Float
+from octavo.numerics import IntFormat
 from octavo.ptq.gptq import gptq
 from octavo.ptq.scales import encode, scales_of, search, signed_full_range
 from octavo.ptq.statistics import Statistics
@@ -71,6 +72,18 @@ def get_method(name: str) -> Method:
         hint = did_you_mean(name, METHODS)
         raise ValueError(f"{name!r} is no method of quantization: {hint}one of {', '.join(METHODS)}")
     return METHODS[name]
+
+
+def check_method(name: str, quantizers: Mapping[str, Quantizer]) -> None:
+    """Raise, before any work, if there is no such method or it does not apply to the format of a weight."""
+    get_method(name)
+    for weight, quantizer in quantizers.items():
+        fmt = quantizer.qtype
+        plain = isinstance(fmt, IntFormat) and fmt.signed and not quantizer.calibration.asymmetric
+        if name == "signed" and not plain:
+            raise ValueError(
+                f"{weight} is quantized to {fmt.name}, but 'signed' is for symmetric signed integers: use 'search'"
+            )
 
 
 def quantize_weight(

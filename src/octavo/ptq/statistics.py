@@ -10,6 +10,7 @@ The error of a quantized weight on this data is E |x (Q - W)|^2 = tr((Q - W)^T H
 import dataclasses
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from octavo import ops
 from octavo._typing import Array, Float
 from octavo.frameworks.serving import param_names
 from octavo.ptq.layout import MatrixView, matrix_view
+from octavo.ptq.progress import Progress
 from octavo.rules import QuantizationRule
 from octavo.transform import QuantizationProvider, Quantized, Site
 from octavo.transform.site import operand_axes
@@ -190,6 +192,7 @@ def collect_statistics(
     against: Any = None,
     strict_paths: bool = False,
     progress: Callable[[int], None] | None = None,
+    checkpoint: str | Path | None = None,
 ) -> tuple[dict[str, Statistics], dict[str, str]]:
     """The statistics of the inputs of each weight, in one pass over calibration data.
 
@@ -204,6 +207,8 @@ def collect_statistics(
         against: Other parameters, those of the float model, whose inputs give the `drift`; not of experts.
         strict_paths: As for `Quantized`.
         progress: Called with the number of batches done.
+        checkpoint: A file for the sums so far, written each minute, at the end and when the calibration is
+            interrupted; the next call with the same data resumes from it.
 
     Returns:
         The statistics by the name of the weight, and the reason for each weight that has none.
@@ -227,20 +232,29 @@ def collect_statistics(
     state: Any = None
     sites: list[Site] = []
     shapes = {name: leaf.shape for name, leaf in named_leaves(params).items()}
-    for count, batch in enumerate(batches, 1):
-        args, kwargs = arguments(batch)
-        if state is None:
-            found = low.sites(params, *args, **kwargs)
-            sites = [site for site in found if site.leaf is not None and not site.opaque]
-            empty = jax.eval_shape(low.init, params, *args, **kwargs)
-            state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty)
-        if against is not None:
-            state = _merged(state, float_inputs(against, args, kwargs))
-        state = step(state, params, args, kwargs)
-        if count == 1:
-            _check_finite(state, sites, "the first batch")
-        if progress is not None:
-            progress(count)
+    done = Progress(checkpoint, params, against, sorted(shapes if only is None else only), str(hessian))
+    count = last = 0
+    try:
+        for count, batch in enumerate(batches, 1):
+            args, kwargs = arguments(batch)
+            if state is None:
+                found = low.sites(params, *args, **kwargs)
+                sites = [site for site in found if site.leaf is not None and not site.opaque]
+                empty = jax.eval_shape(low.init, params, *args, **kwargs)
+                state = done.restore(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty))
+            if not done.skips(count, (args, kwargs)):
+                inputs = {} if against is None else float_inputs(against, args, kwargs)
+                state = step(_merged(state, inputs), params, args, kwargs)
+                if not last:
+                    _check_finite(state, sites, "the first batch")
+                last = count
+                done.write(state, count)
+            if progress is not None:
+                progress(count)
+    finally:
+        if last:
+            done.write(state, last, now=True)
+    done.finish(count)
     if state is None:
         raise ValueError("there is no calibration data: batches is empty (or an iterator that was used before)")
     _check_finite(state, sites, "the calibration data")

@@ -32,6 +32,7 @@ def record_conversion(
     *,
     recipe: str,
     command: str,
+    costs: Mapping[str, float] | None = None,
 ) -> Path:
     """Write the record of a conversion as JSON.
 
@@ -43,12 +44,15 @@ def record_conversion(
       path: Where to write the record.
       recipe: The recipe, as on the command line.
       command: The command line.
+      costs: The predicted divergence by path, if formats were chosen under a budget.
 
     Returns:
       The path of the record.
     """
     get = stored if callable(stored) else stored.__getitem__
     tensors = [_tensor(source, name, get(name), summary.ratios.get(name)) for name in source.leaves]
+    for row in tensors if costs else ():
+        row["predicted_kl"] = finite(costs.get(row["path"]))  # pyrefly: ignore
     measured = (row for row in tensors if row["sqnr_db"] is not None and row["quantized"])
     worst = sorted(measured, key=operator.itemgetter("sqnr_db"))[:WORST]
     histograms = [
@@ -114,10 +118,28 @@ def conversion_report(record: Mapping[str, Any], path: str | os.PathLike[str]) -
         bits=_bits(record),
         sizes=_sizes(record),
         map=HeatMap(title, inside, span_of([inside])) if cells else None,
+        budget=_budget(record),
         outside={at[1]: db for at, db in cells.items() if at not in inside},
         parameters=[_parameter(row) for row in record["tensors"][:MOST_ROWS]],
         dim=[not row["quantized"] for row in record["tensors"]],
     )
+
+
+def _budget(record: Mapping[str, Any]) -> list[HeatMap]:
+    """The bits and the sensitivity of each weight by layer, if formats were chosen under a budget."""
+    bits, costs = {}, {}
+    for row in record["tensors"]:
+        if cost := row.get("predicted_kl"):
+            at = layer_and_op(row["path"])
+            bits[at] = 8 * row["after"] / math.prod(row["shape"])
+            costs[at] = -10 * math.log10(cost)
+    if not bits:
+        return []
+    ends = min(bits.values()), max(bits.values()) + 1
+    return [
+        HeatMap("Bits per weight, scales included", bits, ends),
+        HeatMap("Predicted KL divergence of the weight as it is stored, dB below one nat", costs, span_of([costs])),
+    ]
 
 
 def _ratios(record: Mapping[str, Any]) -> list[float]:
