@@ -354,6 +354,48 @@ def test_dot_takes_options_by_position_and_scalars():
         np.testing.assert_allclose(*(x.astype(jnp.float32) for x in outs), rtol=1e-2, atol=1e-6)
 
 
+@pytest.mark.parametrize("tiles", [{0: 8, 1: 8}, {1: 4}, {0: 2}])
+def test_tiles_by_axis_are_those_of_weights_and_activations(tiles):
+    x = jax.random.normal(KEY, (8, 16))
+    variables, runs = nn.Dense(24).init(KEY, x), []
+    for lib, extra in ((octavo, {"arithmetic": "qwix"}), (qwix, {})):
+        model = qt(lib, nn.Dense(24), **INT8, tile_size=tiles, **extra)
+        run = jax.value_and_grad(lambda v, model=model: jnp.sum(model.apply(v, x) ** 2))
+        runs.append(jax.tree.leaves(jax.jit(run)(variables)))
+        low = ptq(lib, nn.Dense(24), **INT8, tile_size=tiles, **extra)
+        stored = lib.quantize_params(variables["params"], jax.eval_shape(low.init, KEY, x)["params"])
+        runs[-1] += [stored["kernel"].array.scale, low.apply({"params": stored}, x)]
+    for got, wanted in zip(*runs, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_tiles_by_axis_in_gradients():
+    x = jax.random.normal(KEY, (8, 16))
+    w = jax.random.normal(KEY, (16, 24))
+    raw = {
+        f"{g}_{field}": value
+        for g in ("dlhs", "drhs")
+        for field, value in (("tile_size", {0: 4, 1: 8}), ("residual_qtype", "int8"))
+    }
+    grads = []
+    for lib, extra in ((octavo, {"arithmetic": "qwix"}), (qwix, {})):
+        model = qt(
+            lib,
+            nn.Dense(24, use_bias=False),
+            **INT8,
+            bwd_qtype="int8",
+            tile_size={0: 8, 1: 8},
+            additional_qt_config=raw,
+            **extra,
+        )
+        loss = lambda w, x, model=model: jnp.sum(jnp.sin(model.apply({"params": {"kernel": w}}, x)))  # noqa: E731
+        grads.append(jax.jit(jax.grad(loss, (0, 1)))(w, x))
+    for got, wanted in zip(*grads, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"tile=\{2: 4\}: the operand has 2 axes, not \[2\]"):
+        octavo.dot(x, w, config=octavo.DotConfig.qat("int8", tile={2: 4}))
+
+
 def test_ragged_dot_general_takes_qwix_dimension_numbers():
     numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
     outs = []

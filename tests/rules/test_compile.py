@@ -110,9 +110,9 @@ def test_granularity():
     assert config == DotConfig.qt("int8", per_tensor=True)
     assert config == right(QtRule(**QT, per_tensor=True))
     square = right(QtRule(weight_qtype="int8", act_qtype="int8", tile_size=128, square_tiles=True))
-    assert square == right(QtRule(weight_qtype="int8", act_qtype="int8", tile_size={0: 128, 1: 128}))
     assert square.fwd == Matmul(Operand("int8", tile=128), Operand("int8", tile=128, square=True))
-    assert right(QuantizationRule(weight_qtype="int8", tile_size={-1: 64})).fwd.rhs == Operand("int8", tile=64)
+    by_axis = right(QtRule(**QT, tile_size={1: 8, 0: 4})).fwd
+    assert by_axis == Matmul(Operand("int8", tile={0: 4, 1: 8}), Operand("int8", tile={0: 4, 1: 8}))
 
 
 def test_calibration_rounding_and_the_rest():

@@ -25,7 +25,8 @@ class Operand(Config):
 
     Args:
       qtype: the format of the codes.
-      tile: the tile size along a contracted axis: a count of values, or the fraction 1/n of the axis.
+      tile: the tile size along a contracted axis: a count of values, or the fraction 1/n of the axis. A mapping has
+        sizes by axis of the operand, contracted or not.
       tile_axis: which contracted axis has tiles: -1 the last; 0 the first, which is where a batch is sharded; None all.
       square: use tiles of the same size along the last remaining axis as well.
       per_tensor: one scale for the tensor, or with `tile` one for all rows of a tile.
@@ -47,7 +48,7 @@ class Operand(Config):
     """
 
     qtype: Format
-    tile: int | float | None = None
+    tile: int | float | tuple[tuple[int, int | float], ...] | None = None
     tile_axis: int | None = -1
     square: bool = False
     per_tensor: bool = False
@@ -64,7 +65,7 @@ class Operand(Config):
     def __init__(
         self,
         qtype: FormatLike,
-        tile: int | float | None = None,
+        tile: int | float | Mapping[int, int | float] | tuple[tuple[int, int | float], ...] | None = None,
         tile_axis: int | None = -1,
         square: bool = False,
         per_tensor: bool = False,
@@ -80,7 +81,8 @@ class Operand(Config):
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         fmt = get_format(qtype)
         put("qtype", fmt)
-        put("tile", fmt.tile if tile is None else tile)
+        by_axis = isinstance(tile, Mapping | tuple | list)
+        put("tile", fmt.tile if tile is None else tuple(sorted(dict(tile).items())) if by_axis else tile)
         put("tile_axis", tile_axis)
         put("square", square)
         put("per_tensor", per_tensor)
@@ -103,18 +105,21 @@ class Operand(Config):
             raise ValueError("channelwise_axes need dequant='output' or 'input', no per_tensor and no block format")
         if square and self.tile is None:
             raise ValueError("square tiles need a tile size: Operand('fp8', tile=128, square=True)")
+        if by_axis and (square or tile_axis != -1 or fmt.tile is not None):
+            raise ValueError("tiles by axis have no tile_axis, are not square and not those of a block format")
         if dequant == "other" and (self.tile is not None or per_tensor):
             raise ValueError("dequant='other' has one scale per contracted index: no tile, and not per tensor")
         if tracker is not None and self.calibration.asymmetric:
             raise ValueError("a remembered range is symmetric: use calibration='absmax' with a tracker")
         # Raises for fields that no Quantizer supports.
+        tiles: Any = {0: self.tile} if self.tile is not None and not by_axis else self.tile
         template = Quantizer(
             self.qtype,
             calibration=self.calibration,
             rounding=self.rounding,
             scale_dtype=self.scale_dtype,
             arithmetic=self.arithmetic,
-            tiled_axes=None if self.tile is None else {0: self.tile},
+            tiled_axes=tiles,
         )
         put("_quantizer", template)
 
@@ -122,7 +127,11 @@ class Operand(Config):
         """The Quantizer for an operand with these axes."""
         remaining = [a for a in range(ndim) if a not in contracting and a not in batch]
         tiled: dict[int, int | float] = {}
-        if self.tile is not None and contracting:
+        if isinstance(self.tile, tuple):
+            if outside := [axis for axis, _ in self.tile if not -ndim <= axis < ndim]:
+                raise ValueError(f"tile={dict(self.tile)}: the operand has {ndim} axes, not {outside}")
+            tiled = {axis % ndim: size for axis, size in self.tile}
+        elif self.tile is not None and contracting:
             tiled = dict.fromkeys(contracting if self.tile_axis is None else [contracting[self.tile_axis]], self.tile)
             if self.square and remaining:
                 tiled[remaining[-1]] = self.tile

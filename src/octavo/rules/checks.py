@@ -142,31 +142,7 @@ def check_tiles(value: Any) -> Any:
         pairs = tuple((int(axis), check_tile(size)) for axis, size in dict(value).items())
     except TypeError:
         raise ValueError("sizes by axis are a mapping such as {0: 128, 1: 128}") from None
-    contraction_or_square(pairs)
     return pairs
-
-
-def contraction_or_square(tiles: Any) -> tuple[int | float | None, bool]:
-    """The tile size along the contraction, and whether the other axis of a weight is tiled as well.
-
-    A rule is made before the axes of its matmuls are known. So a mapping must have one of the two forms that apply to
-    all of them: one size along the contraction, {-1: 128} (or {0: 128}, a kernel's contracted axis), and
-    square tiles of a weight, {0: 128, 1: 128}.
-
-    >>> contraction_or_square(((0, 128), (1, 128)))
-    (128, True)
-    """
-    if not isinstance(tiles, tuple):
-        return tiles, False
-    sizes, axes = {size for _, size in tiles}, {axis for axis, _ in tiles}
-    if len(tiles) == 1 and axes <= {0, -1}:
-        return sizes.pop(), False
-    if len(axes) == 2 and len(sizes) == 1:
-        return sizes.pop(), True
-    raise ValueError(
-        "tiles run along the contraction, {-1: 128}, or are square, {0: 128, 1: 128}. For other granularities quantize "
-        "with octavo.Quantizer(tiled_axes=...)"
-    )
 
 
 def check_axes(value: Any) -> tuple[int, ...] | None:
@@ -225,8 +201,8 @@ _QT_CONFIG: dict[str, Callable[[Any], Any]] = {
     **{f"{operand}_calibration_method": check_calibration for operand in _OPERANDS},
     **{f"{operand}_disable_channelwise_axes": check_flag for operand in _OPERANDS},
     "tile_size": check_tiles,
-    "dlhs_tile_size": check_tile,
-    "drhs_tile_size": check_tile,
+    "dlhs_tile_size": check_tiles,
+    "drhs_tile_size": check_tiles,
     "disable_gradient_clipping": check_flag,
     "use_original_residuals": check_flag,
     "sparsity_rule": check_sparsity,

@@ -8,7 +8,6 @@ from typing import Any
 from octavo.calibration import AbsMax
 from octavo.numerics import Eden, Stochastic, get_format
 from octavo.ops import DotConfig, Matmul, Operand
-from octavo.rules.checks import contraction_or_square
 
 _FLOAT = Matmul(residual="original")
 EDEN_RANGE = AbsMax(factor=17 / 16 * 0.93, headroom=448 / 256)
@@ -103,7 +102,7 @@ def _forward(rule: Any, weights: bool, raw: dict[str, Any]) -> Matmul:
     second = rule.weight_qtype if weights else rule.kv_qtype or rule.act_qtype
     # A matmul whose weight has no type stays in float, whatever the activation's type.
     first = rule.act_qtype if not weights or second is not None else None
-    tile, square = contraction_or_square(raw.get("tile_size", rule.tile_size))
+    tile = raw.get("tile_size", rule.tile_size)
 
     def operand(side: str, qtype: Any, weight: bool) -> Operand | None:
         method = rule.weight_calibration_method if weight else rule.act_calibration_method or "absmax"
@@ -113,7 +112,7 @@ def _forward(rule: Any, weights: bool, raw: dict[str, Any]) -> Matmul:
             side,
             raw,
             tile=tile,
-            square=weight and (square or rule.square_tiles),
+            square=weight and rule.square_tiles,
             calibration=method,
             rounding=rule.rounding,
         )
@@ -182,13 +181,13 @@ def _residual(rule: Any, name: str, fwd: Matmul, saved: Operand | None, raw: dic
 
     Tiles along the forward's contraction do not fit the gradient's. Plain tiles are quantized again from the saved
     codes. Block formats are quantized along both contractions from the same float, as Transformer Engine does: four
-    bits rounded twice lose too much precision. Codes of square tiles fit both contractions.
+    bits rounded twice lose too much precision. Codes of square tiles, or of tiles by axis, fit both contractions.
     """
     asked = raw.get("use_original_residuals") or any(key.startswith(f"{name}_residual_") for key in raw)
     moved = any(o is not None and o.dequant == "other" for o in (fwd.lhs, fwd.rhs))
     if saved is None or asked or moved or fwd.rotate or rule.bwd_rotate or saved.qtype.tile is not None:
         return "original"
-    return "reuse" if saved.tile is None or saved.square else "requantize"
+    return "reuse" if saved.tile is None or saved.square or isinstance(saved.tile, tuple) else "requantize"
 
 
 def _residual_operand(saved: Operand | None, name: str, tile: Any, raw: dict[str, Any]) -> Operand | None:

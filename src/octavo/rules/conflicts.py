@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from octavo.numerics import get_format
-from octavo.rules.checks import contraction_or_square
 
 _READ_BY_FORWARD = (
     "tile_size", "act_static_scale", "weight_calibration_method", "act_calibration_method", "rounding", "rotate",
@@ -42,8 +41,6 @@ def check_conflicts(rule: Any) -> None:
         )
     if rule.square_tiles and rule.tile_size is None:
         raise ValueError("square_tiles=True needs tile_size, as in tile_size=128")
-    if contraction_or_square(rule.tile_size)[1] and rule.weight_qtype is None:
-        raise ValueError(f"tile_size={dict(rule.tile_size)}: square tiles are those of a weight; set weight_qtype")
     if hasattr(rule, "bwd_qtype"):
         _check_backward(rule)
 

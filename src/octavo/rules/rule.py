@@ -28,8 +28,8 @@ class QuantizationRule(Config):
         op_names: Operations that the rule applies to, such as ("dot_general", "einsum"); all of them if empty.
         weight_qtype: The type of weights.
         act_qtype: The type of activations.
-        tile_size: Values along the contraction that share a scale; a float 1/n means n tiles. {0: 128, 1: 128} means
-            square tiles of the weight.
+        tile_size: Values along the contraction that share a scale; a float 1/n means n tiles. {0: 8, 1: 8} means
+            tiles by axis of each operand, of weights and activations alike, as in Qwix.
         act_static_scale: Quantize activations by a range that is averaged over steps and kept as state.
         weight_calibration_method: The calibration of weights, such as "absmax" or "minmax".
         act_calibration_method: The calibration of activations, "absmax" if None.
