@@ -17,7 +17,11 @@ from octavo.frameworks.linen_ops import DotGeneral
 pytestmark = [
     pytest.mark.standard_promotion,
     # Qwix asks Flax for old names.
-    pytest.mark.filterwarnings("ignore:.*VariableState:DeprecationWarning", "ignore:.*iter_modules:DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*VariableState:DeprecationWarning",
+        "ignore:.*iter_modules:DeprecationWarning",
+        "ignore:'.value' access:DeprecationWarning",
+    ),
 ]
 
 KEY = jax.random.key(0)
@@ -299,6 +303,30 @@ def test_quantized_parameters_have_no_boxes():
         low = lib.quantize_params(params, abstract)
         trees.append((low["kernel"].array.qvalue, low["kernel"].array.scale))
     jax.tree.map(np.testing.assert_array_equal, *trees)
+
+
+def test_quantized_nnx_parameters_are_variables_with_sharding_names():
+    def model():
+        metadata = {"out_sharding": ("a", "b"), "eager_sharding": False}
+        return nnx.Linear(16, 8, kernel_metadata=metadata, rngs=nnx.Rngs(0))
+
+    params = nnx.to_pure_dict(nnx.state(model(), nnx.Param))
+    trees, names, outs = [], [], []
+    for lib in LIBRARIES:
+        low = ptq(lib, model(), X, **INT8)
+        state = nnx.state(low, nnx.Param)
+        names.append({path: v.get_metadata().get("out_sharding") for path, v in nnx.to_flat_state(state)})
+        abstract = nnx.eval_shape(lambda lib=lib: ptq(lib, model(), jnp.zeros(X.shape), **INT8))
+        updated = lib.quantize_params(params, abstract)
+        trees += [nnx.to_pure_dict(state), updated]
+        nnx.update(abstract, updated)
+        outs += [low(X), abstract(X)]
+    assert names[0] == names[1]
+    assert names[0]["kernel", "array", "scale"] == (None, "b")
+    for tree in trees[1:]:
+        jax.tree.map(np.testing.assert_array_equal, tree, trees[0])
+    for out in outs[1:]:
+        np.testing.assert_allclose(out, outs[0], rtol=1e-6, atol=1e-6)
 
 
 def test_flax_serializes_quantized_parameters():

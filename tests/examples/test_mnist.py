@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("flax")
 from octavo.examples import mnist
+from tests.conftest import DATA
 from tests.cases import slow_except
 from tests.ops.walk import dot_types
 
@@ -127,3 +128,28 @@ def test_low_precision_is_as_accurate_as_float():
     assert mean["float"] > 98
     assert abs(mean["int8"] - mean["float"]) < 0.3
     assert abs(mean["int4"] - mean["float"]) < 1.5
+
+
+def test_the_files_of_mnist(tmp_path, capsys):
+    images, labels = np.arange(2 * 28 * 28).astype(np.uint8).reshape(2, 28, 28), np.array([3, 1], np.uint8)
+    for part in ("train", "t10k"):
+        for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+            head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes()
+            (tmp_path / f"{part}-{kind}-ubyte").write_bytes(head + array.tobytes())
+    for x, y in mnist.mnist(str(tmp_path)):
+        assert x.shape == (2, 28, 28, 1)
+        np.testing.assert_array_equal(np.round(255 * x[..., 0]), images)
+        np.testing.assert_array_equal(y, labels)
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\x09abc")
+    for folder, text in ((tmp_path, "is no idx file"), (tmp_path / "none", "make data ARGS=mnist")):
+        with pytest.raises(SystemExit):
+            mnist.main([f"data={folder}"])
+        assert text in capsys.readouterr().err
+
+
+@pytest.mark.data("mnist")
+def test_mnist_itself_calibrated_and_served():
+    folder = DATA / "mnist"
+    for name in ("float", "int8"):
+        (found,) = mnist.main([f"quantization={name}", f"data={folder}", "epochs=1", "batch=256", "calibrate=4"])
+        assert found.served == found.trained > 97

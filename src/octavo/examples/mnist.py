@@ -2,6 +2,7 @@
 
     python -m octavo.examples.mnist quantization=int8
 
+With `data=FOLDER`, the digits are those of MNIST: `make data ARGS=mnist` fetches its four files into .cache/data/mnist.
 The network is a Flax Linen module that takes `conv_general_dilated` and `dot_general` as arguments. Serving uses the
 codes that training computed with, so both give the same logits bit for bit.
 """
@@ -11,6 +12,7 @@ import functools
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -170,8 +172,33 @@ def digits() -> tuple[Data, Data]:
     return (x[:half], y[:half]), (x[half:], y[half:])
 
 
+def mnist(folder: str) -> tuple[Data, Data]:
+    """The 60,000 training images and the 10,000 test images of MNIST's idx files, of 28 x 28 pixels."""
+    if missing := [name for name in IDX if not Path(folder, name).is_file()]:
+        _usage_error(f"data={folder} has no {missing[0]}; 'make data ARGS=mnist' fetches MNIST into .cache/data/mnist")
+    train_x, train_y, test_x, test_y = (read_idx(Path(folder, name)) for name in IDX)
+    return tuple(
+        (jnp.asarray(x[..., None], jnp.float32) / 255, jnp.asarray(y, jnp.int32))
+        for x, y in ((train_x, train_y), (test_x, test_y))
+    )  # pyrefly: ignore
+
+
+IDX = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """The bytes of an idx file: two zeros, the type (8, bytes), the rank, then the shape in big-endian int32."""
+    content = path.read_bytes()
+    rank = content[3] if content[:3] == b"\0\0\x08" else 0
+    shape = np.frombuffer(content, ">i4", rank, 4)
+    if not rank or len(content) != 4 + 4 * rank + np.prod(shape, dtype=np.int64):
+        _usage_error(f"{path} is no idx file of bytes")
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * rank).reshape(shape)
+
+
 DEFAULTS: dict[str, str | int] = {
     "quantization": "int8",
+    "data": "digits",
     "epochs": 20,
     "batch": 32,
     "calibrate": 0,
@@ -181,6 +208,7 @@ DEFAULTS: dict[str, str | int] = {
 LEAST = {"epochs": 1, "batch": 1, "calibrate": 0, "seed": 0, "seeds": 1}
 HELP = f"""
   quantization  {", ".join(CONFIGS)}
+  data          digits (scikit-learn's), or a folder with the files of MNIST
   epochs        times through the training digits
   batch         digits in a step
   calibrate     steps that collect static ranges of activations; 0: ranges of each batch
@@ -203,6 +231,9 @@ def parse(args: Sequence[str], largest_batch: int) -> dict[str, Any]:
                 _usage_error(f"there is no {arg}; {unknown_name(value, CONFIGS)}")
             options[key] = value
             continue
+        if key == "data":
+            options[key] = value
+            continue
         least, most = LEAST[key], largest_batch if key == "batch" else 2**31
         if not value.isdecimal() or not least <= int(value) <= most:
             upper = f"to {most}" if key == "batch" else "up"
@@ -221,7 +252,8 @@ def main(args: Sequence[str] | None = None) -> list[Found]:
     if {"-h", "--help"} & set(args):
         print(f"{__doc__}{HELP}")
         return []
-    train_data, test_data = digits()
+    source = dict(arg.split("=", 1) for arg in args if "=" in arg).get("data", "digits")
+    train_data, test_data = digits() if source == "digits" else mnist(source)
     options = parse(args, len(train_data[0]))
     name, first = options["quantization"], options["seed"]
     found = []

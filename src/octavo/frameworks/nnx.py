@@ -11,7 +11,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from octavo.frameworks.module_call import ModuleCall, method_classes
-from octavo.frameworks.nnx_state import OverwriteWithGradient, QuantStat, is_member, put, state_places, updating
+from octavo.frameworks.nnx_state import (
+    OverwriteWithGradient,
+    QuantStat,
+    is_member,
+    map_attributes,
+    open_parameters,
+    put,
+    state_places,
+    stored_parameter,
+    stored_paths,
+    updating,
+)
 from octavo.frameworks.params import WithAux, is_stored
 from octavo.transform.provider import QuantizationProvider
 from octavo.transform.site import Site
@@ -108,7 +119,7 @@ def nnx_sites(model: Any, provider: QuantizationProvider, *args: Any, **kwargs: 
     """Every matmul of a model on arguments like these, with the rule that applies to it."""
     model = _converted(model, provider, ())
     with nnx.update_context(_TAG):
-        call, _ = _module_call(type(model)._octavo[0], "__call__", (model, *_arrays(args)), _arrays(kwargs))
+        call, *_ = _module_call(type(model)._octavo[0], "__call__", (model, *_arrays(args)), _arrays(kwargs))
         return call.sites()
 
 
@@ -139,7 +150,8 @@ def _check_without_inputs(model: Any, provider: QuantizationProvider) -> None:
     """Raise if quantized parameters or state are missing, which only example inputs can determine."""
     variables = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)]
     reason = None
-    if provider.quantizes_params and not any(is_stored(v.get_raw_value()) for v in variables):
+    held = any(is_stored(v.get_raw_value()) for v in variables)
+    if provider.quantizes_params and not held and not stored_paths(model):
         reason = "quantized parameters have the granularity of the matmuls that use them"
     elif provider.stateful and not provider.overrides and not any(isinstance(v, QuantStat) for v in variables):
         reason = "static ranges and delayed scaling keep state for each matmul"
@@ -176,14 +188,15 @@ def _call(family: Family, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     places = state_places((args, kwargs))
     state = {key: variable.get_value() for key, variable in places.items()}
     with nnx.update_context(_TAG):
-        call, graphdefs = _module_call(family, name, args, kwargs)
+        call, graphdefs, codes = _module_call(family, name, args, kwargs)
         result, new = call.run(nest_state(state), key, updating(args, kwargs))
         if graphdefs[-1] is None:
             after, out = result
             _write((args, kwargs), after)
         else:
+            after = nnx.from_flat_state(dict(nnx.to_flat_state(result)) | codes)
             with nnx.merge_context(_TAG, inner=False) as context:
-                _, _, out = context.merge(graphdefs[-1], result)
+                _, _, out = context.merge(graphdefs[-1], after)
     for place, variable in places.items():
         now = find_state(new, place)
         if now is not None and now is not state[place]:
@@ -191,23 +204,34 @@ def _call(family: Family, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     return out
 
 
-def _module_call(family: Family, name: str, args: Any, kwargs: Any, **options: Any) -> tuple[ModuleCall, list[Any]]:
-    """The call, and a list that is filled when it is traced: the new structure of arguments and result, or None if only
-    values of variables have changed.
+def _module_call(
+    family: Family, name: str, args: Any, kwargs: Any, **options: Any
+) -> tuple[ModuleCall, list[Any], dict[Any, Any]]:
+    """The call; a list that is filled when it is traced: the new structure of arguments and result, or None if only
+    values of variables have changed; and the variables of quantized parameters, by path.
     """
     with nnx.split_context(_TAG) as context:
-        graphdef, state = context.split((args, kwargs))
+        graphdef, split = context.split((args, kwargs))
     graphdefs: list[Any] = []
+    flat = dict(nnx.to_flat_state(split))
+    found = {path: x for path, x in stored_paths((args, kwargs)).items() if (*path, "array", "qvalue") in flat}
+    codes = {path: v for path, v in flat.items() if path[:-2] in found}
+    # Within the call, a quantized parameter is one array: the variables of its codes and scales only keep their place.
+    places = {p: v.replace(jax.ShapeDtypeStruct((), v.get_raw_value().dtype)) for p, v in codes.items()}
+    state = nnx.from_flat_state({path: v for path, v in flat.items() if path not in codes})
 
-    def run(state: Any) -> Any:
+    def run(inputs: Any) -> Any:
+        state, arrays = inputs
         with nnx.merge_context(_TAG, inner=True) as context:
-            args, kwargs = context.merge(graphdef, state)
+            args, kwargs = context.merge(graphdef, nnx.from_flat_state(dict(nnx.to_flat_state(state)) | places))
         before = nnx.graphdef((args, kwargs))
+        close = open_parameters((args, kwargs), dict(zip(found, arrays, strict=True)))
         kept = [(v, v.get_raw_value()) for path, v in nnx.iter_graph((args, kwargs)) if path in stored]
         _set_classes((args, kwargs), 1)
         out = getattr(args[0], name)(*args[1:], **kwargs)
         for variable, value in kept:  # an inner Flax transformation returns unchanged values as new arrays
             variable.set_raw_value(value)
+        close()
         _set_classes((args, kwargs, out), 0)
         if nnx.graphdef((args, kwargs)) == before and not _holds_nodes(out):
             graphdefs.append(None)
@@ -221,9 +245,10 @@ def _module_call(family: Family, name: str, args: Any, kwargs: Any, **options: A
     known = {path: name for path, name, _ in _parameters((args, kwargs))}
     leaves = [(_variable_path(p), x) for p, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_stored)]
     stored = {path for path, leaf in leaves if is_stored(leaf)}
-    names = [known.get(path) for path, _ in leaves]
+    names = [known.get(path) for path in (*(path for path, _ in leaves), *found)]
     modules = [_path(node) for _, node in nnx.iter_graph((args, kwargs)) if is_member(node)]
-    return ModuleCall(run, state, names, modules, family.provider, family.cache, **options), graphdefs
+    inputs = state, [x.unboxed() for x in found.values()]
+    return ModuleCall(run, inputs, names, modules, family.provider, family.cache, **options), graphdefs, codes
 
 
 def _set_classes(tree: Any, which: int) -> None:
@@ -239,11 +264,13 @@ def _variable_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _parameters(tree: Any) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
-    """Every parameter: its path in the tree, its path from the root of the model, and its variable."""
+    """Every parameter: its path in the tree, its path from the root of the model, and its variable or `WithAux`."""
     nodes = list(nnx.iter_graph(tree))
     modules = {path: _path(node) for path, node in nodes if is_member(node)}
+    codes = {path for path, node in nodes if isinstance(node, WithAux)}
     for path, node in nodes:
-        if isinstance(node, nnx.Param) or (isinstance(node, nnx.Variable) and is_stored(node.get_raw_value())):
+        held = isinstance(node, nnx.Variable) and is_stored(node.get_raw_value())
+        if path in codes or held or (isinstance(node, nnx.Param) and path[:-2] not in codes):
             above = next((n for n in reversed(range(len(path))) if path[:n] in modules), None)
             inside = path[2:] if above is None else (modules[path[:above]], *path[above:])
             yield path, "/".join(str(part) for part in inside if part != ""), node
@@ -260,6 +287,8 @@ def _write(tree: Any, after: Any) -> None:
     for path, variable in nnx.iter_graph(tree):
         if isinstance(variable, nnx.Variable):
             value = now[path].get_raw_value()
+            if isinstance(value, jax.ShapeDtypeStruct):  # of a quantized parameter
+                continue
             old, new = jax.tree.leaves(variable.get_raw_value()), jax.tree.leaves(value)
             if len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
                 variable.set_raw_value(value)
@@ -272,16 +301,19 @@ def _initialize(model: Any, name: str, inputs: tuple[Any, ...], kwargs: dict[str
     family = type(model)._octavo[0]
     provider = family.provider
     with nnx.update_context(_TAG):
-        call, _ = _module_call(family, name, (model, *inputs), kwargs, on_unmatched="error")
+        call, *_ = _module_call(family, name, (model, *inputs), kwargs, on_unmatched="error")
         quantizers = call.stored_quantizers()
         rngs = model.qwix_rngs
         state = call.initial(rngs.params() if isinstance(rngs, nnx.Rngs) else None) if provider.stateful else {}
     modules = {_path(module): module for _, module in nnx.iter_modules(model)}
     for key, value in state.items():
         put(modules, key, value)
-    for _, parameter, variable in _parameters(model) if provider.quantizes_params else ():
-        value = variable.get_raw_value()
-        if (quantizer := quantizers.get(parameter)) is not None and not is_stored(value):
-            abstract = isinstance(value, jax.ShapeDtypeStruct)
-            codes = jax.eval_shape(quantizer.quantize, value) if abstract else quantizer.quantize(value)
-            variable.set_raw_value(WithAux(codes, quantizer))
+    stored: dict[int, WithAux] = {}
+    for _, parameter, variable in list(_parameters(model)) if provider.quantizes_params else ():
+        quantizer = quantizers.get(parameter)
+        if quantizer is None or isinstance(variable, WithAux) or is_stored(value := variable.get_raw_value()):
+            continue
+        abstract = isinstance(value, jax.ShapeDtypeStruct)
+        codes = jax.eval_shape(quantizer.quantize, value) if abstract else quantizer.quantize(value)
+        stored[id(variable)] = stored_parameter(codes, quantizer, variable)
+    map_attributes(model, lambda x: stored.get(id(x), x))

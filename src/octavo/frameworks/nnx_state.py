@@ -1,9 +1,16 @@
-"""State of the operations of an NNX model, as variables of their modules."""
+"""State of the operations of an NNX model, and its quantized parameters, as variables of their modules.
 
+A quantized parameter is a `WithAux` whose codes and scales are variables of the parameter's type, as in Qwix.
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from flax import nnx
 
+from octavo.frameworks.params import WithAux
+from octavo.qarray import QArray, Quantizer, shardings
 from octavo.transform.frame import Key
 from octavo.transform.state import GRADIENT_STATE, QUANT_STATS, state_structure
 
@@ -70,3 +77,44 @@ def updating(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | frozenset[
     if not frozen or args[0].disable_quant_stats_update:
         return not frozen
     return frozenset(frozen)
+
+
+def stored_parameter(codes: QArray, quantizer: Quantizer, variable: Any) -> WithAux:
+    """Codes and scales as variables like that of the parameter, with the names of their sharded axes."""
+    metadata = variable.get_metadata()
+    field = next((name for name in ("out_sharding", "sharding_names") if metadata.get(name) is not None), None)
+    if field is None:
+        return WithAux(jax.tree.map(variable.replace, codes), quantizer)
+
+    def box(x: Any, spec: Any) -> Any:
+        new = variable.replace(x)
+        new.set_metadata(field, (*spec, *(None,) * (len(x.shape) - len(spec))))
+        return new
+
+    specs = shardings(codes, jax.sharding.PartitionSpec(*metadata[field]))
+    return WithAux(jax.tree.map(box, codes, specs), quantizer)
+
+
+def stored_paths(tree: Any) -> dict[tuple[Any, ...], WithAux]:
+    """The quantized parameters of a model, by path; one that is shared has several paths."""
+    return {path: node for path, node in nnx.iter_graph(tree) if isinstance(node, WithAux)}
+
+
+def map_attributes(tree: Any, fn: Callable[[Any], Any]) -> None:
+    """Replace attributes of the modules and containers of a tree, where `fn` returns something else."""
+    for _, node in list(nnx.iter_graph(tree)):
+        for name, value in list(vars(node).items()) if isinstance(node, nnx.Pytree) else ():
+            if (new := fn(value)) is not value:
+                setattr(node, name, new)
+
+
+def open_parameters(tree: Any, arrays: Mapping[tuple[Any, ...], Any]) -> Callable[[], None]:
+    """Put a parameter with its array in place of each quantized one; returns a function that undoes it."""
+    opened, before = {}, {}
+    for path, node in stored_paths(tree).items():
+        codes = node.array.qvalue
+        if path in arrays:
+            opened[id(codes)] = nnx.Param(arrays[path]) if type(codes) is nnx.Param else type(codes)(arrays[path])
+            before[id(opened[id(codes)])] = node
+    map_attributes(tree, lambda x: opened.get(id(x.array.qvalue), x) if isinstance(x, WithAux) else x)
+    return lambda: map_attributes(tree, lambda x: before.get(id(x), x))

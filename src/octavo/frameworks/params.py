@@ -35,9 +35,11 @@ class WithAux:
     @property
     def _plain(self) -> QArray:
         """The QArray without the boxes that Flax may have put its arrays into."""
-        if not isinstance(self.array, QArray):
-            return self.array
-        return self.array._map(lambda x: x if hasattr(x, "shape") else x.unbox())
+        return self.array._map(_value) if isinstance(self.array, QArray) else self.array
+
+    def unboxed(self) -> "WithAux":
+        """The same with arrays in place of Flax's boxes and variables."""
+        return WithAux(self._plain, self.how)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,6 +64,11 @@ class WithAux:
     def dequantize(self) -> jax.Array:
         """The parameter in float."""
         return self._plain.dequantize()
+
+
+def _value(x: Any) -> Any:
+    """The array in a box or a variable of Flax."""
+    return x.get_raw_value() if hasattr(x, "get_raw_value") else x.unbox() if hasattr(x, "unbox") else x
 
 
 def is_stored(x: Any) -> bool:
@@ -98,7 +105,8 @@ def quantize_params(
       donate: Whether each float array is deleted as soon as it is quantized, so that memory never holds both models.
 
     Returns:
-      A nested dictionary like `params`, with a `WithAux` for each quantized parameter.
+      A nested dictionary like `params`, with a `WithAux` for each quantized parameter; for an NNX model, which has
+      its codes and scales as variables, with a dictionary that `nnx.update(model, ...)` takes.
 
     >>> import octavo
     >>> quantizer = octavo.Quantizer("int8", channelwise_axes=(1,))
@@ -129,7 +137,21 @@ def quantize_params(
             stats.setdefault(path[:-1], {})[path[-1]] = leaf
     for path, each in stats.items():
         result |= _static_range(path, each, places.get(f"{_text(path)}_scale"), allow_extra_params)
+    if _is_nnx(abstract_quantized_params):
+        result = {key: x for path, leaf in result.items() for key, x in _variables(path, leaf)}
     return unflatten_paths(result)
+
+
+def _is_nnx(tree: Any) -> bool:
+    return (nnx := sys.modules.get("flax.nnx")) is not None and isinstance(tree, nnx.Module)
+
+
+def _variables(path: tuple[Any, ...], leaf: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """The variables of an NNX parameter, by path."""
+    if not isinstance(leaf, WithAux):
+        return [(path, leaf)]
+    parts = jax.tree_util.tree_leaves_with_path(leaf)
+    return [((*path, *(entry.name for entry in inner)), x) for inner, x in parts]
 
 
 def _static_range(path: tuple[Any, ...], stats: dict[str, Any], place: Any, allow_extra: bool) -> dict[Any, Any]:
@@ -190,8 +212,11 @@ def _quantize(x: Any, quantizer: Quantizer) -> QArray:
 def _by_path(tree: Any, *, only_params: bool = True) -> dict[tuple[Any, ...], Any]:
     """Leaves by their keys; Flax boxes around leaves (variables, partitioning) are not part of a path."""
     nnx = sys.modules.get("flax.nnx")
-    if nnx is not None and isinstance(tree, nnx.Module):
-        tree = nnx.state(tree)
+    if _is_nnx(tree):
+        assert nnx is not None
+        stored = {path: x.unboxed() for path, x in nnx.iter_graph(tree) if isinstance(x, WithAux)}
+        found = _by_path(nnx.state(tree), only_params=only_params)
+        return {path: x for path, x in found.items() if path[:-2] not in stored} | stored
     if nnx is not None and isinstance(tree, nnx.State) and only_params:
         others = [v for _, v in nnx.to_flat_state(tree) if isinstance(v, nnx.Variable) and not isinstance(v, nnx.Param)]
         tree = nnx.filter_state(tree, nnx.Param) if others else tree

@@ -5,7 +5,8 @@ from typing import Any
 
 from flax import nnx
 
-from octavo.frameworks.params import WithAux, is_stored
+from octavo.frameworks.nnx_state import map_attributes, stored_parameter, stored_paths
+from octavo.frameworks.params import WithAux
 from octavo.qarray import QArray, Quantizer
 
 
@@ -21,19 +22,18 @@ def as_function(model: Any) -> tuple[Callable[..., Any], Any]:
 
 def quantizers_of(model: Any) -> dict[str, Quantizer]:
     """The quantizer of each parameter of a model that `quantize_model` made with a `PtqProvider`."""
-    return {name: variable.get_raw_value().how for name, variable in _stored(model)}
+    return {_name(path): stored.how for path, stored in stored_paths(model).items()}
 
 
 def put(model: Any, codes: Mapping[str, QArray]) -> Any:
     """The model with these codes of its quantized parameters."""
-    for name, variable in _stored(model):
-        variable.set_raw_value(WithAux(codes[name], variable.get_raw_value().how))
+    new = {
+        id(stored): stored_parameter(codes[_name(path)], stored.how, stored.array.qvalue)
+        for path, stored in stored_paths(model).items()
+    }
+    map_attributes(model, lambda x: new.get(id(x), x) if isinstance(x, WithAux) else x)
     return model
 
 
-def _stored(model: Any) -> list[tuple[str, Any]]:
-    return [
-        ("/".join(map(str, path)), node)
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, nnx.Variable) and is_stored(node.get_raw_value())
-    ]
+def _name(path: tuple[Any, ...]) -> str:
+    return "/".join(map(str, path))
