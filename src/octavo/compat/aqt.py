@@ -6,6 +6,7 @@ which for float32 inputs gives AQT's bits. Pass `arithmetic="float32"` with bflo
 and quotients AQT rounds to those dtypes.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from octavo._typing import DTypeLike
 from octavo.compat.aqt_operands import SKIP, Bits, LocalAqt, int_symmetric, make
 from octavo.numerics import Stochastic
 from octavo.ops.config import DotConfig
+from octavo.qarray import QArray
 
 __all__ = [
     "SKIP",
@@ -26,10 +28,12 @@ __all__ = [
     "conv_general_dilated_make",
     "default_unquantized_config",
     "dot_general_make",
+    "from_qtensor",
     "fully_quantized",
     "int_symmetric",
     "set_stochastic_rounding",
     "set_use_mid_quant",
+    "to_qtensor",
 ]
 
 _NOISE_BITS = {"jax.uniform": 24, "custom-1": 16}
@@ -263,3 +267,22 @@ def set_stochastic_rounding(
             plain = {"rounding": "nearest", "arithmetic": forward[0] if forward else operand.arithmetic}
             changes[f"{name}_{side}"] = {"rounding": noise, "arithmetic": "float32"} if wanted else plain
     return config.with_operands(**changes)
+
+
+def from_qtensor(tensor: Any) -> QArray:
+    """An AQT `QTensor` as a QArray: codes, and the product of its scales."""
+    if tensor.bias or tensor.tiling_state is not None or tensor.sparsity_mask is not None:
+        raise ValueError("a QTensor with a bias, tiles or a sparsity mask has no QArray: dequantize it")
+    return QArray(tensor.qvalue, math.prod(tensor.scale[1:], start=tensor.scale[0]), dtype=tensor.dtype)
+
+
+def to_qtensor(array: QArray) -> Any:
+    """A QArray as an AQT `QTensor`; AQT has one scale per channel and no zero points."""
+    from aqt.jax.v2 import aqt_tensor  # pyrefly: ignore
+
+    cls: Any = aqt_tensor.QTensor
+    tiled = any(n not in (1, size) for n, size in zip(array.scale.shape, array.shape, strict=True))
+    if array.zero_point is not None or array.outer_scale is not None or tiled:
+        raise ValueError("a QTensor has neither zero points nor tiles: quantize by channels")
+    plain = array.unpack()
+    return cls(qvalue=plain.qvalue, scale=[plain.scale], scale_t=None, bias=[], dequant_dtype=plain.dtype)

@@ -177,10 +177,8 @@ def mnist(folder: str) -> tuple[Data, Data]:
     if missing := [name for name in IDX if not Path(folder, name).is_file()]:
         _usage_error(f"data={folder} has no {missing[0]}; 'make data ARGS=mnist' fetches MNIST into .cache/data/mnist")
     train_x, train_y, test_x, test_y = (read_idx(Path(folder, name)) for name in IDX)
-    return tuple(
-        (jnp.asarray(x[..., None], jnp.float32) / 255, jnp.asarray(y, jnp.int32))
-        for x, y in ((train_x, train_y), (test_x, test_y))
-    )  # pyrefly: ignore
+    scaled = lambda x, y: (jnp.asarray(x[..., None], jnp.float32) / 255, jnp.asarray(y, jnp.int32))  # noqa: E731
+    return scaled(train_x, train_y), scaled(test_x, test_y)
 
 
 IDX = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
@@ -199,16 +197,18 @@ def read_idx(path: Path) -> np.ndarray:
 DEFAULTS: dict[str, str | int] = {
     "quantization": "int8",
     "data": "digits",
+    "examples": 0,
     "epochs": 20,
     "batch": 32,
     "calibrate": 0,
     "seed": 0,
     "seeds": 1,
 }
-LEAST = {"epochs": 1, "batch": 1, "calibrate": 0, "seed": 0, "seeds": 1}
+LEAST = {"examples": 0, "epochs": 1, "batch": 1, "calibrate": 0, "seed": 0, "seeds": 1}
 HELP = f"""
   quantization  {", ".join(CONFIGS)}
   data          digits (scikit-learn's), or a folder with the files of MNIST
+  examples      training digits, the first ones; 0: all
   epochs        times through the training digits
   batch         digits in a step
   calibrate     steps that collect static ranges of activations; 0: ranges of each batch
@@ -255,6 +255,8 @@ def main(args: Sequence[str] | None = None) -> list[Found]:
     source = dict(arg.split("=", 1) for arg in args if "=" in arg).get("data", "digits")
     train_data, test_data = digits() if source == "digits" else mnist(source)
     options = parse(args, len(train_data[0]))
+    count = options["examples"] or None
+    train_data = train_data[0][:count], train_data[1][:count]
     name, first = options["quantization"], options["seed"]
     found = []
     for seed in range(first, first + options["seeds"]):

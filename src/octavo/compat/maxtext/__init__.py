@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from octavo._names import unknown_name
 from octavo.calibration import Fixed, get_calibration
 from octavo.compat import aqt, transformer_engine
-from octavo.compat.maxtext_rules import (
+from octavo.compat.maxtext.rules import (
     ConstantBoundConfig,
     NANOOFp8Provider,
     NvidaFp8Provider,
