@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -91,7 +92,8 @@ class AbsMax(Calibration):
         return self.factor < 1
 
     def measure(self, x, *, axes, mask=None, round_trip=None):
-        absmax = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+        # Primitives: jnp's functions take longer to trace, and this is traced for every operand of a program.
+        absmax = jax.lax.expand_dims(jax.lax.reduce_max(jax.lax.abs(x), axes), axes)
         absmax = absmax if self.factor == 1 else absmax * self.factor
         return {"absmax": absmax} | with_headroom(absmax, self.headroom)
 

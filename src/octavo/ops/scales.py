@@ -17,9 +17,8 @@ class Scaled(NamedTuple):
     value: Array
     scale: Array
 
-    def product(self, sign: int = 1) -> Array:
-        scale = _sharding.reshard_for_broadcast(self.scale, self.value)
-        return self.value.astype(jnp.float32) * (scale if sign == 1 else sign * scale)
+    def product(self) -> Array:
+        return self.value.astype(jnp.float32) * _sharding.reshard_for_broadcast(self.scale, self.value)
 
 
 def full_scale(q: QArray) -> Array:

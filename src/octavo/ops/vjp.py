@@ -200,6 +200,7 @@ def _product_bwd(call: Call, residuals: Any, g: Array):
     (lhs, rhs, masks), extra, seen, keys, scaling, like = residuals
     probes = [g[:0] if x is None else x for x in like]
     g, shardings = _once_differentiable(_sharding.without_reduced(g), *probes), call.operand_shardings
+    g = row_major(g)  # as in `_quantize_operand`
     gradients = []
     for of_lhs, residual, probe, mask, wanted in zip((True, False), (rhs, lhs), like, masks, shardings, strict=True):
         if probe is None:  # a QArray
@@ -308,12 +309,16 @@ def _quantize_operand(
     # The gradient of a product with a vector is an outer product: no axis is contracted, along which blocks could lie.
     if operand is None or isinstance(x, QArray) or (not contract and operand.qtype.tile is not None):
         return array
+    if not isinstance(x, Scaled):
+        # CPUs materialize it for the reduction in any case. What computed it would be fused into the quantization too:
+        # twice the work, and a kernel of its own to compile for each, where equal ones are compiled once.
+        array = row_major(array)
     quantizer, given = operand.quantizer(array.ndim, contracting=contract, batch=batch), scaling.get(name)
     bounds, measured = given, None
     if isinstance(x, Scaled) and isinstance(operand.calibration, AbsMax) and given is None:
-        # -(g s) has the range of g s. Written this way, XLA fuses the multiplication into the reduction; if it were the
-        # same expression as the one that is rounded, CPUs would materialize g s in float32 for both uses.
-        bounds = measured = quantizer.measure(x.product(-1), witness=x.value)
+        # XLA fuses this multiplication into the reduction; if it were the same expression as the one that is rounded,
+        # CPUs would materialize g s in float32 for both uses.
+        bounds = measured = quantizer.measure(Scaled(x.value, row_major(x.scale)).product(), witness=x.value)
     elif operand.tracker is not None:
         seen[name] = measured = quantizer.measure(array)
         bounds = operand.tracker.read(given or operand.tracker.init(measured), measured)

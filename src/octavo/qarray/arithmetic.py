@@ -75,7 +75,8 @@ class Float32(Arithmetic):
             if scale.dtype != scale_dtype:
                 up = stochastic or (isinstance(fmt, BlockFormat) and fmt.scale_rounding == "up")
                 scale = round_scale(scale.astype(jnp.float32), scale_dtype, up=up).astype(absmax.dtype)
-        return jax.lax.select(absmax == 0, jax.lax.full_like(scale, float(fmt.has_zero)), scale), None, outer
+        is_zero = jax.lax.eq(absmax, jax.lax.full_like(absmax, 0))
+        return jax.lax.select(is_zero, jax.lax.full_like(scale, float(fmt.has_zero)), scale), None, outer
 
     def encode(self, x, fmt, scale, zero_point, noise):
         # A scale is zero only for a format that has no zero, or for a block scale that underflowed.

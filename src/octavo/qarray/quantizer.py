@@ -199,13 +199,16 @@ class Quantizer(Config):
         # XLA's CPU backend loses NaN in the maximum of an array that is not small (jaxlib 0.12.0, YNNPACK's
         # reduction), but not in a sum, which costs next to nothing there. A sum of huge values may be NaN although none
         # is. On TPUs and GPUs the maximum of NaN is NaN, and the sum would be a second reduction in each epilogue.
-        has_nan = jnp.isnan(jnp.sum(witness, axis=tiles.axes, keepdims=True)) & on_cpu()
+        witness = witness.astype(jnp.promote_types(witness.dtype, jnp.float32))
+        total = jax.lax.expand_dims(jax.lax.reduce_sum(witness, tiles.axes), tiles.axes)
+        has_nan = jax.lax.ne(total, total) & on_cpu()
         for name, bound in bounds.items():
             if name == "largest":
                 continue
-            invalid = has_nan & ((bound if name == "absmax" else jnp.abs(bound)) < 1e30)
-            bound = jnp.broadcast_to(bound, invalid.shape)
-            bounds[name] = jnp.where(invalid, jnp.nan, bound)
+            bound = jnp.broadcast_to(bound, total.shape)
+            magnitude = bound if name == "absmax" else jax.lax.abs(bound)
+            invalid = has_nan & jax.lax.lt(magnitude, jax.lax.full_like(bound, 1e30))
+            bounds[name] = jax.lax.select(invalid, jax.lax.full_like(bound, jnp.nan), bound)
         return bounds
 
     def _scale(self, bounds: Bounds, dtype: np.dtype) -> tuple[Array, Array | None, Array | None, np.dtype]:

@@ -138,15 +138,14 @@ def _correct(out: Array, left: Codes, right: Codes, dims: Dims) -> Array:
 
 def integer_dot(lhs: Array, rhs: Array, dims: Dims, *, lowering: str = "auto") -> Array:
     """An int8 x int8 -> int32 dot."""
-    last, first = dims.rhs_remaining + dims.rhs_contract, dims.rhs_contract + dims.rhs_remaining
-    in_order = (*range(lhs.ndim),) == dims.lhs_remaining + dims.lhs_contract and (*range(rhs.ndim),) in (first, last)
-    # XLA itself reshapes these to a matmul in the form that is fast on CPUs.
-    if lowering == "plain" or (in_order and at_least(math.prod(lhs.shape[a] for a in dims.lhs_remaining), 8)):
+    if lowering == "plain":
         return _plain_dot(lhs, rhs, dims)
+    if at_least(math.prod(lhs.shape[a] for a in dims.lhs_remaining), 8):
+        return _plain_dot(*_arrange(lhs, rhs, dims))
     if lowering == "rows":
-        return _rows_dot(lhs, rhs, dims)
-    rows, plain = (functools.partial(dot, dims=dims) for dot in (_rows_dot, _plain_dot))
-    return jax.lax.platform_dependent(lhs, rhs, cpu=rows, default=plain)
+        return _few_rows_dot(lhs, rhs, dims)
+    few, plain = (functools.partial(dot, dims=dims) for dot in (_few_rows_dot, _plain_dot))
+    return jax.lax.platform_dependent(lhs, rhs, cpu=few, default=plain)
 
 
 def _plain_dot(lhs: Array, rhs: Array, dims: Dims, out_sharding: Any = None) -> Array:
@@ -154,24 +153,37 @@ def _plain_dot(lhs: Array, rhs: Array, dims: Dims, out_sharding: Any = None) -> 
     return jax.lax.dot_general(lhs, rhs, dims.numbers, **kinds)
 
 
-def _rows_dot(lhs: Array, rhs: Array, dims: Dims) -> Array:
-    """The dot as a matmul of two matrices, or of two batches of them, of which the left contracts its last axis."""
-    batch = [lhs.shape[a] for a in dims.lhs_batch]
-    left = [lhs.shape[a] for a in dims.lhs_remaining]
-    right = [rhs.shape[a] for a in dims.rhs_remaining]
-    depth, rows, columns = math.prod(lhs.shape[a] for a in dims.lhs_contract), math.prod(left), math.prod(right)
+def _arrange(lhs: Array, rhs: Array, dims: Dims) -> tuple[Array, Array, Dims]:
+    """The same dot with operands that XLA reshapes, without a copy, to matrices in the form that is fast on CPUs.
+
+    The left operand contracts its last axes, the right one its first or last; CPUs copy an operand that does not. On
+    other platforms XLA folds these transposes back into the dot.
+    """
+    left = (*dims.lhs_batch, *dims.lhs_remaining, *dims.lhs_contract)
+    last = (*dims.rhs_batch, *dims.rhs_remaining, *dims.rhs_contract)
+    first = (*dims.rhs_batch, *dims.rhs_contract, *dims.rhs_remaining)
+    right = last if last == tuple(range(rhs.ndim)) else first
+    lhs, rhs = (x if o == (*range(x.ndim),) else row_major(x.transpose(o)) for x, o in ((lhs, left), (rhs, right)))
+    at = lambda order, axes: tuple(order.index(a) for a in axes)  # noqa: E731
+    contract, batch = (at(left, dims.lhs_contract), at(right, dims.rhs_contract)), tuple(range(len(dims.lhs_batch)))
+    return lhs, rhs, Dims(lhs.ndim, rhs.ndim, *contract, batch, batch)
+
+
+def _few_rows_dot(lhs: Array, rhs: Array, dims: Dims) -> Array:
+    """A dot of fewer than eight rows, padded: they miss the fast path and run at a tenth of float32's speed."""
+    left, right = [lhs.shape[a] for a in dims.lhs_remaining], [rhs.shape[a] for a in dims.rhs_remaining]
+    lhs, rhs, dims = _arrange(lhs, rhs, dims)
+    batch, depth, rows = (
+        [lhs.shape[a] for a in dims.lhs_batch],
+        [lhs.shape[a] for a in dims.lhs_contract],
+        math.prod(left),
+    )
     lead = [math.prod(batch)] if math.prod(batch) != 1 else []
-    first = len(lead)
-    lhs = _arrange(lhs, (*dims.lhs_batch, *dims.lhs_remaining, *dims.lhs_contract)).reshape(*lead, rows, depth)
-    # The right operand may have its contracted axes first or last; it is transposed only if they are neither.
-    is_last = (*dims.rhs_batch, *dims.rhs_remaining, *dims.rhs_contract) == tuple(range(rhs.ndim))
-    rhs = rhs if is_last else _arrange(rhs, (*dims.rhs_batch, *dims.rhs_contract, *dims.rhs_remaining))
-    rhs = rhs.reshape(*lead, columns, depth) if is_last else rhs.reshape(*lead, depth, columns)
-    few = not at_least(rows, 8)
-    swapped = few and is_last and not lead
-    if few:
-        # Fewer than eight rows miss the fast path and run at a tenth of float32's speed; padding is cheaper.
-        lhs = jnp.pad(lhs, (*[(0, 0)] * first, (0, (4 if swapped and rows <= 4 else 8) - rows), (0, 0)))
+    first, k, n = len(lead), math.prod(depth), math.prod(right)
+    is_last = dims.rhs_contract == tuple(range(rhs.ndim - len(depth), rhs.ndim))
+    lhs, rhs = lhs.reshape(*lead, rows, k), rhs.reshape(*lead, *((n, k) if is_last else (k, n)))
+    swapped = is_last and not lead
+    lhs = jnp.pad(lhs, (*[(0, 0)] * first, (0, (4 if swapped and rows <= 4 else 8) - rows), (0, 0)))
     dot = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.int32)
     if swapped:
         # A row-major matrix needs no repacking if it is the left operand.
@@ -179,12 +191,7 @@ def _rows_dot(lhs: Array, rhs: Array, dims: Dims) -> Array:
     else:
         contract = ((first + 1,), (first + 1 if is_last else first,))
         out = dot(lhs, rhs, (contract, (tuple(range(first)), tuple(range(first)))))
-    out = jax.lax.slice_in_dim(out, 0, rows, axis=first) if few else out
-    return out.reshape(*batch, *left, *right)
-
-
-def _arrange(x: Array, order: tuple[int, ...]) -> Array:
-    return x if order == tuple(range(x.ndim)) else row_major(jnp.transpose(x, order))
+    return jax.lax.slice_in_dim(out, 0, rows, axis=first).reshape(*batch, *left, *right)
 
 
 def float_dot(
