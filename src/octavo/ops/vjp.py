@@ -200,7 +200,7 @@ def _product_bwd(call: Call, residuals: Any, g: Array):
     (lhs, rhs, masks), extra, seen, keys, scaling, like = residuals
     probes = [g[:0] if x is None else x for x in like]
     g, shardings = _once_differentiable(_sharding.without_reduced(g), *probes), call.operand_shardings
-    g = row_major(g)  # as in `_quantize_operand`
+    g = _materialize(g)
     gradients = []
     for of_lhs, residual, probe, mask, wanted in zip((True, False), (rhs, lhs), like, masks, shardings, strict=True):
         if probe is None:  # a QArray
@@ -309,10 +309,7 @@ def _quantize_operand(
     # The gradient of a product with a vector is an outer product: no axis is contracted, along which blocks could lie.
     if operand is None or isinstance(x, QArray) or (not contract and operand.qtype.tile is not None):
         return array
-    if not isinstance(x, Scaled):
-        # CPUs materialize it for the reduction in any case. What computed it would be fused into the quantization too:
-        # twice the work, and a kernel of its own to compile for each, where equal ones are compiled once.
-        array = row_major(array)
+    array = array if isinstance(x, Scaled) else _materialize(array)
     quantizer, given = operand.quantizer(array.ndim, contracting=contract, batch=batch), scaling.get(name)
     bounds, measured = given, None
     if isinstance(x, Scaled) and isinstance(operand.calibration, AbsMax) and given is None:
@@ -328,6 +325,16 @@ def _quantize_operand(
     if scaling:
         seen.update(measure_fit(scaling, name, array, q))
     return q
+
+
+def _materialize(x: Array) -> Array:
+    """A float32 array that CPUs compute once, before it is quantized.
+
+    They write it for the reduction in any case. What computed it would be fused into the quantization too: twice the
+    work, and a kernel of its own to compile for each site, where equal kernels are compiled once. Narrower floats are
+    left alone: fused, they are not rounded in between.
+    """
+    return row_major(x) if x.dtype == jnp.float32 else x
 
 
 def _fake_quant(operand: Operand | None, x: ArrayOrQArray) -> ArrayOrQArray:
