@@ -1,5 +1,6 @@
 """JSON and YAML that people write: a key stands once, depth and size are bounded, and what is wrong is a ValueError."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,9 @@ from octavo._optional import import_optional
 
 _LARGEST = 100_000
 """The number of values that a YAML text may have once its aliases are expanded."""
+
+_DEEPEST = 500
+"""The number of brackets of a YAML text that may be open at once, those in quotes included."""
 
 
 def read_document(path: Path) -> Any:
@@ -32,6 +36,8 @@ def parse_yaml(text: str) -> Any:
     """The value of a YAML text."""
     yaml = import_optional("yaml", "YAML", "pyyaml")
 
+    check_depth(text)
+
     def parse() -> Any:
         loader = yaml.SafeLoader(text)
         try:
@@ -47,6 +53,12 @@ def parse_yaml(text: str) -> Any:
         return _bounded(parse)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+
+
+def check_depth(text: str) -> None:
+    """Raise for YAML with more open brackets than sensible texts have: parsing takes quadratic time in their depth."""
+    if max(itertools.accumulate((1 if c in "[{" else -1 for c in text if c in "[]{}"), initial=0)) > _DEEPEST:
+        raise ValueError("it is nested too deeply")
 
 
 def _bounded(parse: Callable[[], Any]) -> Any:

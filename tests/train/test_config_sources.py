@@ -2,11 +2,13 @@
 
 import json
 import math
+import time
 
 import jax
 import pytest
 
 from octavo.models import abstract_params
+from octavo.train.__main__ import _data
 from octavo.train.config import Config, ConfigError, files, keys, load, maxtext
 from octavo.train.program import model_config
 
@@ -369,3 +371,22 @@ def test_files_that_are_no_configuration(name, tmp_path):
 def test_arguments_that_are_no_configuration(args, match):
     with pytest.raises(ConfigError, match=match):
         load(args, environ={})
+
+
+def test_the_next_command_has_the_data_of_the_run():
+    config = Config(dataset_type="hf", hf_path="json", hf_train_files="a b.json", eval_steps=3, run_name="r")
+    assert _data(config) == ["dataset_type=hf", "hf_path=json", "hf_train_files=a b.json"]
+
+
+@pytest.mark.parametrize(("name", "text"), [("r.json", "[]"), ("r.yml", "rules: []\n")])
+def test_a_file_without_rules_does_not_train_in_float(tmp_path, name, text):
+    path = write(tmp_path / name, text)
+    (problem,) = config_errors(f"quantization_rules_path={path}")
+    assert problem.endswith(f"{name}: there is no rule in it, so nothing would be quantized (command line)")
+
+
+def test_deep_nesting_is_found_before_parsing(tmp_path):
+    start = time.process_time()
+    (problem,) = config_errors(write(tmp_path / "c.yml", "steps: " + "[" * 100_000))
+    assert problem.endswith("c.yml: it is nested too deeply")
+    assert time.process_time() - start < 2

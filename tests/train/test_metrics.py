@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from octavo.train.__main__ import main
 from octavo.train.metrics import EventWriter, MetricWriter, read_metrics
 
 
@@ -199,3 +201,35 @@ def test_without_tensorboardx_the_error_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'octavo\[training\]', or set enable_tensorboard=false"):
         EventWriter(tmp_path)
+
+
+def test_metrics_are_sent_to_a_project_of_weights_and_biases(tmp_path, monkeypatch):
+    calls = []
+
+    class Run:
+        def log(self, scalars, step):
+            calls.append((step, scalars))
+
+        def finish(self):
+            calls.append("finish")
+
+    def init(**options):
+        calls.append(options)
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    with MetricWriter(tmp_path, run_name="a/b", tensorboard=False, wandb_project="p") as writer:
+        writer.write(3, {"learning/loss": jnp.float32(2.5)})
+        writer.write_telemetry(3, {"w": {"sqnr_db": 40.0}})
+    options, *rest = calls
+    assert options == {"project": "p", "name": "a/b", "id": "p-a-b", "resume": "allow", "dir": str(tmp_path)}
+    assert rest == [(3, {"learning/loss": 2.5}), (3, {"w/sqnr_db": 40.0}), "finish"]
+
+
+def test_without_wandb_training_does_not_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["dataset_type=synthetic", "wandb_project_name=p", "run_name=r"]) == 1
+    error = capsys.readouterr().err
+    assert "wandb_project_name=p needs the package 'wandb'; install it with: pip install wandb, or leave" in error
+    assert not list(tmp_path.rglob("metrics.jsonl"))

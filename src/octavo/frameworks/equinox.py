@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from octavo._tree import path_str
-from octavo.frameworks.module_call import ModuleCall, method_classes, public_methods
+from octavo.frameworks.module_call import ModuleCall, method_classes, public_methods, unmatched_policy
 from octavo.frameworks.params import is_stored
 from octavo.qarray import QArray, Quantizer
 from octavo.transform.provider import QuantizationProvider
@@ -146,7 +146,8 @@ def _entry(name: str, method: Any) -> Callable[..., Any]:
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         provider = module._octavo[0].provider
         module, args, kwargs = provider.process_model_inputs(module, args, kwargs)
-        out, _ = _module_call(name, (module, *args), kwargs).run({}, None, True)
+        on_unmatched = unmatched_policy(name, provider, is_root=not module._octavo[2])
+        out, _ = _module_call(name, (module, *args), kwargs, on_unmatched=on_unmatched).run({}, None, True)
         return provider.process_model_output(name, out)
 
     return call

@@ -18,6 +18,7 @@ from flax.linen import transforms
 
 from octavo._tree import unflatten_paths
 from octavo.frameworks.linen_state import PARAMS, host, leaf_names, plain, replace_leaf, static_scales
+from octavo.frameworks.module_call import unmatched_policy
 from octavo.frameworks.params import scale_params
 from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
@@ -67,7 +68,9 @@ def linen_quantizers(
     model: nn.Module, provider: QuantizationProvider, variables: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Quantizer]:
     """The quantizer of each parameter that is quantized, by path."""
-    return _whole(model, provider).stored_quantizers(plain(variables), args, kwargs)
+    return _whole(model, provider, unmatched_policy("__call__", provider)).stored_quantizers(
+        plain(variables), args, kwargs
+    )
 
 
 def linen_ranges(
@@ -82,15 +85,15 @@ def _streams() -> dict[str, Any]:
     return {name: jax.random.key(0) for name in ("params", "dropout", _STREAM)}
 
 
-def _whole(model: nn.Module, provider: QuantizationProvider) -> Quantized:
+def _whole(model: nn.Module, provider: QuantizationProvider, on_unmatched: str = "ignore") -> Quantized:
     """`model.apply` as a function of variables, arguments and keyword arguments."""
 
     def run(variables, args, kwargs):
         with _entered():
             return model.apply(variables, *args, **kwargs, rngs=_streams(), mutable=True)
 
-    root = type(model).__name__
-    return Quantized(run, provider, None, "ignore", strict_paths=True, root=root, host=host, names=leaf_names)
+    run.__name__ = root = type(model).__name__
+    return Quantized(run, provider, None, on_unmatched, strict_paths=True, root=root, host=host, names=leaf_names)
 
 
 @contextlib.contextmanager
@@ -146,7 +149,7 @@ def _quantized_method(method: Callable[..., Any], provider: QuantizationProvider
         if _inside.get() or self.scope is None:
             return method(self, *args, **kwargs)
         module, args, kwargs = provider.process_model_inputs(self, args, kwargs)
-        return provider.process_model_output(name, _Call(module, provider).run(method, tuple(args), kwargs))
+        return provider.process_model_output(name, _Call(module, provider, name).run(method, tuple(args), kwargs))
 
     # Linen's compact and scope handling is that of the wrapped method.
     for mark in ("compact", "method_handler_wrapped", "nowrap"):
@@ -157,8 +160,8 @@ def _quantized_method(method: Callable[..., Any], provider: QuantizationProvider
 class _Call:
     """One outermost call of a quantized method."""
 
-    def __init__(self, module: nn.Module, provider: QuantizationProvider):
-        self.module, self.provider = module, provider
+    def __init__(self, module: nn.Module, provider: QuantizationProvider, name: str):
+        self.module, self.provider, self.name = module, provider, name
         self.prefix = "/".join(map(str, module.path))
 
     def run(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,7 +198,9 @@ class _Call:
         provider = self.provider if provider is None else provider
         root = self.module.name or type(self.module).__name__
         names = functools.partial(leaf_names, prefix=self.prefix)
-        return Quantized(pure, provider, None, "ignore", strict_paths=True, root=root, host=host, names=names)
+        pure.__name__ = f"{type(self.module).__name__}.{self.name}"
+        on_unmatched = unmatched_policy(self.name, provider)
+        return Quantized(pure, provider, None, on_unmatched, strict_paths=True, root=root, host=host, names=names)
 
     def _others(self) -> list[QuantizationProvider]:
         """The other stages of a schedule that keep state."""

@@ -25,6 +25,14 @@ def _provider(rules: Any) -> QuantizationProvider:
     return rules if isinstance(rules, QuantizationProvider) else QtProvider(rules)
 
 
+def _given(rules: Any) -> QuantizationProvider:
+    """The provider of these rules, of which there must be some."""
+    provider = _provider(rules)
+    if not provider.rules and provider is not rules:
+        raise ValueError("there are no rules, so nothing would be quantized: give the name of a recipe, or rules")
+    return provider
+
+
 @overload
 def quantize_model(
     model: Any, provider: Schedule, *model_inputs: Any, methods: Sequence[str] | None = None, **kwargs: Any
@@ -68,13 +76,13 @@ def quantize_model(
             raise ValueError("a Linen model is quantized without inputs: they come with init and apply")
         if isinstance(provider, Schedule):
             return ScheduledLinen(model, provider, methods)
-        return quantize_linen(model, _provider(provider), methods=methods)
+        return quantize_linen(model, _given(provider), methods=methods)
     if framework == "nnx" and isinstance(provider, Schedule):
         return ScheduledNnx(model, provider, model_inputs, methods, **kwargs)
     if framework == "nnx":
         from octavo.frameworks.nnx import quantize_nnx
 
-        return quantize_nnx(model, _provider(provider), *model_inputs, methods=methods, **kwargs)
+        return quantize_nnx(model, _given(provider), *model_inputs, methods=methods, **kwargs)
     if framework == "equinox" and isinstance(provider, Schedule):
         raise TypeError(
             "an Equinox module is trained as a pytree, so a schedule goes with a function of it: "
@@ -83,7 +91,7 @@ def quantize_model(
     if framework == "equinox":
         from octavo.frameworks.equinox import quantize_equinox
 
-        return quantize_equinox(model, _provider(provider), *model_inputs, methods=methods, **kwargs)
+        return quantize_equinox(model, _given(provider), *model_inputs, methods=methods, **kwargs)
     raise TypeError(
         f"quantize_model takes a Flax Linen, Flax NNX or Equinox module, got {type(model).__name__}; any function is "
         "quantized by octavo.quantized(fn, rules)"

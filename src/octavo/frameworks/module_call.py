@@ -17,6 +17,15 @@ from octavo.transform.provider import module_path
 from octavo.transform.state import GRADIENT_STATE, keep_as_gradient, unused_state
 
 
+def unmatched_policy(name: str, provider: QuantizationProvider, *, is_root: bool = True) -> str:
+    """What to do if no rule matches a call of this method: other methods of the model, and its submodules, may have all
+    the matmuls that rules match, so only `__call__` of the model raises.
+    """
+    if not is_root or not provider.rules:
+        return "ignore"
+    return "error" if name == "__call__" else "warn"
+
+
 class ModuleCall:
     """One quantized call of `fn(tree)`.
 

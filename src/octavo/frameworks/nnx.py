@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from octavo.frameworks.module_call import ModuleCall, method_classes
+from octavo.frameworks.module_call import ModuleCall, method_classes, unmatched_policy
 from octavo.frameworks.nnx_state import (
     OverwriteWithGradient,
     QuantStat,
@@ -188,7 +188,8 @@ def _call(family: Family, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     places = state_places((args, kwargs))
     state = {key: variable.get_value() for key, variable in places.items()}
     with nnx.update_context(_TAG):
-        call, graphdefs, codes = _module_call(family, name, args, kwargs)
+        on_unmatched = unmatched_policy(name, family.provider, is_root=not _path(args[0]))
+        call, graphdefs, codes = _module_call(family, name, args, kwargs, on_unmatched=on_unmatched)
         result, new = call.run(nest_state(state), key, updating(args, kwargs))
         if graphdefs[-1] is None:
             after, out = result

@@ -37,7 +37,8 @@ def served(model: Any, rules: Any = ()) -> Any:
     """
     if framework_of(model) is not None:
         return quantize_model(model, PtqProvider(rules))
-    return Quantized(model, PtqProvider(rules), None, "ignore")
+    provider = PtqProvider(rules)
+    return Quantized(model, provider, None, "error" if provider.rules else "ignore")
 
 
 def convert(
@@ -124,7 +125,8 @@ def stored_quantizers(model: Any, rules: Any, params: Any, *inputs: Any, **kwarg
     """The quantizer of each parameter of a function or a Linen model that is quantized, by name."""
     framework, provider = framework_of(model), PtqProvider(rules)
     if framework is None:
-        return Quantized(model, provider, 0, "ignore").stored_quantizers(params, *inputs, **kwargs)
+        on_unmatched = "error" if provider.rules else "ignore"
+        return Quantized(model, provider, 0, on_unmatched).stored_quantizers(params, *inputs, **kwargs)
     if framework == "linen":
         from octavo.frameworks.linen import linen_quantizers
 

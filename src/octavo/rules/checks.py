@@ -10,6 +10,7 @@ from octavo.numerics import Format, Rounding, get_format, get_rounding, type_nam
 from octavo.ops import Matmul, lowerings
 from octavo.qarray.arithmetic import ARITHMETICS
 from octavo.qarray.quantizer import check_tile_size
+from octavo.rules.path_match import check_bounded
 
 OPS = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot", "gmm")
 """The names of operations in rules."""
@@ -105,6 +106,7 @@ def check_regex(value: Any) -> str:
         raise ValueError(
             f"not a regular expression ({error}). {hint}It has to match the whole path, as '.*/mlp/.*' does"
         ) from None
+    check_bounded(value)
     return value
 
 

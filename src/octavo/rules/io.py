@@ -71,7 +71,10 @@ def as_rules(source: RulesLike | Sequence[Any]) -> tuple[QuantizationRule, ...]:
         path = Path(source)
         if path.suffix not in _SUFFIXES:
             raise ValueError(f"{path}: rules are read from {', '.join(_SUFFIXES)} files")
-        return _rules(read_document(path))
+        found = _rules(read_document(path))
+        if not found:
+            raise ValueError(f"{path}: there is no rule in it, so nothing would be quantized")
+        return found
     if isinstance(source, str):
         return recipe(source)
     rules = tuple(source)

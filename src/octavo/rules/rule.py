@@ -14,6 +14,7 @@ from octavo.ops import Matmul
 from octavo.rules import checks
 from octavo.rules.compile import Configs, compile_rule
 from octavo.rules.conflicts import check_conflicts
+from octavo.rules.path_match import match_path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -120,7 +121,7 @@ class QuantizationRule(Config):
             return False
         if self.op_names and checks.SYNONYMS.get(op, op) not in self.op_names:
             return False
-        return re.fullmatch(self.module_path, path) is not None
+        return match_path(self.module_path, path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)

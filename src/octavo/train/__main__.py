@@ -98,10 +98,9 @@ def _train(config: "Config", sources: "Sources", made: dict[str, Any]) -> int:
 
 def _data(config: "Config") -> list[str]:
     """The arguments that name the data of a run, where they are not the defaults."""
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    names = ("dataset_type", "dataset_name", "dataset_path", "tokenizer_path")
-    given = {name: str(getattr(config, name)) for name in names if name in defaults}
-    return [f"{name}={value}" for name, value in given.items() if value and value != str(defaults[name])]
+    fields = [f for f in dataclasses.fields(config) if f.metadata["key"].group in ("data", "evaluation")]
+    given = {f.name: getattr(config, f.name) for f in fields if isinstance(f.default, str)}
+    return [f"{f.name}={given[f.name]}" for f in fields if given.get(f.name, f.default) != f.default]
 
 
 def _write_report(config: "Config") -> Any:

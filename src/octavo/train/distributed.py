@@ -108,9 +108,18 @@ def is_main_process() -> bool:
     return not is_multiprocess() or jax.process_index() == 0
 
 
+def resume_point(saved: int | None) -> str:
+    """What a run resumes from, if the last checkpoint that was saved is that of this step.
+
+    >>> resume_point(40), resume_point(None)
+    ('the checkpoint of step 40', 'the start')
+    """
+    return f"the checkpoint of step {saved}" if saved is not None else "the start"
+
+
 def connection_lost(step: int, saved: int | None, error: Exception) -> ConnectionLostError:
     """The error for a step that failed because another process ended."""
-    back = f"the checkpoint of step {saved}" if saved is not None else "the start"
+    back = resume_point(saved)
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     return ConnectionLostError(
         f"process {jax.process_index()} of {jax.process_count()} lost the others at step {step}: one of them ended or "

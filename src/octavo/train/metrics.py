@@ -22,8 +22,9 @@ class MetricWriter:
 
     Every line is flushed before `write` returns, so a killed process loses at most the line that it was writing. A run
     that resumes gives its first step as `start_step`: lines from there on are dropped, and an incomplete one with them,
-    so that each step and each evaluation is there once. `extra_file` gets a second copy of the metrics. If `directory`
-    is None, as in processes other than the main one, nothing is written.
+    so that each step and each evaluation is there once. `extra_file` gets a second copy of the metrics, and the project
+    `wandb_project` of Weights & Biases a third. If `directory` is None, as in processes other than the main one,
+    nothing is written.
 
     JSON has no NaN and infinity, so a number that is not finite is written as null; TensorBoard gets it as it is. Names
     follow MaxText: `learning/loss`, `perf/step_time_seconds`, `eval/avg_loss`.
@@ -43,19 +44,23 @@ class MetricWriter:
         run_name: str,
         tensorboard: bool,
         extra_file: str = "",
+        wandb_project: str = "",
         start_step: int = 0,
     ):
         self.run_name = run_name
         self._metrics: list[_Lines] = []
         self._telemetry: list[_Lines] = []
-        self._events: EventWriter | None = None
+        self._events: list[EventWriter | WandbWriter] = []
         if directory is None:
             return
         folder = Path(directory)
         copies = [Path(extra_file)] if extra_file else []
         self._metrics = [_Lines(path, start_step) for path in (folder / METRICS, *copies)]
         self._telemetry = [_Lines(folder / TELEMETRY, start_step)]
-        self._events = EventWriter(folder / "tensorboard", start_step=start_step) if tensorboard else None
+        if tensorboard:
+            self._events.append(EventWriter(folder / "tensorboard", start_step=start_step))
+        if wandb_project:
+            self._events.append(WandbWriter(folder, project=wandb_project, run_name=run_name))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of a step; those of an evaluation, named `eval/...`, may follow."""
@@ -67,10 +72,8 @@ class MetricWriter:
 
     def close(self) -> None:
         """Close all files; does nothing when they are closed."""
-        for lines in (*self._metrics, *self._telemetry):
-            lines.close()
-        if self._events is not None:
-            self._events.close()
+        for file in (*self._metrics, *self._telemetry, *self._events):
+            file.close()
 
     def __enter__(self) -> "MetricWriter":
         return self
@@ -84,8 +87,8 @@ class MetricWriter:
             raise ValueError(text)
         for lines in files:
             lines.append(step, {"step": step, "run_name": self.run_name, **as_json(values)})
-        if self._events is not None:
-            self._events.write(step, dict(flatten(as_json(values, nulls=False))))
+        for events in self._events:
+            events.write(step, dict(flatten(as_json(values, nulls=False))))
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -196,6 +199,35 @@ class EventWriter:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def import_wandb(project: str) -> Any:
+    """The package `wandb`, which a project needs."""
+    return import_optional("wandb", f"wandb_project_name={project}", "wandb, or leave wandb_project_name out")
+
+
+class WandbWriter:
+    """Sends scalars to a project of Weights & Biases, by the package `wandb`, whose login and settings apply.
+
+    A run that resumes goes on in the run of the same id, that of the project and the run. W&B
+    ignores steps that it has already.
+    """
+
+    def __init__(self, directory: Path, *, project: str, run_name: str):
+        name = run_name.replace("/", "-")
+        self._run: Any = import_wandb(project).init(
+            project=project, name=run_name, id=f"{project}-{name}", resume="allow", dir=str(directory)
+        )
+
+    def write(self, step: int, scalars: Mapping[str, int | float]) -> None:
+        """Send the scalars of a step."""
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        """End the run; does nothing when it has ended."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
 
 
 def as_json(value: Any, *, nulls: bool = True) -> Any:

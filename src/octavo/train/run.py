@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from octavo import _remote
-from octavo.checkpoint import CheckpointManager
+from octavo.checkpoint import CheckpointError, CheckpointManager
 from octavo.hlo import read_communication
 from octavo.rules import Schedule
 from octavo.train import distributed
@@ -32,7 +32,7 @@ from octavo.train.directory import (
     write_plan,
 )
 from octavo.train.halt import HaltedError, StopSignal, explain_halt, stop_signals
-from octavo.train.metrics import MetricWriter
+from octavo.train.metrics import MetricWriter, import_wandb
 from octavo.train.program import STOP
 from octavo.train.progress import Progress, eval_line
 from octavo.train.telemetry import Telemetry, format_bounds, largest_magnitudes, range_warnings
@@ -105,6 +105,8 @@ def _train(
     if config.enable_checkpointing:
         # Fail now if it is missing, not at the first save.
         importlib.import_module("orbax.checkpoint")
+    if config.wandb_project_name:
+        import_wandb(config.wandb_project_name)
     with CheckpointManager(
         config.run_directory / "checkpoints",
         max_to_keep=config.max_num_checkpoints_to_keep,
@@ -128,6 +130,7 @@ def _train(
                 config.run_directory if main else None,
                 run_name=config.run_name,
                 tensorboard=config.enable_tensorboard,
+                wandb_project=config.wandb_project_name,
                 extra_file=str(_remote.local(config.metrics_file)) if config.metrics_file else "",
                 start_step=trainer.now,
             )
@@ -197,6 +200,9 @@ class _Run:
             if not self.multiprocess:
                 raise
             raise distributed.connection_lost(self.trainer.now, self.saved_step, error) from error
+        except CheckpointError as error:
+            back = distributed.resume_point(self.saved_step)
+            raise CheckpointError(f"{error}. The same command resumes from {back}") from error
         return Outcome(self.trainer.now, reason, self.loss, self.eval_loss)
 
     def steps(self, stop: StopSignal) -> str:

@@ -74,6 +74,11 @@ def quantized(
     if not callable(fn):
         raise TypeError(f"quantized takes a function, got {type(fn).__name__}; for a model use octavo.quantize_model")
     provider = rules if isinstance(rules, QuantizationProvider) else QtProvider(rules)
+    if not provider.rules and on_unmatched == "error":
+        raise ValueError(
+            "there are no rules, so nothing would be quantized: give the name of a recipe, such as 'int8', or rules; "
+            "on_unmatched='ignore' leaves the function in float"
+        )
     return Quantized(fn, provider, weights, on_unmatched, shardings=shardings)
 
 
@@ -290,6 +295,7 @@ class Quantized:
             )
         skipped = any(site.rule is not None and site.rule.leaves_alone for site in sites)
         matched = any(site.config is not None or site.is_adapted or any(site.quantized) for site in sites)
+        self.provider._matched |= matched or skipped
         if matched or skipped or self.on_unmatched == "ignore":
             return
         if traced is not None:
@@ -302,6 +308,8 @@ class Quantized:
             reason = f"no rule matches any of its {at}" if why == ["no rule matches"] else f"{'; '.join(why)}: {at}"
         if not sites and any(site.op not in KERNELS for site in every):
             reason += ". Rules with inside_custom=True rewrite the bodies of custom_jvp and custom_vjp functions"
+        if self._names is not None and self.provider._matched | (self.on_unmatched == "warn" and not every):
+            return  # another method of the model is quantized, or this one has nothing to quantize
         message = f"quantizing {name} would change nothing: {reason}"
         if self.on_unmatched == "error":
             raise ValueError(message)

@@ -35,7 +35,9 @@ def get_current_rule(op_name: str | None = None) -> QuantizationRule | None:
         return operation.site.rule if op_name in (None, operation.site.op) else None
     if provider is None or op_name is None:
         return None
-    return find(provider.rules, module_path.get(), op_name, weights=True)
+    rule = find(provider.rules, module_path.get(), op_name, weights=True)
+    provider._matched |= rule is not None
+    return rule
 
 
 _FUNCTIONS = {
@@ -95,6 +97,7 @@ class QuantizationProvider:
         self.inside_custom = any(rule.inside_custom for rule in self.rules)
         """Whether the bodies of custom_jvp and custom_vjp functions are rewritten."""
         self._used: set[QuantizationRule] = set()
+        self._matched = False  # whether a rule has matched in any call so far
 
     # Extension points of Qwix's providers.
 

@@ -53,8 +53,11 @@ def scheduled(
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(f"scheduled takes a Schedule, got {schedule!r}; for the same rules at every step use quantized")
-    options: Any = {"weights": weights, "on_unmatched": on_unmatched, "shardings": shardings}
-    stages = (quantized(fn, rules, **options) for _, rules in schedule.stages)
+    options: Any = {"weights": weights, "shardings": shardings}
+    stages = (
+        quantized(fn, rules, on_unmatched=on_unmatched if rules else "ignore", **options)
+        for _, rules in schedule.stages
+    )
     return Scheduled(schedule, tuple(stages))
 
 

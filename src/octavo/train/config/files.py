@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from octavo._documents import check_depth
 from octavo._names import did_you_mean, unknown_name
 from octavo.train.config.values import ConfigError
 
@@ -99,9 +100,13 @@ def _read_layer(file: Path) -> Layer:
     name = _display_name(file)
     try:
         # Scalars are kept as text: the type of the key, not YAML, decides how 3e-4 or none is parsed.
-        node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        text = file.read_text(encoding="utf-8")
+        check_depth(text)
+        node = yaml.compose(text, Loader=yaml.BaseLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([f"{name} is no YAML: {error}"]) from None
+    except ValueError as error:
+        raise ConfigError([f"{name}: {error}"]) from None
     except RecursionError:
         raise ConfigError([f"{name} is nested too deeply"]) from None
     values, locations, problems = {}, {}, []

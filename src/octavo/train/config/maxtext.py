@@ -53,7 +53,6 @@ _ELSEWHERE = {
     "load_full_state_path": "a run resumes from its own directory; load_parameters_path starts a new one",
     "grad_dtype": "gradients have the dtype of the weights, weight_dtype",
     "matmul_precision": "dtype is that of activations",
-    "wandb_project_name": "metrics are in metrics_file and in TensorBoard's events",
     "te_comm_gemm_overlap": "Transformer Engine's recipes are values of quantization, in Octavo's own matmuls",
 }
 _PATTERNS = {

@@ -94,6 +94,7 @@ class Config(octavo._config.Config):
     log_period: int = _run(1, "steps between two lines of the log", low=1)
     metrics_file: str = _run("", "JSON-lines file of metrics; empty: in the run directory", check=checks.check_path)
     enable_tensorboard: bool = _run(True, "write TensorBoard events")
+    wandb_project_name: str = _run("", "Weights & Biases project that metrics are sent to; empty: none")
     abort_on_nan_loss: bool = _run(True, "stop when the loss is not finite")
 
     enable_checkpointing: bool = _checkpoints(True, "save the training state; the same run_name resumes from it")
