@@ -537,13 +537,24 @@ def test_grad_of_a_ragged_dot_inside_is_quantized(argnums):
             jax.grad(lambda p: jnp.sum(low(p, x)["w"]))(params)
 
 
-@pytest.mark.parametrize(
-    "mode", [lambda f, p: jax.jvp(f, (p,), (p,)), lambda f, p: jax.jacfwd(f)(p)], ids=["jvp", "jacfwd"]
-)
+FORWARD_MODES = {
+    "jvp": lambda f, p: jax.jvp(f, (p,), (p,)),
+    "jvp in jit": lambda f, p: jax.jit(lambda p: jax.jvp(f, (p,), (p,)))(p),
+    "jvp of jit": lambda f, p: jax.jvp(jax.jit(f), (p,), (p,)),
+    "linearize": lambda f, p: jax.linearize(jax.jit(f), p)[1](p),
+    "jacfwd": lambda f, p: jax.jacfwd(f)(p),
+    "jacfwd of jit": lambda f, p: jax.jacfwd(jax.jit(f))(p),
+    "hessian": lambda f, p: jax.hessian(lambda p: f(p).sum())(p),
+    "scan": lambda f, p: jax.jvp(lambda p: jax.lax.scan(lambda c, _: (c, f(p)), 0.0, None, length=2)[1], (p,), (p,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", FORWARD_MODES)
 def test_forward_mode_raises_with_the_reason(mode):
     low = octavo.quantized(lambda params, x: x @ params["w"], INT8)
-    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative .* use jax.vjp, jax.grad or jax.jacrev"):
-        mode(lambda params: low(params, jnp.ones((2, 4))), {"w": jnp.eye(4)})
+    message = r"no forward-mode derivative .* use jax.vjp, jax.grad or jax.jacrev|no second derivative"
+    with pytest.raises(NotImplementedError, match=message):
+        FORWARD_MODES[mode](lambda params: low(params, jnp.ones((2, 4))), {"w": jnp.eye(4)})
 
 
 @pytest.mark.parametrize("rule", [INT8, "mxfp8"], ids=["int8", "mxfp8"])

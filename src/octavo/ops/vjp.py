@@ -18,6 +18,7 @@ from octavo.ops.hadamard import random_signs, rotate
 from octavo.ops.lowerings.xla import row_major
 from octavo.ops.operands import ArrayOrQArray, Axes, Dims, MatmulOptions, without_reduced
 from octavo.ops.product import UNPLACED, Placement, Product, Scaling, Transpose, mark
+from octavo.ops.reverse_only import reverse_only
 from octavo.ops.scales import Scaled, move_scale, smooth
 from octavo.ops.sparsity import nm_mask
 from octavo.ops.telemetry import measure_fit, telemetry_operands
@@ -66,6 +67,7 @@ def quantized_product(
         _check_scaling(config, scaling, call.placement.reduction)
     if isinstance(lhs, QArray) or isinstance(rhs, QArray):
         # Codes are multiplied as they are: they are not masked again, and have no gradient.
+        lhs, rhs = (x if isinstance(x, QArray) else reverse_only(x) for x in (lhs, rhs))
         return _product(call._replace(placement=UNPLACED), lhs, rhs, extra, key, scaling)
     lhs, rhs = _sharding.vary_alike(lhs, rhs)
     if config.sparsity is not None:
@@ -75,15 +77,7 @@ def quantized_product(
     if product.has_explicit_shardings:
         left, right = _sharding.explicit_shardings(lhs, rhs)
         call = call._replace(operand_shardings=(left, right))
-    try:
-        return _product(call, lhs, rhs, extra, key, scaling)
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise NotImplementedError(
-            "a quantized matmul has a backward pass of its own, and so no forward-mode derivative (jax.jvp, "
-            "jax.linearize, jax.jacfwd): use jax.vjp, jax.grad or jax.jacrev, or octavo.fake_quant on a float matmul"
-        ) from error
+    return _product(call, reverse_only(lhs), reverse_only(rhs), extra, key, scaling)
 
 
 def init_product_scaling(config: DotConfig, product: Product, lhs: Any, rhs: Any, reduction: Any = None) -> Scaling:

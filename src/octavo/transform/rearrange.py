@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from octavo.ops.reverse_only import NAME as REVERSE_ONLY
 from octavo.qarray import QArray
 from octavo.transform.jaxpr import Equation
 
@@ -93,6 +94,7 @@ _HANDLERS = {
     "copy": lambda eqn, q, _: q,
     "copy_p": lambda eqn, q, _: q,
     "name": lambda eqn, q, _: q,
+    REVERSE_ONLY: lambda eqn, q, _: q,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "split": _split,

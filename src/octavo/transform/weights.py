@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from octavo.ops.reverse_only import NAME as REVERSE_ONLY
 from octavo.qarray import Quantizer
 
 
@@ -95,7 +96,7 @@ def propagate(eqn: Any, origins: Sequence[Origin]) -> list[Origin]:
         # A choice among weights, as vmap makes of a cond whose predicate is batched.
         same = all(o == origins[1] for o in origins[1:])
         return [origins[1] if same else combine(origins[1:])]
-    if name == "optimization_barrier":
+    if name in ("optimization_barrier", REVERSE_ONLY):
         return list(origins)
     out = combine(origins)
     return [out] * len(eqn.outvars)
