@@ -5,7 +5,6 @@ Ainslie et al., GQA, arXiv:2305.13245.
 """
 
 import functools
-import math
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -14,7 +13,7 @@ from flax import nnx
 
 from octavo._typing import Array, Bool, Float, Shaped
 from octavo.models.config import ModelConfig
-from octavo.models.layers import Dense, RMSNorm
+from octavo.models.layers import NORMS, Dense
 from octavo.models.remat import name_result
 from octavo.models.sharding import TOKEN_AXES, shard_activation
 
@@ -25,6 +24,24 @@ class QKV(NamedTuple):
     query: Float[Array, "batch length heads dim"]
     key: Float[Array, "batch length kv_heads dim"]
     value: Float[Array, "batch length kv_heads dim"]
+
+
+class AttentionOptions(NamedTuple):
+    """What the attention of a layer has in addition to queries, keys and values."""
+
+    window: int = 0
+    """How many of the last positions a query attends to, its own included; 0 for all."""
+    softcap: float = 0.0
+    """Scores s become softcap * tanh(s / softcap); 0 for no cap."""
+    sinks: Float[Array, "heads"] | None = None
+    """A score of each head that takes part in the softmax without a value."""
+
+    def cap(self, scores: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """The capped scores."""
+        return self.softcap * jnp.tanh(scores / self.softcap) if self.softcap else scores
+
+
+_PLAIN = AttentionOptions()
 
 
 @runtime_checkable
@@ -39,7 +56,7 @@ class Cache(Protocol):
         ...
 
     def attend(
-        self, layer: str, qkv: QKV, positions: Shaped[Array, "batch length"]
+        self, layer: str, qkv: QKV, positions: Shaped[Array, "batch length"], options: AttentionOptions = _PLAIN
     ) -> tuple[Float[Array, "batch length heads dim"], "Cache"]:
         """Store keys and values, and attend causally to all that are stored.
 
@@ -47,6 +64,7 @@ class Cache(Protocol):
             layer: The name of the layer's parameters, such as `layers_0`.
             qkv: Queries, keys and values of the new tokens.
             positions: Positions of the new tokens, consecutive in each row.
+            options: A window, a cap of scores, sinks.
 
         Returns:
             The context of each query, and the cache with the new tokens.
@@ -63,44 +81,67 @@ class RotaryAngles(NamedTuple):
     """Which keys a query attends to; None with a cache, which masks by position."""
     positions: Shaped[Array, "batch length"]
 
+    window: int = 0
+    """How many of the last positions a query attends to; 0 for all."""
+
     @classmethod
     def of(
         cls,
         config: ModelConfig,
         positions: Shaped[Array, "batch length"],
         segments: Shaped[Array, "batch length"] | None,
+        *,
+        sliding: bool = False,
+        max_length: int = 0,
     ) -> "RotaryAngles":
-        """For tokens at these positions, with a causal mask within segments; without segments there is no mask."""
-        angle = positions.astype(jnp.float32)[..., None, None] * rotary_frequencies(config)[None, None, None, :]
-        if segments is None:
-            return cls(jnp.cos(angle), jnp.sin(angle), None, positions)
+        """For tokens at these positions, with a causal mask within segments; without segments there is no mask.
+
+        `sliding` is for layers with a window, `max_length` for texts that may become longer than this call.
+        """
         length = positions.shape[1]
+        frequencies, magnitude = rotary_frequencies(config, length=max(length, max_length), sliding=sliding)
+        angle = positions.astype(jnp.float32)[..., None, None] * frequencies[None, None, None, :]
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        if magnitude != 1:
+            cos, sin = cos * magnitude, sin * magnitude
+        window = config.sliding_window if sliding else 0
+        if segments is None:
+            return cls(cos, sin, None, positions, window)
         causal = jnp.tril(jnp.ones((1, length, length), bool))
+        if window:
+            causal &= ~jnp.tril(jnp.ones((1, length, length), bool), -window)
         mask = causal & (segments[:, :, None] == segments[:, None, :])
-        return cls(jnp.cos(angle), jnp.sin(angle), mask[:, None, None], positions)
+        return cls(cos, sin, mask[:, None, None], positions, window)
 
 
-def rotary_frequencies(config: ModelConfig) -> Float[Array, "half"]:
-    """The rotation of each pair of values from one position to the next.
+def rotary_frequencies(
+    config: ModelConfig, *, length: int = 0, sliding: bool = False
+) -> tuple[Float[Array, "half"], float]:
+    """The rotation of each pair of values from one position to the next, and what cosines and sines are multiplied by.
 
-    As in Llama 3.1, `rope_scaling` divides by its factor the frequencies with fewer than `low` rotations in the
-    original length, keeps those with more than `high`, and interpolates in between.
+    Args:
+      config: The model.
+      length: The length of the text, on which some kinds of scaling depend.
+      sliding: Whether they are those of layers with a window.
     """
-    half = config.head_dim // 2
-    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if config.rope_scaling is None:
-        return frequency
-    factor, low, high, length = config.rope_scaling
-    rotations = frequency * (length / (2 * math.pi))
-    unscaled = jnp.clip((rotations - low) / (high - low), 0, 1)
-    return frequency * (unscaled + (1 - unscaled) / factor)
+    half = config.rotated // 2
+    local = sliding and config.sliding_rope_theta is not None
+    theta = config.sliding_rope_theta if local and config.sliding_rope_theta else config.rope_theta
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if config.rope is None or local:
+        return frequency, 1.0
+    return frequency * config.rope.multipliers(theta, 2 * half, length), config.rope.magnitude
 
 
 def rotate(x: Float[Array, "batch length heads dim"], angles: RotaryAngles) -> Float[Array, "batch length heads dim"]:
-    """Rotate each pair of values by its angle."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = (first * angles.cos - second * angles.sin, second * angles.cos + first * angles.sin)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    """Rotate each pair of values by its angle; values beyond the angles are kept."""
+    half = angles.cos.shape[-1]
+    if half == 0:
+        return x
+    wide = x.astype(jnp.float32)
+    first, second, rest = jnp.split(wide, (half, 2 * half), axis=-1)
+    rotated = (first * angles.cos - second * angles.sin, second * angles.cos + first * angles.sin, rest)
+    return jnp.concatenate(rotated if rest.shape[-1] else rotated[:2], axis=-1).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -115,10 +156,13 @@ class Attention(nnx.Module):
         else:
             self.query = dense(self.heads * self.dim)
             self.key, self.value = dense(self.kv_heads * self.dim), dense(self.kv_heads * self.dim)
-        self.out = Dense(self.heads * self.dim, size, dtype, rngs=rngs, gain=gain)
+        self.out = Dense(self.heads * self.dim, size, dtype, rngs=rngs, gain=gain, use_bias=config.out_bias)
         if config.qk_norm:
-            self.query_norm = RMSNorm(self.dim, config.norm_eps, dtype)
-            self.key_norm = RMSNorm(self.dim, config.norm_eps, dtype)
+            wide = config.qk_norm_wide
+            self.query_norm = NORMS["rms"](self.dim * (self.heads if wide else 1), config.norm_eps, dtype)
+            self.key_norm = NORMS["rms"](self.dim * (self.kv_heads if wide else 1), config.norm_eps, dtype)
+        if config.attention_sinks:
+            self.sinks = nnx.Param(jnp.zeros(self.heads, jnp.dtype(dtype)))
         self.fused, self.qk_norm, self.config = config.fused, config.qk_norm, config
 
     def __call__(
@@ -130,15 +174,25 @@ class Attention(nnx.Module):
         kv_axes = (TOKEN_AXES[0], "activation_kv_length", "activation_kv_heads", None)
         key, value = (shard_activation(self.config.placement, x, *kv_axes) for x in (key, value))
         if self.qk_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query, key = self.normalize(query, self.query_norm), self.normalize(key, self.key_norm)
         query, key = rotate(query, angles), rotate(key, angles)
+        if self.config.attention_scale is not None:
+            query = query * (self.config.attention_scale * self.dim**0.5)
+        sinks = self.sinks[...].astype(jnp.float32) if self.config.attention_sinks else None
+        options = AttentionOptions(angles.window, self.config.attention_softcap, sinks)
         if cache is not None:
-            context, cache = cache.attend(layer, QKV(query, key, value), angles.positions)
+            context, cache = cache.attend(layer, QKV(query, key, value), angles.positions, options)
         else:
             assert angles.mask is not None
-            context = attend(query, key, value, angles.mask)
+            context = attend(query, key, value, angles.mask, options)
         context = name_result(context, "context")
         return name_result(self.out(context.reshape(*x.shape[:2], -1)), "out_proj"), cache
+
+    def normalize(self, x: Float[Array, "batch length heads dim"], norm: nnx.Module) -> Float[Array, "..."]:
+        """Queries or keys normalized by head, or over all heads."""
+        if not self.config.qk_norm_wide:
+            return norm(x)
+        return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
     def project(self, x: Float[Array, "batch length size"]) -> QKV:
         """Queries, keys and values by head."""
@@ -157,8 +211,9 @@ def attend(
     key: Float[Array, "batch key kv_heads dim"],
     value: Float[Array, "batch key kv_heads dim"],
     mask: Bool[Array, "batch 1 1 query key"],
+    options: AttentionOptions = _PLAIN,
 ) -> Float[Array, "batch query heads dim"]:
-    """Attention with a mask: softmax(query key^T / sqrt(dim)) value."""
+    """Attention with a mask, which has the window: softmax(query key^T / sqrt(dim)) value."""
     batch, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     # Queries of a group are rows of one matrix, and heads come first: with either left to the einsum, XLA's CPU backend
@@ -167,11 +222,16 @@ def attend(
     rows = rows.reshape(batch, kv_heads, -1, dim)
     key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
     scores = jnp.einsum("bhqd,bhkd->bhqk", rows, key, preferred_element_type=jnp.float32)
-    scores = scores.reshape(batch, kv_heads, -1, *mask.shape[-2:])
+    scores = options.cap(scores.reshape(batch, kv_heads, -1, *mask.shape[-2:]))
     scores = name_result(jnp.where(mask, scores, jnp.finfo(scores.dtype).min), "attention_scores")
     # Normalized after the matmul: fewer values to divide, and none to save.
-    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    sinks = None if options.sinks is None else options.sinks.reshape(1, kv_heads, -1, 1, 1)
+    top = jax.lax.stop_gradient(top if sinks is None else jnp.maximum(top, sinks))
+    weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - top)
     weights = weights.astype(value.dtype).reshape(batch, kv_heads, -1, key.shape[2])
     context = jnp.einsum("bhqk,bhkd->bhqd", weights, value).reshape(batch, kv_heads, -1, length, dim)
     context = (context.astype(jnp.float32) / total).astype(value.dtype)

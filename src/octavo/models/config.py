@@ -3,13 +3,20 @@
 import dataclasses
 
 from octavo._config import Config, check_choices, check_least
-from octavo.models.layers import ACTIVATIONS
+from octavo.models.layers import ACTIVATIONS, NORMS
 from octavo.models.remat import POLICIES
+from octavo.models.rope import RopeScaling
 
 DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = ("vocab_size", "emb_dim", "num_layers", "num_query_heads", "num_kv_heads", "head_dim", "mlp_dim")
 _SIZES += ("num_experts", "experts_per_token", "batch_split")
 _COUNTS = ("shared_experts", "first_dense_layers", "unscanned_first", "unscanned_last", "moe_mlp_dim")
+_COUNTS += ("sliding_window", "learned_positions", "attention_softcap", "logits_softcap")
+VARIANTS = ("gated_mlp", "mlp_bias", "norm", "norm_place", "rotary_dim", "learned_positions", "sliding_window")
+VARIANTS += ("attention_scale", "attention_softcap", "attention_sinks", "logits_softcap", "embedding_scale")
+VARIANTS += ("out_bias", "qk_norm_wide", "shared_gate", "normalize_router")
+"""The fields that make blocks other than those of Llama and Qwen."""
+NORM_PLACES = ("pre", "post", "both")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -31,14 +38,45 @@ class ModelConfig(Config):
     mlp_dim: int
     activation: str = "silu"
     """Of the gated half of an MLP: wo(activation(wi_0(x)) * wi_1(x))."""
+    gated_mlp: bool = True
+    """Whether MLPs have a gate; without one they are wo(activation(wi_0(x))), as in GPT-2."""
+    mlp_bias: bool = False
+    """Whether the matmuls of MLPs have a bias; also those of experts, and the router."""
+    norm: str = "rms"
+    """"rms", or "layer" for layer norms with a bias, as in GPT-2."""
+    norm_place: str = "pre"
+    """Whether attention and MLP normalize their input ("pre"), their output ("post", OLMo 2) or both (Gemma)."""
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: tuple[float, float, float, float] | None = None
-    """Llama 3.1's frequency scaling for long contexts: factor, low and high frequency factor, original length."""
+    rope_scaling: RopeScaling | tuple[float, float, float, float] | None = None
+    """Four numbers are those of "llama3": factor, low and high frequency factor, original length."""
+    rotary_dim: int | None = None
+    """How many of the values of a head are rotated, 0 for none; by default all."""
+    learned_positions: int = 0
+    """Positions with a learned embedding, as in GPT-2; a text cannot be longer. 0 for none."""
+    sliding_window: int = 0
+    """How many of the last positions a query attends to, its own included; 0 for all."""
+    sliding_layers: tuple[bool, ...] = (True,)
+    """Which layers have the window, as a pattern that is repeated."""
+    sliding_rope_theta: float | None = None
+    """The base of the rotary frequencies in layers with the window, which then are not scaled, as in Gemma 3."""
+    attention_scale: float | None = None
+    """Multiplies scores; by default head_dim**-0.5."""
+    attention_softcap: float = 0.0
+    """Scores s become cap * tanh(s / cap), as in Gemma 2; 0 for no cap."""
+    attention_sinks: bool = False
+    """Whether each head has a learned score that takes part in the softmax without a value, as in gpt-oss."""
+    logits_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    """Multiplies embeddings, but not tied logits."""
     qkv_bias: bool = False
     """Whether queries, keys and values have a bias, as in Qwen2."""
+    out_bias: bool = False
+    """Whether the output of attention has a bias."""
     qk_norm: bool = False
     """Whether each head's query and key are normalized before the rotation, as in Qwen3."""
+    qk_norm_wide: bool = False
+    """Whether queries and keys are normalized over all heads at once, as in OLMo 2."""
     fused: bool = False
     """Whether query, key and value weights are fused, and the two input weights of an MLP: see `octavo.models.fuse`."""
     tied_logits: bool = True
@@ -48,6 +86,10 @@ class ModelConfig(Config):
     experts_per_token: int = 1
     shared_experts: int = 0
     """Width of the MLP that all tokens share, in experts."""
+    shared_gate: bool = False
+    """Whether the shared MLP is multiplied by the sigmoid of a learned projection, as in Qwen2-MoE."""
+    normalize_router: bool = True
+    """Whether the weights of a token's experts sum to one; otherwise they are probabilities."""
     moe_mlp_dim: int = 0
     first_dense_layers: int = 0
     """Leading layers with a dense MLP."""
@@ -72,9 +114,11 @@ class ModelConfig(Config):
     """Mesh axes for each logical axis of activations, as (name, axes); empty for no sharding constraints."""
 
     def __post_init__(self):
+        object.__setattr__(self, "rope_scaling", self.rope)
         check_least(self, 1, *_SIZES)
         check_least(self, 0, *_COUNTS)
         check_choices(self, activation=ACTIVATIONS, remat=POLICIES, dtype=DTYPES, weight_dtype=DTYPES)
+        check_choices(self, norm=NORMS, norm_place=NORM_PLACES)
         self._check_attention()
         self._check_experts()
         self._check_layers()
@@ -82,6 +126,25 @@ class ModelConfig(Config):
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts."""
         return self.num_experts > 1 and layer >= self.first_dense_layers
+
+    def is_sliding(self, layer: int) -> bool:
+        """Whether a layer attends to a window only."""
+        return self.sliding_window > 0 and self.sliding_layers[layer % len(self.sliding_layers)]
+
+    @property
+    def rope(self) -> RopeScaling | None:
+        """The scaling of rotary frequencies."""
+        return None if self.rope_scaling is None else _as_scaling(self.rope_scaling)
+
+    @property
+    def rotated(self) -> int:
+        """How many of the values of a head are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    def variants(self) -> list[str]:
+        """Which of `VARIANTS` differ from their defaults, for code that supports only these."""
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        return [name for name in VARIANTS if getattr(self, name) != default[name]]
 
     def _check_attention(self) -> None:
         for name in ("norm_eps", "rope_theta"):
@@ -94,20 +157,16 @@ class ModelConfig(Config):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is even, because rotary embeddings rotate pairs of values; got {self.head_dim}")
-        if self.rope_scaling is None:
-            return
-        if len(self.rope_scaling) != 4 or not all(x > 0 for x in self.rope_scaling):
-            raise ValueError(
-                "rope_scaling is four positive numbers (factor, low frequency factor, high frequency factor, original "
-                f"length), got {self.rope_scaling}"
-            )
-        _, low, high, _ = self.rope_scaling
-        if not low < high:
-            raise ValueError(f"rope_scaling has its low frequency factor below the high one, got {low} and {high}")
+        if not 0 <= self.rotated <= self.head_dim or self.rotated % 2:
+            raise ValueError(f"rotary_dim is even and at most head_dim={self.head_dim}, got {self.rotary_dim}")
+        if self.sliding_window and not self.sliding_layers:
+            raise ValueError("sliding_layers is the pattern of layers with a window: it has at least one entry")
+        if self.qk_norm_wide and not self.qk_norm:
+            raise ValueError("qk_norm_wide is a kind of qk_norm: set that too")
 
     def _check_experts(self) -> None:
         if self.num_experts == 1:
-            for name in ("shared_experts", "first_dense_layers"):
+            for name in ("shared_experts", "first_dense_layers", "shared_gate"):
                 if getattr(self, name):
                     raise ValueError(f"{name}={getattr(self, name)} needs num_experts above 1: there are no experts")
         if self.experts_per_token > self.num_experts:
@@ -118,6 +177,9 @@ class ModelConfig(Config):
             raise ValueError(f"num_experts={self.num_experts} needs moe_mlp_dim, the width of one expert")
 
     def _check_layers(self) -> None:
+        scanned = range(self.unscanned_first, self.num_layers - self.unscanned_last) if self.scan_layers else ()
+        if len({self.is_sliding(layer) for layer in scanned}) > 1:
+            raise ValueError("layers with and without a sliding window cannot be scanned: set scan_layers=False")
         if self.first_dense_layers >= self.num_layers:
             raise ValueError(
                 f"first_dense_layers={self.first_dense_layers} leaves no layer with experts: "
@@ -128,3 +190,15 @@ class ModelConfig(Config):
                 f"unscanned_first={self.unscanned_first} and unscanned_last={self.unscanned_last} are more layers than "
                 f"num_layers={self.num_layers}"
             )
+
+
+def _as_scaling(numbers: RopeScaling | tuple[float, ...]) -> RopeScaling:
+    if isinstance(numbers, RopeScaling):
+        return numbers
+    if len(numbers) != 4 or not all(x > 0 for x in numbers):
+        raise ValueError(
+            "rope_scaling is four positive numbers (factor, low frequency factor, high frequency factor, original "
+            f"length), got {numbers}"
+        )
+    factor, low, high, length = numbers
+    return RopeScaling(kind="llama3", factor=factor, low=low, high=high, length=int(length))

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from octavo._typing import Array, Float, PRNGKeyArray, Shaped
 from octavo.models.attention import Attention, Cache, RotaryAngles
 from octavo.models.config import ModelConfig
-from octavo.models.layers import Dense, Embed, Mlp, RMSNorm
+from octavo.models.layers import NORMS, Dense, Embed, Mlp
 from octavo.models.moe import MoeBlock
 from octavo.models.remat import remat
 from octavo.models.sharding import TOKEN_AXES, call_auto_sharded, shard_activation
@@ -62,32 +63,54 @@ def layer_groups(config: ModelConfig) -> tuple[Group, ...]:
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); or with norms of the outputs, or both: `norm_place`."""
 
     def __init__(self, config: ModelConfig, is_moe: bool, *, rngs: nnx.Rngs):
         # Every layer adds twice to the residual stream; so scaled, its variance is the same at any depth.
         gain = (2 * config.num_layers) ** -0.5
         size, dtype = config.emb_dim, config.weight_dtype
-        self.pre_self_attention_layer_norm = RMSNorm(size, config.norm_eps, dtype)
+        norm = functools.partial(NORMS[config.norm], size, config.norm_eps, dtype)
+        # "both" and "pre" share the names of their input norms, as in MaxText.
+        if config.norm_place != "post":
+            self.pre_self_attention_layer_norm, self.post_self_attention_layer_norm = norm(), norm()
+        if config.norm_place != "pre":
+            self.self_attention_out_norm, self.mlp_out_norm = norm(), norm()
         self.self_attention = Attention(config, rngs=rngs, gain=gain)
-        self.post_self_attention_layer_norm = RMSNorm(size, config.norm_eps, dtype)
         if is_moe:
             self.moe_block = MoeBlock(config, rngs=rngs, gain=gain)
         else:
-            self.mlp = Mlp(size, config.mlp_dim, config.activation, dtype, rngs=rngs, gain=gain, fused=config.fused)
+            options = {"fused": config.fused, "has_gate": config.gated_mlp, "use_bias": config.mlp_bias}
+            self.mlp = Mlp(size, config.mlp_dim, config.activation, dtype, rngs=rngs, gain=gain, **options)
         self.is_moe, self.config = is_moe, config
 
     def __call__(
         self, x: Float[Array, "batch length size"], angles: RotaryAngles, cache: Cache | None = None, name: str = ""
     ) -> tuple[Float[Array, "batch length size"], Float[Array, ""], Cache | None]:
-        y, cache = self.self_attention(self.pre_self_attention_layer_norm(x), angles, cache, name)
-        x = x + y
-        y = self.post_self_attention_layer_norm(x)
+        before, after = self.config.norm_place != "post", self.config.norm_place != "pre"
+        y, cache = self.self_attention(self.pre_self_attention_layer_norm(x) if before else x, angles, cache, name)
+        x = x + (self.self_attention_out_norm(y) if after else y)
+        y = self.post_self_attention_layer_norm(x) if before else x
         if self.is_moe:
             y, load_balance = call_auto_sharded(self.moe_block, y)
         else:
             y, load_balance = self.mlp(y), jnp.zeros((), jnp.float32)
-        return shard_activation(self.config.placement, x + y, *TOKEN_AXES, "activation_embed"), load_balance, cache
+        x = x + (self.mlp_out_norm(y) if after else y)
+        return shard_activation(self.config.placement, x, *TOKEN_AXES, "activation_embed"), load_balance, cache
+
+
+class LayerAngles(NamedTuple):
+    """The rotary angles and masks of layers that attend to all positions, and of those with a sliding window."""
+
+    full: RotaryAngles
+    sliding: RotaryAngles
+
+    @classmethod
+    def of(cls, config: ModelConfig, positions: Array, segments: Array | None, max_length: int = 0) -> "LayerAngles":
+        """For tokens at these positions: see `RotaryAngles.of`."""
+        full = RotaryAngles.of(config, positions, segments, max_length=max_length)
+        if not config.sliding_window:
+            return cls(full, full)
+        return cls(full, RotaryAngles.of(config, positions, segments, sliding=True, max_length=max_length))
 
 
 def _layer(config: ModelConfig, is_moe: bool, key: PRNGKeyArray) -> DecoderLayer:
@@ -103,24 +126,25 @@ class Stack(nnx.Module):
             make = functools.partial(_layer, config, group.is_moe)
             group_keys = keys[group.layers.start : group.layers.stop]
             setattr(self, group.name, nnx.vmap(make)(group_keys) if group.is_stack else make(group_keys[0]))
-        self.decoder_norm = RMSNorm(config.emb_dim, config.norm_eps, config.weight_dtype)
+        self.decoder_norm = NORMS[config.norm](config.emb_dim, config.norm_eps, config.weight_dtype)
         if not config.tied_logits:
             self.logits_dense = Dense(config.emb_dim, config.vocab_size, config.weight_dtype, rngs=rngs)
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "batch length size"], angles: RotaryAngles, cache: Cache | None = None
+        self, x: Float[Array, "batch length size"], angles: LayerAngles, cache: Cache | None = None
     ) -> tuple[Float[Array, "batch length size"], Aux, Cache | None]:
         total = jnp.zeros((), jnp.float32)
         for group in layer_groups(self.config):
+            here = angles.sliding if self.config.is_sliding(group.layers[0]) else angles.full
             if cache is not None:
-                x, load_balance, cache = getattr(self, group.name)(x, angles, cache, group.name)
+                x, load_balance, cache = getattr(self, group.name)(x, here, cache, group.name)
                 total = total + load_balance
                 continue
             graph, params = nnx.split(getattr(self, group.name))
 
-            def layer(x: Array, params: Any, graph: Any = graph) -> tuple[Array, Array]:
-                return split_batch(nnx.merge(graph, params), x, angles, self.config.batch_split)
+            def layer(x: Array, params: Any, graph: Any = graph, here: Any = here) -> tuple[Array, Array]:
+                return split_batch(nnx.merge(graph, params), x, here, self.config.batch_split)
 
             layer = remat(layer, self.config.remat, in_scan=group.is_stack)
             x, load_balance = jax.lax.scan(layer, x, params) if group.is_stack else layer(x, params)
@@ -141,7 +165,8 @@ def split_batch(layer: Any, x: Array, angles: RotaryAngles, parts: int) -> tuple
         raise ValueError(f"{rows} rows cannot be split into batch_split={parts} equal parts: choose another batch size")
 
     def part(tree: Any, number: int) -> Any:
-        return jax.tree.map(lambda a: a.reshape(-1, parts, *a.shape[1:])[:, number] if a.shape[0] == rows else a, tree)
+        split = lambda a: a.reshape(-1, parts, *a.shape[1:])[:, number] if np.shape(a)[:1] == (rows,) else a  # noqa: E731
+        return jax.tree.map(split, tree)
 
     outs, balances = zip(*(layer(part(x, i), part(angles, i))[:2] for i in range(parts)), strict=True)
     return jnp.stack(outs, axis=1).reshape(x.shape), jnp.mean(jnp.stack(balances))
@@ -162,6 +187,9 @@ class Decoder(nnx.Module):
         # A normalized vector has the length sqrt(emb_dim): tied logits begin with a variance of one.
         stddev = config.emb_dim**-0.5 if config.tied_logits else 1.0
         self.token_embedder = Embed(config.vocab_size, config.emb_dim, config.weight_dtype, rngs=rngs, stddev=stddev)
+        if config.learned_positions:
+            size = (config.learned_positions, config.emb_dim)
+            self.position_embedder = Embed(*size, config.weight_dtype, rngs=rngs, stddev=stddev)
         self.decoder = Stack(config, rngs=rngs)
         self.config = config
 
@@ -180,10 +208,8 @@ class Decoder(nnx.Module):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         if segments is None:
             segments = jnp.zeros(tokens.shape, jnp.int32)
-        x = shard_activation(
-            self.config.placement, self.token_embedder(tokens, self.config.dtype), *TOKEN_AXES, "activation_embed"
-        )
-        x, aux, _ = self.decoder(x, RotaryAngles.of(self.config, positions, segments))
+        x = shard_activation(self.config.placement, self.embed(tokens, positions), *TOKEN_AXES, "activation_embed")
+        x, aux, _ = self.decoder(x, LayerAngles.of(self.config, positions, segments))
         return self.logits(x), aux
 
     def call_with_cache(
@@ -199,14 +225,31 @@ class Decoder(nnx.Module):
         """
         if positions is None:
             positions = cache.positions(tokens)
-        x = self.token_embedder(tokens, self.config.dtype)
+        max_length = getattr(cache, "max_length", 0)
+        x = self.embed(tokens, positions, max_length)
         # Computed once: the compiler would fuse the angles into every layer.
-        angles = jax.lax.optimization_barrier(RotaryAngles.of(self.config, positions, None))
+        angles = LayerAngles.of(self.config, positions, None, max_length)
+        cos_sin = jax.lax.optimization_barrier([(a.cos, a.sin) for a in angles])
+        angles = LayerAngles(*(a._replace(cos=c, sin=s) for a, (c, s) in zip(angles, cos_sin, strict=True)))
         x, aux, new = self.decoder(x, angles, cache)
         assert new is not None
         if last is not None:
             x = jnp.take_along_axis(x, last[:, None, None], axis=1)
         return self.logits(x), aux, new
+
+    def embed(self, tokens: Array, positions: Array, max_length: int = 0) -> Float[Array, "batch length size"]:
+        """The embeddings of tokens, and of their positions where these are learned."""
+        x, config = self.token_embedder(tokens, self.config.dtype), self.config
+        if config.embedding_scale != 1:
+            x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        if not config.learned_positions:
+            return x
+        if max(tokens.shape[1], max_length) > config.learned_positions:
+            raise ValueError(
+                f"a text of {max(tokens.shape[1], max_length)} tokens is longer than the {config.learned_positions} "
+                "positions that the model has embeddings for: reduce max_length"
+            )
+        return x + self.position_embedder(positions, config.dtype)
 
     def logits(self, x: Float[Array, "batch length size"]) -> Float[Array, "batch length vocab"]:
         """Logits of the last layer's output."""
@@ -214,4 +257,6 @@ class Decoder(nnx.Module):
             x = x.astype(jnp.float32)
         # The table has the dtype of x: where it is sharded, the all-gather is as wide.
         head = self.token_embedder.attend if self.config.tied_logits else self.decoder.logits_dense
-        return shard_activation(self.config.placement, head(x, jnp.float32), *TOKEN_AXES, "activation_vocab")
+        logits, cap = head(x, jnp.float32), self.config.logits_softcap
+        logits = cap * jnp.tanh(logits / cap) if cap else logits
+        return shard_activation(self.config.placement, logits, *TOKEN_AXES, "activation_vocab")

@@ -15,11 +15,14 @@ from octavo.models.sharding import gather_rows, matmul_sharding
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "silu": jax.nn.silu,
     "gelu": jax.nn.gelu,
+    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "sigmoid": jax.nn.sigmoid,
     "linear": lambda x: x,
+    "swiglu_clamped": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
+"""By name; "swiglu_clamped" of gpt-oss also clamps its two inputs and adds one to the second, see `gated`."""
 
 
 def init_matrix(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, *, gain: float = 1.0) -> Array:
@@ -68,6 +71,28 @@ class RMSNorm(nnx.Module):
         return recompute(norm)(x, self.scale[...])
 
 
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias, in float32."""
+
+    def __init__(self, size: int, eps: float, dtype: str):
+        self.scale = nnx.Param(jnp.ones(size, jnp.dtype(dtype)))
+        self.bias = nnx.Param(jnp.zeros(size, jnp.dtype(dtype)))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        def norm(x: Array, *params: Array) -> Array:
+            wide = x.astype(jnp.float32)
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+            normal = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+            scale, bias = (jnp.broadcast_to(replicate_axes(p.astype(jnp.float32)), x.shape) for p in params)
+            return (normal * scale + bias).astype(x.dtype)
+
+        return recompute(norm)(x, self.scale[...], self.bias[...])
+
+
+NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
+
+
 class Embed(nnx.Module):
     """A table of token embeddings, which also gives tied logits."""
 
@@ -87,24 +112,44 @@ class Embed(nnx.Module):
 
 def gated(activation: str, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """activation(gate) * up."""
-    return recompute(lambda gate, up: ACTIVATIONS[activation](gate) * up)(gate, up)
+
+    def compute(gate: Array, up: Array) -> Array:
+        if activation == "swiglu_clamped":
+            gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7) + 1
+        return ACTIVATIONS[activation](gate) * up
+
+    return recompute(compute)(gate, up)
 
 
 class Mlp(nnx.Module):
-    """wo(activation(wi_0(x)) * wi_1(x))."""
+    """wo(activation(wi_0(x)) * wi_1(x)), or without a gate wo(activation(wi_0(x)))."""
 
     def __init__(
-        self, size: int, hidden: int, activation: str, dtype: str, *, rngs: nnx.Rngs, gain: float, fused: bool = False
+        self,
+        size: int,
+        hidden: int,
+        activation: str,
+        dtype: str,
+        *,
+        rngs: nnx.Rngs,
+        gain: float,
+        fused: bool = False,
+        has_gate: bool = True,
+        use_bias: bool = False,
     ):
-        if fused:
-            self.wi = Dense(size, 2 * hidden, dtype, rngs=rngs)
+        if fused and has_gate:
+            self.wi = Dense(size, 2 * hidden, dtype, rngs=rngs, use_bias=use_bias)
         else:
-            self.wi_0 = Dense(size, hidden, dtype, rngs=rngs)
-            self.wi_1 = Dense(size, hidden, dtype, rngs=rngs)
-        self.wo = Dense(hidden, size, dtype, rngs=rngs, gain=gain)
-        self.activation, self.fused = activation, fused
+            self.wi_0 = Dense(size, hidden, dtype, rngs=rngs, use_bias=use_bias)
+        if has_gate and not fused:
+            self.wi_1 = Dense(size, hidden, dtype, rngs=rngs, use_bias=use_bias)
+        self.wo = Dense(hidden, size, dtype, rngs=rngs, gain=gain, use_bias=use_bias)
+        self.activation, self.fused, self.has_gate = activation, fused, has_gate
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        if not self.has_gate:
+            hidden = recompute(ACTIVATIONS[self.activation])(name_result(self.wi_0(x), "mlpwi_0"))
+            return name_result(self.wo(hidden), "mlpwo")
         gate, up = jnp.split(self.wi(x), 2, axis=-1) if self.fused else (self.wi_0(x), self.wi_1(x))
         gate, up = name_result(gate, "mlpwi_0"), name_result(up, "mlpwi_1")
         return name_result(self.wo(gated(self.activation, gate, up)), "mlpwo")

@@ -25,21 +25,40 @@ from octavo.ops import ragged_dot
 class Experts(nnx.Module):
     """The weights of one matmul of all experts."""
 
-    def __init__(self, count: int, inputs: int, outputs: int, dtype: str, *, rngs: nnx.Rngs, gain: float = 1.0):
+    def __init__(
+        self,
+        count: int,
+        inputs: int,
+        outputs: int,
+        dtype: str,
+        *,
+        rngs: nnx.Rngs,
+        gain: float = 1.0,
+        use_bias: bool = False,
+    ):
         self.kernel = nnx.Param(init_matrix(rngs.params(), (count, inputs, outputs), dtype, gain=gain))
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros((count, outputs), jnp.dtype(dtype)))
+        self.use_bias = use_bias
 
     def __call__(
         self, rows: Float[Array, "rows inputs"], sizes: Shaped[Array, "..."], sharding: ExpertSharding | None = None
     ) -> Float[Array, "rows outputs"]:
         """A ragged matmul of rows sorted by expert, with `sizes` rows for each; expert parallel with a sharding."""
         kernel = self.kernel[...].astype(rows.dtype)
-        if sharding is None:
-            return jax.lax.ragged_dot(rows, kernel, sizes)
-        return ragged_dot(rows, kernel, sizes, sharding=sharding)
+        if sharding is not None:
+            if self.use_bias:
+                raise ValueError("experts with biases (mlp_bias) are not supported on a mesh with expert parallelism")
+            return ragged_dot(rows, kernel, sizes, sharding=sharding)
+        out = jax.lax.ragged_dot(rows, kernel, sizes)
+        if not self.use_bias:
+            return out
+        return out + jnp.repeat(self.bias[...].astype(out.dtype), sizes, axis=0, total_repeat_length=rows.shape[0])
 
     def apply_all(self, formula: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """All experts for all tokens, by einsum."""
-        return jnp.einsum(formula, x, self.kernel[...].astype(x.dtype))
+        out = jnp.einsum(formula, x, self.kernel[...].astype(x.dtype))
+        return out + self.bias[...].astype(out.dtype)[None] if self.use_bias else out
 
 
 class Routing(NamedTuple):
@@ -50,15 +69,17 @@ class Routing(NamedTuple):
     load_balance: Float[Array, ""]
 
 
-def route_top_k(logits: Float[Array, "*tokens experts"], k: int, parallel: ExpertParallel | None = None) -> Routing:
+def route_top_k(
+    logits: Float[Array, "*tokens experts"], k: int, parallel: ExpertParallel | None = None, *, normalize: bool = True
+) -> Routing:
     """The k most probable experts of each token.
 
-    Their weights sum to one. A single expert is weighted by its probability instead: with a constant weight the router
-    would have no gradient. On a mesh each device routes its own tokens.
+    Their weights sum to one if `normalize`, else they are probabilities. A single expert is weighted by its probability:
+    with a constant weight the router would have no gradient. On a mesh each device routes its own tokens.
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
     weights, experts = jax.lax.top_k(probabilities, k) if parallel is None else parallel.top_k(probabilities)
-    if k > 1:
+    if k > 1 and normalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     count, tokens = logits.shape[-1], tuple(range(logits.ndim - 1))
     # A one-hot sum rather than a bincount: on a mesh it is sharded as its terms.
@@ -73,18 +94,26 @@ class MoeBlock(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, gain: float):
         size, hidden, count = config.emb_dim, config.moe_mlp_dim, config.num_experts
         dtype = config.weight_dtype
-        self.router = Dense(size, count, dtype, rngs=rngs)
-        self.wi_0 = Experts(count, size, hidden, dtype, rngs=rngs)
-        self.wi_1 = Experts(count, size, hidden, dtype, rngs=rngs)
-        self.wo = Experts(count, hidden, size, dtype, rngs=rngs, gain=gain)
+        bias = config.mlp_bias
+        self.router = Dense(size, count, dtype, rngs=rngs, use_bias=bias)
+        self.wi_0 = Experts(count, size, hidden, dtype, rngs=rngs, use_bias=bias)
+        self.wi_1 = Experts(count, size, hidden, dtype, rngs=rngs, use_bias=bias)
+        self.wo = Experts(count, hidden, size, dtype, rngs=rngs, gain=gain, use_bias=bias)
         if config.shared_experts:
             wide = config.shared_experts * hidden
             self.shared_experts = Mlp(size, wide, config.activation, dtype, rngs=rngs, gain=gain, fused=config.fused)
+        if config.shared_gate:
+            self.shared_gate = Dense(size, 1, dtype, rngs=rngs)
         self.config = config
 
     def __call__(self, x: Float[Array, "batch length size"]) -> tuple[Float[Array, "batch length size"], Array]:
         parallel = expert_parallel(self.config, x.shape) if self.config.sparse_matmul else None
-        routing = route_top_k(self.router(x.astype(jnp.float32)), self.config.experts_per_token, parallel)
+        routing = route_top_k(
+            self.router(x.astype(jnp.float32)),
+            self.config.experts_per_token,
+            parallel,
+            normalize=self.config.normalize_router,
+        )
         if parallel is not None:
             out = self.compute_sharded(x, routing, parallel)
         else:
@@ -93,7 +122,8 @@ class MoeBlock(nnx.Module):
             flat = routing._replace(experts=routing.experts.reshape(-1, k), weights=routing.weights.reshape(-1, k))
             out = run(tokens, flat).reshape(x.shape)
         if self.config.shared_experts:
-            out = out + self.shared_experts(x)
+            shared = self.shared_experts(x)
+            out = out + (jax.nn.sigmoid(self.shared_gate(x)) * shared if self.config.shared_gate else shared)
         return out, routing.load_balance
 
     def compute_sparse(self, tokens: Float[Array, "tokens size"], routing: Routing) -> Float[Array, "tokens size"]:

@@ -14,14 +14,16 @@ from octavo._names import unknown_name
 from octavo.data import SubwordTokenizer
 from octavo.files.gguf import Gguf, Tensor, read_imatrix, tokenizer_metadata, tokenizer_of, write_gguf, write_imatrix
 from octavo.models import ModelConfig, abstract_params
+from octavo.pretrained.architectures import ARCHITECTURES, architecture_of
 from octavo.pretrained.calibrated import importances
 from octavo.pretrained.convert import ConversionSums, Summary
 from octavo.pretrained.export import Export, Request, register_exporter
+from octavo.pretrained.fields import check_placed
+from octavo.pretrained.gguf_config import ROPE_TABLES, model_config
+from octavo.pretrained.gguf_config import metadata as model_metadata
 from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, register_format, to_float
-from octavo.pretrained.names import ARCHITECTURES, EMBEDDING, GGUF, LOGITS, architecture_of, is_transposed
+from octavo.pretrained.names import EMBEDDING, LOGITS, Place, assemble
 from octavo.qarray import QArray
-
-_ARCHITECTURES = tuple(name for name, architecture in ARCHITECTURES.items() if architecture.in_gguf)
 
 TYPES = {"int8": "Q8_0", "int4": "Q4_0", "float16": "F16", "float32": "F32", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 TYPES |= {"f16": "F16", "f32": "F32", "bfloat16": "BF16", "bf16": "BF16"}
@@ -46,103 +48,37 @@ def matches(path: Path) -> bool:
 def read(path: Path) -> PretrainedModel:
     """Open the model of a GGUF file."""
     file = Gguf(path)
-    config = model_config(file)
-    architecture = file.metadata["general.architecture"]
-    names = GGUF.param_names(abstract_params(config))
-    unknown = sorted(set(file.names()) - set(names.values()))
-    if unknown:
-        raise ValueError(f"{path} has the tensor {unknown[0]!r}, which Octavo's decoder does not: it is unsupported")
-    leaves = {}
-    for param, name in names.items():
-        load = functools.partial(_load, file, name, _interleaved_heads(param, config, architecture))
-        leaf = Leaf(file.info(name).shape, "float32", load, file.info(name).kind)
-        leaves[param] = leaf.T if is_transposed(param) else leaf
+    name, config = model_config(file)
+    places = _places(name, config)
+    placed = [place.name for place in places.values()]
+    check_placed(path, file.names(), [*placed, *ROPE_TABLES])
+    leaves = {
+        param: place.leaf(functools.partial(_info, file), functools.partial(_load, file))
+        for param, place in places.items()
+    }
     origin = {
         "kind": "GGUF",
         "path": path.name,
         "name": file.metadata.get("general.name") or path.stem,
-        "architecture": architecture,
-        "max_length": _field(file, "context_length", None),
+        "architecture": file.metadata["general.architecture"],
+        "max_length": config.learned_positions or file.metadata.get(f"{ARCHITECTURES[name].gguf}.context_length"),
     }
     return PretrainedModel(config, leaves, _tokenizer(file), origin=origin)
 
 
-def model_config(file: Gguf) -> ModelConfig:
-    """The model that the metadata of a file describes."""
-    kind = file.metadata.get("general.architecture")
-    if kind not in _ARCHITECTURES:
-        raise ValueError(
-            f"{file.path}: architecture {kind!r} is not supported: {unknown_name(str(kind), _ARCHITECTURES)}"
-        )
-    names = set(file.names())
-    if "rope_freqs.weight" in names:
-        raise ValueError(f"{file.path} scales RoPE by a table (rope_freqs), which is not supported")
-    heads, size = _field(file, "attention.head_count"), _field(file, "embedding_length")
-    dim = _field(file, "attention.key_length", size // heads)
-    if _field(file, "rope.dimension_count", dim) != dim:
-        raise ValueError(f"{file.path} applies RoPE to a part of each head only, which is not supported")
-    return ModelConfig(
-        vocab_size=file.info("token_embd.weight").shape[0],
-        emb_dim=size,
-        num_layers=_field(file, "block_count"),
-        num_query_heads=heads,
-        num_kv_heads=_field(file, "attention.head_count_kv", heads),
-        head_dim=dim,
-        mlp_dim=_field(file, "feed_forward_length"),
-        norm_eps=_decimal(_field(file, "attention.layer_norm_rms_epsilon")),
-        rope_theta=_decimal(_field(file, "rope.freq_base", 10_000.0)),
-        tied_logits="output.weight" not in names,
-        qkv_bias="blk.0.attn_q.bias" in names,
-        qk_norm="blk.0.attn_q_norm.weight" in names,
-        scan_layers=False,
-    )
+def _places(name: str, config: ModelConfig) -> dict[str, Place]:
+    architecture = ARCHITECTURES[name]
+    interleaved = architecture.interleaved
+    return architecture.gguf_tensors.places(abstract_params(config), config, interleaved=interleaved)
 
 
-def _field(file: Gguf, key: str, *default: Any) -> Any:
-    name = f"{file.metadata['general.architecture']}.{key}"
-    if name not in file.metadata and not default:
-        raise ValueError(f"{file.path} has no {name}, which a decoder needs")
-    return file.metadata.get(name, *default)
+def _info(file: Gguf, name: str) -> tuple[tuple[int, ...], str, str]:
+    return file.info(name).shape, "float32", file.info(name).kind
 
 
-def _decimal(value: float) -> float:
-    """A float32 as the shortest decimal that rounds to it, such as 1e-5.
-
-    >>> _decimal(9.999999747378752e-06)
-    1e-05
-    """
-    return float(str(np.float32(value)))
-
-
-def _interleaved_heads(path: str, config: ModelConfig, architecture: str) -> int:
-    """Heads of a query or key projection with rows in the order of interleaved RoPE, 0 for other parameters."""
-    if not ARCHITECTURES[architecture].interleaved:
-        return 0
-    return config.num_query_heads if "/query/" in path else config.num_kv_heads if "/key/" in path else 0
-
-
-def _load(file: Gguf, name: str, heads: int) -> np.ndarray | QArray:
+def _load(file: Gguf, name: str) -> np.ndarray | QArray:
     quantized = file.read_quantized(name)
-    value: Any = file.read(name) if quantized is None else quantized
-    return value[half_rotary(value.shape[0], heads)] if heads else value
-
-
-def half_rotary(rows: int, heads: int) -> np.ndarray:
-    """Row indices from the order of interleaved RoPE, (0, 1), (2, 3), to that of halves, which Hugging Face uses.
-
-    >>> half_rotary(8, 2).tolist()
-    [0, 2, 1, 3, 4, 6, 5, 7]
-    """
-    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-
-
-def interleaved_rotary(rows: int, heads: int) -> np.ndarray:
-    """The inverse of `half_rotary`.
-
-    >>> half_rotary(8, 2)[interleaved_rotary(8, 2)].tolist()
-    [0, 1, 2, 3, 4, 5, 6, 7]
-    """
-    return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+    return file.read(name) if quantized is None else quantized
 
 
 def _tokenizer(file: Gguf) -> Any:
@@ -174,23 +110,28 @@ def write_model(
     """
     body = _tensor_type(recipe)
     top = _tensor_type(head) if head else "Q8_0" if body == "Q4_0" else "Q6_K" if "_K" in body else body
-    names = GGUF.param_names(abstract_params(source.config))
+    places = _places(architecture_of(source.config), source.config)
+    names = {path: place.name for path, place in places.items()}
     if importance is not None:
         _check_importance(importance, names, source)
-    metadata = _metadata(source, body)
+    metadata, tables = _metadata(source, body)
     sums = ConversionSums(len(names), max(map(len, names.values())))
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
+    parts: dict[str, list[str]] = {}
     for path, name in names.items():
-        leaf = source.leaves[path]
-        is_head = path in (EMBEDDING, LOGITS)
-        heads = _interleaved_heads(path, source.config, metadata["general.architecture"])
-        kind = top if is_head else _with_more_bits(body, path, source.config.num_layers)
-        tensor = _tensor(leaf.T if is_transposed(path) else leaf, kind, heads)
+        parts.setdefault(name, []).append(path)
+    for name, paths in parts.items():
+        is_head = paths[0] in (EMBEDDING, LOGITS)
+        kind = top if is_head else _with_more_bits(body, paths[0], source.config.num_layers)
+        kind = "F32" if any(word in name for word in ("_gate_inp", "position_embd")) else kind
+        tensor = _tensor([(places[path], source.leaves[path]) for path in paths], kind)
         tensor = tensors[name] = dataclasses.replace(tensor, importance=(importance or {}).get(name))
-        line = sums.add(name, leaf, tensor.kind, tensor.type.nbytes(math.prod(leaf.shape)))
+        leaves = [source.leaves[path] for path in paths]
+        lines = [sums.add(name, x, tensor.kind, tensor.type.nbytes(math.prod(x.shape))) for x in leaves]
         if log is not None:
-            tensors[name] = dataclasses.replace(tensor, values=functools.partial(_logged, tensor.values, line, log))
-    write_gguf(out, metadata, tensors)
+            load = functools.partial(_logged, tensor.values, "\n".join(lines), log)
+            tensors[name] = dataclasses.replace(tensor, values=load)
+    write_gguf(out, metadata, {**tables, **tensors})
     return sums.summary()
 
 
@@ -207,7 +148,7 @@ def _with_more_bits(kind: str, path: str, layers: int) -> str:
 
 
 def _check_importance(importance: Mapping[str, np.ndarray], names: Mapping[str, str], source: PretrainedModel) -> None:
-    inputs = {name: source.leaves[path].shape[0 if is_transposed(path) else -1] for path, name in names.items()}
+    inputs = {n: source.leaves[p].shape[-2 if p.endswith("/kernel") else -1] for p, n in names.items()}
     if not importance.keys() & inputs.keys():
         raise ValueError(
             f"the importance matrix is of another model: it has {next(iter(importance))!r}, which this one does not"
@@ -232,53 +173,42 @@ def _tensor_type(recipe: str) -> str:
     return TYPES[recipe]
 
 
-def _tensor(leaf: Leaf, kind: str, heads: int) -> Tensor:
-    """A parameter as a tensor whose matrices have a type."""
-    if len(leaf.shape) == 1:
+def _tensor(parts: list[tuple[Place, Leaf]], kind: str) -> Tensor:
+    """Parameters as a tensor whose matrices have a type."""
+    shape = _stored_shape(parts)
+    if len(shape) == 1 or parts[0][0].name.endswith(".bias"):
         kind = "F32"
-    elif kind in _SHORT_ROWS and leaf.shape[-1] % 256:
+    elif kind in _SHORT_ROWS and shape[-1] % 256:
         kind = _SHORT_ROWS[kind]
-    if kind.startswith("Q") and leaf.shape[-1] % 32:
+    if kind.startswith("Q") and shape[-1] % 32:
         kind = "F16"  # row size is not a multiple of 32
 
     def load() -> np.ndarray:
-        value = to_float(leaf.load(), "float32")
-        value = value[interleaved_rotary(value.shape[0], heads)] if heads else value
-        return np.ascontiguousarray(value, np.float32)
+        values = [(place, place.stored(to_float(leaf.load(), "float32"))[0]) for place, leaf in parts]
+        return np.ascontiguousarray(assemble(values), np.float32)
 
-    return Tensor(load, kind, leaf.shape)
+    return Tensor(load, kind, shape)
 
 
-def _metadata(source: PretrainedModel, body: str) -> dict[str, Any]:
-    config = source.config
-    architecture = architecture_of(config)
-    if config.rope_scaling is not None:
-        raise ValueError("scaled RoPE (rope_scaling) is not written to GGUF files: write safetensors instead")
-    if config.activation != "silu":
-        raise ValueError(
-            f"llama.cpp runs such models with silu only, not {config.activation}: write safetensors instead"
-        )
-    sizes = {
-        "context_length": int(source.origin.get("max_length") or 2048),
-        "embedding_length": config.emb_dim,
-        "block_count": config.num_layers,
-        "feed_forward_length": config.mlp_dim,
-        "rope.dimension_count": config.head_dim,
-        "attention.head_count": config.num_query_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
-        "rope.freq_base": float(config.rope_theta),
-        "vocab_size": config.vocab_size,
-    }
-    return {
+def _stored_shape(parts: list[tuple[Place, Leaf]]) -> tuple[int, ...]:
+    place, leaf = parts[0]
+    shape = [*leaf.shape[:-2], leaf.shape[-1], leaf.shape[-2]] if place.transposed else list(leaf.shape)
+    axis = -2 if place.transposed else -1
+    shape[axis] = sum(leaf.shape[-1] for _, leaf in parts) if place.part is not None else shape[axis]
+    return tuple(shape)
+
+
+def _metadata(source: PretrainedModel, body: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The metadata of a file, and the tensors that hold some of it."""
+    architecture, fields, tables = model_metadata(source.config, int(source.origin.get("max_length") or 2048))
+    found = {
         "general.architecture": architecture,
         "general.name": source.name,
         "general.file_type": _FILE_TYPES[body],
-        **{f"{architecture}.{key}": value for key, value in sizes.items()},
+        **{f"{architecture}.{key}": value for key, value in fields.items()},
         **_tokenizer_metadata(source),
     }
+    return found, tables
 
 
 def _tokenizer_metadata(source: PretrainedModel) -> dict[str, Any]:
@@ -315,7 +245,7 @@ def _importance(source: PretrainedModel, request: Request) -> dict[str, np.ndarr
     if request.data is None:
         assert request.imatrix is not None
         return read_imatrix(request.imatrix)
-    names = GGUF.param_names(abstract_params(source.config))
+    names = {path: place.name for path, place in _places(architecture_of(source.config), source.config).items()}
     found = importances(source, request.data, log=request.log)
     matrix = {names[path]: one for path, one in found.items() if path in names}
     if request.imatrix is not None:

@@ -1,35 +1,30 @@
 """Models in Hugging Face directories: config.json, safetensors in float or in a quantized layout, a tokenizer."""
 
+import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from octavo._names import unknown_name
 from octavo.files.layouts import Layout, Scheme, get_layout, layout_of
 from octavo.files.safetensors import SafeTensors, write
-from octavo.models import ModelConfig, abstract_params
+from octavo.models import abstract_params
+from octavo.pretrained.architectures import ARCHITECTURES
 from octavo.pretrained.export import Export, Exporter, converting, register_exporter
-from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, register_format, to_float
-from octavo.pretrained.names import ARCHITECTURES, HUGGINGFACE, architecture_of, is_transposed
+from octavo.pretrained.fields import check_layers, check_placed
+from octavo.pretrained.huggingface_config import describe, model_config
+from octavo.pretrained.model import ModelFormat, PretrainedModel, register_format, to_float
+from octavo.pretrained.names import Place, TensorNames, assemble
 from octavo.pretrained.tokenizer import read_tokenizer
 from octavo.qarray import QArray
 
-_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "relu": "relu"}
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "emb_dim",
-    "intermediate_size": "mlp_dim",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_query_heads",
-}
-"""The sizes that a config.json must have, and the fields of `ModelConfig` that they are."""
-_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _SHARD_BYTES = 5 * 10**9
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Tensors of some files that are constants."""
 
 
 def matches(path: Path) -> bool:
@@ -39,82 +34,68 @@ def matches(path: Path) -> bool:
 
 def read(directory: Path) -> PretrainedModel:
     """Open the model of a directory."""
-    described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    described = _read_json(directory / "config.json")
     file = SafeTensors(directory)
     layout = layout_of(described["quantization_config"]) if described.get("quantization_config") else None
     names = file.names() if layout is None else layout.names(file.names())
-    config = model_config(described, directory, set(names))
-    params = HUGGINGFACE.param_names(abstract_params(config))
-    leaves = {path: _leaf(file, layout, path, name) for path, name in params.items()}
+    config = model_config(described, directory, names)
+    tensors = ARCHITECTURES[described["model_type"]].huggingface_names
+    prefix = _left_out_prefix(tensors, names)
+    check_layers(directory, "num_hidden_layers", config.num_layers, names, tensors.layer.removeprefix(prefix))
+    places = tensors.places(abstract_params(config), config)
+    places = {path: dataclasses.replace(place, name=place.name.removeprefix(prefix)) for path, place in places.items()}
+    placed = [name for place in places.values() for name in place.names]
+    check_placed(directory, names, [*placed, *(["lm_head.weight"] if config.tied_logits else [])], _BUFFERS)
+    leaves = {
+        path: place.leaf(functools.partial(_info, file, layout, place), functools.partial(_load, file, layout, place))
+        for path, place in places.items()
+    }
+    name = described.get("_name_or_path")
     origin = {
         "kind": "Hugging Face",
         "path": directory.name,
-        "name": described.get("_name_or_path") or directory.resolve().name,
+        "name": name if isinstance(name, str) and name else directory.resolve().name,
         "architecture": described.get("model_type"),
-        "max_length": described.get("max_position_embeddings"),
+        "max_length": config.learned_positions or described.get("max_position_embeddings"),
     }
     return PretrainedModel(config, leaves, read_tokenizer(directory), origin=origin)
 
 
-def model_config(described: dict[str, Any], directory: Path, names: set[str]) -> ModelConfig:
-    """The model that a config.json describes."""
-    kind = described.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise ValueError(
-            f"{directory / 'config.json'}: model_type {kind!r} is not supported: "
-            f"{unknown_name(str(kind), tuple(ARCHITECTURES))}"
-        )
-    activation = described.get("hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"hidden_act {activation!r}: {unknown_name(activation, tuple(_ACTIVATIONS))}")
-    length = described.get("max_position_embeddings", 0)
-    window = described.get("sliding_window") if described.get("use_sliding_window", kind == "mistral") else None
-    if window and window < length:
-        raise ValueError(f"sliding-window attention (sliding_window={window}) is not supported")
-    if any(name.endswith(("o_proj.bias", "down_proj.bias")) for name in names):
-        raise ValueError(f"{directory} has biases on output projections, which is not supported")
-    for key in _SIZES:
-        if key not in described:
-            raise ValueError(f"{directory / 'config.json'} has no {key!r}, which a decoder needs")
-    sizes = {field: described[key] for key, field in _SIZES.items()}
-    return ModelConfig(
-        **sizes,
-        num_kv_heads=described.get("num_key_value_heads") or sizes["num_query_heads"],
-        head_dim=described.get("head_dim") or sizes["emb_dim"] // sizes["num_query_heads"],
-        activation=_ACTIVATIONS[activation],
-        norm_eps=described.get("rms_norm_eps", 1e-6),
-        rope_theta=float(_rope(described).get("rope_theta") or described.get("rope_theta", 10_000.0)),
-        rope_scaling=_scaling(_rope(described)),
-        tied_logits="lm_head.weight" not in names,
-        qkv_bias=any(name.endswith("q_proj.bias") for name in names),
-        qk_norm=any(name.endswith("q_norm.weight") for name in names),
-        scan_layers=False,
-    )
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("quantization_config") or {}, dict):
+        raise ValueError(f"{path} and its quantization_config are objects of JSON")
+    return found
 
 
-def _rope(described: dict[str, Any]) -> dict[str, Any]:
-    return described.get("rope_parameters") or described.get("rope_scaling") or {}
+def _left_out_prefix(tensors: TensorNames, names: Collection[str]) -> str:
+    """The prefix that files saved without a head leave out, such as those of GPT-2."""
+    name = tensors.modules["token_embedder"]
+    prefix, _, last = name.rpartition(".")
+    return f"{prefix}." if f"{name}.weight" not in names and f"{last}.weight" in names else ""
 
 
-def _scaling(rope: dict[str, Any]) -> tuple[float, float, float, float] | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind == "llama3":
-        factor, low, high, length = (float(rope[key]) for key in _ROPE)
-        return factor, low, high, length
-    raise ValueError(f"RoPE scaling {kind!r} is not supported: llama3 and default are")
+def _info(file: SafeTensors, layout: Layout | None, place: Place, name: str) -> tuple[tuple[int, ...], str, str]:
+    info = file.info(name) if layout is None else layout.info(file, name)
+    quantized = layout is not None and getattr(info, "quantized", False)
+    shape = info.shape
+    if quantized and not place.transposed:  # codes are [out, in] always
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    return shape, str(info.dtype), layout.method if layout is not None and quantized else str(info.dtype)
 
 
-def _leaf(file: SafeTensors, layout: Layout | None, path: str, name: str) -> Leaf:
+def _load(file: SafeTensors, layout: Layout | None, place: Place, name: str) -> Any:
     if layout is None:
-        info, load = file.info(name), functools.partial(file.read, name)
-        stored = str(info.dtype)
-    else:
-        info, load = layout.info(file, name), functools.partial(layout.read, file, name)
-        stored = layout.method if info.quantized else str(info.dtype)
-    leaf = Leaf(info.shape, str(info.dtype), load, stored)
-    return leaf.T if is_transposed(path) else leaf
+        return file.read(name)
+    value = layout.read(file, name)
+    return (
+        value.swapaxes(-1, -2)
+        if getattr(layout.info(file, name), "quantized", False) and not place.transposed
+        else value
+    )
 
 
 def write_huggingface(
@@ -129,23 +110,29 @@ def write_huggingface(
       method: The `quant_method` of the layout for QArrays; without one they are dequantized.
     """
     layout = None if method is None else get_layout(method)
+    config = source.config
+    described = describe_model(source, "float32")
+    places = ARCHITECTURES[described["model_type"]].huggingface_names.places(abstract_params(config), config)
     tensors: dict[str, np.ndarray] = {}
     schemes: dict[str, Scheme | None] = {}
-    for path, name in HUGGINGFACE.param_names(abstract_params(source.config)).items():
+    shared: dict[str, list[tuple[Place, np.ndarray]]] = {}
+    for path, place in places.items():
         value = params[path]
-        if isinstance(value, QArray) and layout is not None and is_transposed(path):
+        if isinstance(value, QArray) and layout is not None and place.transposed:
+            if place.part is not None or place.experts:
+                raise ValueError(f"{path} shares tensors with others in such files, and cannot be written as {method}")
             q = value._map(jnp.asarray).unpack().T
-            tensors |= layout.write(name, q)
-            schemes[name.removesuffix(".weight")] = Scheme.of(q)
+            tensors |= layout.write(place.name, q)
+            schemes[place.name.removesuffix(".weight")] = Scheme.of(q)
             continue
-        value = to_float(value)
-        if is_transposed(path):
-            schemes[name.removesuffix(".weight")] = None
-            value = np.ascontiguousarray(value.T)
-        tensors[name] = value
+        if place.transposed:
+            schemes |= {name.removesuffix(".weight"): None for name in place.names}
+        for name, one in zip(place.names, place.stored(to_float(value)), strict=True):
+            shared.setdefault(name, []).append((place, one))
+    tensors |= {name: assemble(parts) for name, parts in shared.items()}
     out.mkdir(parents=True, exist_ok=True)
     write(out, tensors, {"format": "pt"}, max_shard_bytes=_SHARD_BYTES)
-    described = describe_model(source, str(tensors["model.norm.weight"].dtype))
+    described["torch_dtype"] = str(tensors[places["decoder/decoder_norm/scale"].name].dtype)
     if layout is not None:
         described["quantization_config"] = layout.config_for(schemes)
     (out / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
@@ -159,24 +146,7 @@ def write_huggingface(
 
 def describe_model(source: PretrainedModel, dtype: str) -> dict[str, Any]:
     """The config.json of a model."""
-    config = source.config
-    architecture = architecture_of(config)
-    described = {
-        "architectures": [ARCHITECTURES[architecture].huggingface],
-        "model_type": architecture,
-        **{key: getattr(config, field) for key, field in _SIZES.items()},
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "gelu_pytorch_tanh" if config.activation == "gelu" else config.activation,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "max_position_embeddings": source.origin.get("max_length") or 2048,
-        "tie_word_embeddings": config.tied_logits,
-        "torch_dtype": dtype,
-    }
-    if config.rope_scaling is not None:
-        scaling = dict(zip(_ROPE, (*config.rope_scaling[:3], int(config.rope_scaling[3])), strict=True))
-        described["rope_scaling"] = {"rope_type": "llama3", **scaling}
+    described = describe(source.config, int(source.origin.get("max_length") or 2048), dtype)
     if source.tokenizer is not None:
         ends = list(source.tokenizer.eos_ids)
         described |= {"bos_token_id": source.tokenizer.bos_id, "eos_token_id": ends[0] if len(ends) == 1 else ends}

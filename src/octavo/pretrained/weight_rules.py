@@ -18,7 +18,7 @@ _GROUPS = {2: 32, 3: 32, 4: 32}
 """Default group size by bits; weights of more bits have one scale per channel."""
 
 _HEAD = r"(.*/)?(token_embedder|logits_dense)(/.*)?"
-_ROUTER = r"(.*/)?router(/.*)?"
+_FLOAT = r"(.*/)?(router|shared_gate|position_embedder)(/.*)?"
 _SPEC = re.compile(r"(?P<format>\w+)(:g(?P<group>\d+))?(:(?P<calibration>[\w.,-]+))?")
 
 
@@ -30,7 +30,7 @@ def weight_rules(
     Args:
       text: A number format for weights: `int8`, `int4:g64` in groups of 64, `int4:g32:mse` with another calibration; or
         `recipe:NAME`, activations included; or a .json or .yml file of rules; or `trained`.
-      config: The decoder, whose router stays in float if it has experts.
+      config: The decoder, whose routers and learned positions stay in float.
       head: The format of the embedding table and the logits: by default int8 where weights have fewer bits, else that
         of the weights; `float` keeps them.
       trained: The rules that the model was trained with.
@@ -60,8 +60,8 @@ def weight_rules(
         raise ValueError(f"{text!r} is not a number format: {unknown_name(text, known)}; or a file of rules")
     body = _rule(name, match["group"], match["calibration"])
     rules = [QuantizationRule(module_path=_HEAD, skip=True) if head == "float" else _head(name, head)]
-    if config is not None and config.num_experts > 1:
-        rules.append(QuantizationRule(module_path=_ROUTER, skip=True))
+    if config is not None and (config.num_experts > 1 or config.learned_positions):
+        rules.append(QuantizationRule(module_path=_FLOAT, skip=True))
     return (*rules, body)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from octavo._names import unknown_name
 from octavo._typing import Array, Float, Shaped
-from octavo.models import QKV, ModelConfig, layer_groups
+from octavo.models import QKV, AttentionOptions, ModelConfig, layer_groups
 from octavo.serve.cache_attention import CacheIndex
 from octavo.serve.cache_kivi import KiviLayer
 from octavo.serve.cache_layers import CacheLayer, PositionLayer
@@ -97,7 +97,11 @@ class KVCache:
         return first[:, None] + jnp.arange(tokens.shape[1], dtype=first.dtype)[None]
 
     def attend(
-        self, layer: str, qkv: QKV, positions: Shaped[Array, "batch length"]
+        self,
+        layer: str,
+        qkv: QKV,
+        positions: Shaped[Array, "batch length"],
+        options: AttentionOptions = AttentionOptions(),  # noqa: B008
     ) -> tuple[Float[Array, "batch length heads dim"], "KVCache"]:
         """Store and attend: see `octavo.models.Cache`."""
         if layer not in self.layers:
@@ -107,7 +111,7 @@ class KVCache:
             last = int(jnp.max(positions))
             if last >= self.max_length:
                 raise ValueError(f"position {last} does not fit into a cache of max_length={self.max_length}")
-        index = CacheIndex(positions.astype(jnp.int32), self.rows, self.counts, self.max_length)
+        index = CacheIndex(positions.astype(jnp.int32), self.rows, self.counts, self.max_length, options)
         context, new = self.layers[layer].attend(qkv, index)
         lengths = index.ends
         if self.rows is not None:

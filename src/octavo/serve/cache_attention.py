@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array, Bool, Float, Shaped
+from octavo.models import AttentionOptions
 from octavo.serve.cache_store import BLOCK, Store
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -21,6 +22,12 @@ class CacheIndex(NamedTuple):
     counts: Shaped[Array, "batch"] | None
     """The number of tokens in each row, without padding; None for all."""
     max_length: int
+    options: AttentionOptions = AttentionOptions()
+
+    @property
+    def since(self) -> Shaped[Array, "batch length"] | None:
+        """The first position in the window of each query; None without one."""
+        return self.positions - (self.options.window - 1) if self.options.window else None
 
     @property
     def starts(self) -> Shaped[Array, "batch"]:
@@ -39,11 +46,12 @@ class CacheIndex(NamedTuple):
 
 
 class KVBlock(NamedTuple):
-    """Keys and values, and which of them a query attends to: those before `until`, or those in the mask `visible`."""
+    """Keys and values, and which a query attends to: those before `until` and from `since` on, or in `visible`."""
 
     keys: Store
     values: Store
     until: Shaped[Array, "batch query"] | None = None
+    since: Shaped[Array, "batch query"] | None = None
     visible: Bool[Array, "batch query time"] | None = None
 
 
@@ -56,7 +64,10 @@ class PartialSoftmax(NamedTuple):
 
 
 def attend(
-    query: Float[Array, "batch query heads dim"], parts: Sequence[KVBlock], valid: Bool[Array, "batch query"]
+    query: Float[Array, "batch query heads dim"],
+    parts: Sequence[KVBlock],
+    valid: Bool[Array, "batch query"],
+    options: AttentionOptions = AttentionOptions(),  # noqa: B008
 ) -> Float[Array, "batch query heads dim"]:
     """Attention over all parts with one softmax; NaN where a query is not valid.
 
@@ -68,32 +79,45 @@ def attend(
     kv_heads = parts[0].keys.codes.shape[1]
     rows = (query.astype(jnp.float32) * dim**-0.5).reshape(batch, length, kv_heads, -1, dim)
     rows = rows.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
-    sums = _attend_block(rows, parts[0], length)
+    sums = _attend_block(rows, parts[0], length, options)
     for part in parts[1:]:
-        sums = _merge(sums, _attend_block(rows, part, length))
+        sums = _merge(sums, _attend_block(rows, part, length, options))
+    if options.sinks is not None:
+        sinks = jnp.broadcast_to(
+            options.sinks.reshape(1, kv_heads, -1, 1), (batch, kv_heads, heads // kv_heads, length)
+        )
+        sinks = sinks.reshape(sums.top.shape)
+        sums = _merge(sums, PartialSoftmax(sinks, jnp.ones_like(sinks), jnp.zeros_like(sums.context)))
     context = (sums.context / sums.total).reshape(batch, kv_heads, -1, length, dim).transpose(0, 3, 1, 2, 4)
     context = jnp.where(valid[:, :, None, None, None], context, jnp.nan)
     return context.reshape(batch, length, heads, dim).astype(query.dtype)
 
 
-def _attend_block(rows: Array, part: KVBlock, length: int) -> PartialSoftmax:
+def _attend_block(rows: Array, part: KVBlock, length: int, options: AttentionOptions) -> PartialSoftmax:
     time = part.keys.length
     if part.until is None:
         assert part.visible is not None
-        return _partial_softmax(rows, part.keys, part.values, part.visible, length)
-    until = part.until[:, :, None]
+        return _partial_softmax(rows, part.keys, part.values, part.visible, length, options)
+    until, since = part.until[:, :, None], None if part.since is None else part.since[:, :, None]
+
+    def is_visible(times: Array) -> Array:
+        return times < until if since is None else (times < until) & (times >= since)
+
     if time <= BLOCK:
-        return _partial_softmax(rows, part.keys, part.values, jnp.arange(time)[None, None] < until, length)
+        visible = is_visible(jnp.arange(time)[None, None])
+        return _partial_softmax(rows, part.keys, part.values, visible, length, options)
 
     def block(number: Array, sums: PartialSoftmax) -> PartialSoftmax:
         start = number * BLOCK
         keys, values = part.keys.block(start, BLOCK), part.values.block(start, BLOCK)
-        visible = start + jnp.arange(BLOCK)[None, None] < until
-        return _merge(sums, _partial_softmax(rows, keys, values, visible, length))
+        visible = is_visible(start + jnp.arange(BLOCK)[None, None])
+        return _merge(sums, _partial_softmax(rows, keys, values, visible, length, options))
 
     none = jnp.full((*rows.shape[:3], 1), _LOWEST, jnp.float32)
     start = PartialSoftmax(none, jnp.zeros_like(none), jnp.zeros_like(rows))
-    return jax.lax.fori_loop(0, jnp.minimum(jnp.max(until) + BLOCK - 1, time) // BLOCK, block, start)
+    # Blocks before all windows are skipped.
+    first = 0 if since is None else jnp.maximum(jnp.min(since), 0) // BLOCK
+    return jax.lax.fori_loop(first, jnp.minimum(jnp.max(until) + BLOCK - 1, time) // BLOCK, block, start)
 
 
 def _merge(a: PartialSoftmax, b: PartialSoftmax) -> PartialSoftmax:
@@ -102,12 +126,15 @@ def _merge(a: PartialSoftmax, b: PartialSoftmax) -> PartialSoftmax:
     return PartialSoftmax(top, a.total * left + b.total * right, a.context * left + b.context * right)
 
 
-def _partial_softmax(rows: Array, keys: Store, values: Store, visible: Array, length: int) -> PartialSoftmax:
+def _partial_softmax(
+    rows: Array, keys: Store, values: Store, visible: Array, length: int, options: AttentionOptions
+) -> PartialSoftmax:
     """Scales that are constant along a contraction multiply scores and weights: less work than codes."""
     floats, scale = keys.unscaled()
     scores = jnp.einsum("bhqd,bhdt->bhqt", rows, floats)
     if scale is not None:
         scores = scores * scale
+    scores = options.cap(scores)
     shape = scores.shape
     # The lowest finite value: a query for which all of a part is masked must not give NaN.
     scores = jnp.where(visible[:, None, None], scores.reshape(*shape[:2], -1, length, shape[-1]), _LOWEST).reshape(

@@ -71,11 +71,14 @@ class KiviLayer(CacheLayer):
         quantized = jax.lax.optimization_barrier(self._quantize_old(floats, times, index))
         old = self.num_quantized(index.positions + 1)
         fresh = (times[:, None] >= old[:, :, None]) & (times[:, None] <= index.positions[:, :, None])
+        if index.since is not None:
+            fresh &= times[:, None] >= index.since[:, :, None]
+        stored = [store.select_slots(index.rows) for store in quantized]
         parts = [
-            KVBlock(quantized[0].select_slots(index.rows), quantized[1].select_slots(index.rows), until=old),
+            KVBlock(*stored, until=old, since=index.since),
             KVBlock(floats[0], floats[1], visible=fresh & (times >= 0)[:, None]),
         ]
-        context = attend(qkv.query, parts, index.valid)
+        context = attend(qkv.query, parts, index.valid, index.options)
         if qkv.query.shape[1] == 1 and index.counts is None:
             recent = [s.write(x, index.rows, index.starts % self.ring) for s, x in zip(stores, now, strict=True)]
         else:

@@ -32,6 +32,8 @@ def unsupported_reason(config: ModelConfig, params: Any, cache: KVCache, rules: 
         return "matmuls are quantized by rules"
     if config.num_experts > 1 or not config.fused:
         return "the kernel needs fused weights, and has no experts"
+    if variants := config.variants():
+        return f"the kernel does not know {', '.join(variants)}"
     if config.activation != "silu" or config.dtype != "float32":
         return f"the kernel computes silu in float32, not {config.activation} in {config.dtype}"
     if cache.config.keys is not None or cache.config.values is not None or cache.config.dtype != "float32":
@@ -50,7 +52,7 @@ def decode(
 ) -> tuple[Float[Array, "slots vocab"], KVCache]:
     """The logits after the last token of each slot, and the cache with those tokens added."""
     positions = cache.lengths
-    angles = RotaryAngles.of(config, positions[:, None], None)
+    angles = RotaryAngles.of(config, positions[:, None], None, max_length=cache.max_length)
     cos, sin = (angle.reshape(positions.shape[0], -1) for angle in (angles.cos, angles.sin))
     x = embedding_lookup(params["token_embedder"]["embedding"].astype(jnp.float32), tokens)
     layers = dict(cache.layers)

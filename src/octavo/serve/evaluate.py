@@ -22,7 +22,7 @@ import numpy as np
 
 from octavo._typing import Array
 from octavo.models import Decoder, ModelConfig, apply, layer_groups
-from octavo.models.attention import RotaryAngles
+from octavo.models.decoder import LayerAngles
 from octavo.models.module_params import bind
 from octavo.pretrained.model import PretrainedModel
 from octavo.serve.cache import KVCache, KVConfig
@@ -213,12 +213,13 @@ def _measure(logits: Array, reference: Array | None, targets: Array) -> dict[str
 def layer_outputs(config: ModelConfig, params: Any, tokens: Any) -> dict[str, Array]:
     """The output of each layer by its name, and the logits."""
     model = bind(Decoder, config, params)
-    x = model.token_embedder(tokens, config.dtype)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    angles = RotaryAngles.of(config, positions, jnp.zeros(tokens.shape, jnp.int32))
+    x = model.embed(tokens, positions)
+    angles = LayerAngles.of(config, positions, jnp.zeros(tokens.shape, jnp.int32))
     found = {}
     for group in layer_groups(config):
-        found[group.name] = x = getattr(model.decoder, group.name)(x, angles)[0]
+        here = angles.sliding if config.is_sliding(group.layers[0]) else angles.full
+        found[group.name] = x = getattr(model.decoder, group.name)(x, here)[0]
     found["logits"] = model.logits(model.decoder.decoder_norm(x))
     return found
 

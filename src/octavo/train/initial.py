@@ -10,6 +10,7 @@ from octavo import _remote
 from octavo._tree import flatten_paths, unflatten_paths
 from octavo.data import Dataset, Tokenizer
 from octavo.models import ModelConfig, abstract_params
+from octavo.models.config import VARIANTS
 from octavo.models.decoder import layer_groups
 from octavo.pretrained import PretrainedModel, open_model
 from octavo.pretrained.model import to_float
@@ -32,7 +33,7 @@ ARCHITECTURE = {
     "first_num_dense_layers": "first_dense_layers",
 }
 """The keys of an architecture, with the fields of `ModelConfig` that they set."""
-UNCONFIGURED = ("rope_scaling", "qkv_bias", "qk_norm")
+UNCONFIGURED = ("rope_scaling", "sliding_layers", "sliding_rope_theta", "qkv_bias", "qk_norm", *VARIANTS)
 """Fields of an architecture that only a pretrained model sets."""
 
 _PROBE = "The 3 naïve cafés; def f(x):\n\treturn x**2 # 日本"
