@@ -10,7 +10,7 @@ from octavo.cli import main
 from octavo.files.gguf import Gguf, write_gguf
 from octavo.files.safetensors import SafeTensors, write
 from octavo.models import RopeScaling
-from octavo.pretrained import gguf, open_model
+from octavo.pretrained import convert_model, gguf, native, open_model, weight_rules
 from octavo.pretrained.huggingface import write_huggingface
 from tests.pretrained.conftest import SMALL, source_of
 
@@ -142,3 +142,38 @@ def test_tensors_without_a_place_raise(with_config, with_metadata):
         with_config({"score.weight": np.ones((2, 64), np.float32)}.items())
     with pytest.raises(ValueError, match=r"has the tensors blk.0.extra.weight, which have no place"):
         with_metadata({}, {"blk.0.extra.weight": np.ones(64, np.float32)}.items())
+
+
+def test_weights_that_are_not_finite_warn(with_config):
+    weight = np.ones((64, 64), np.float32)
+    weight[0, :2] = np.nan, np.inf
+    source = with_config({"model.layers.0.self_attn.q_proj.weight": weight}.items())
+    with pytest.warns(UserWarning, match=r"self_attention/query/kernel has 2 values that are not finite"):
+        source.params()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(with_config, tmp_path, capsys, monkeypatch):
+    with_config()
+    out = tmp_path / "out"
+
+    def on_a_full_disk(source, params, directory, **kwargs):
+        (directory / "params").mkdir(parents=True)
+        (directory / "params" / "half").write_bytes(b"0")
+        raise RuntimeError("NOT_FOUND: No space left on device\nin the storage library")  # not an OSError there
+
+    monkeypatch.setattr(native, "write_model", on_a_full_disk)
+    assert main(["quantize", str(with_config.path), "int8", str(out), "--quiet"]) == 2
+    found = capsys.readouterr().err
+    assert found == f"octavo quantize: {out} could not be written: NOT_FOUND: No space left on device\n"
+    assert not out.exists()
+
+
+def test_fp4_exports_are_in_bfloat16(tmp_path):
+    """Other programs dequantize these weights to bfloat16, and cannot multiply them with float32."""
+    source = source_of(SMALL.replace(num_layers=1))
+    params, _ = convert_model(source, weight_rules("nvfp4", source.config, head="float"))
+    write_huggingface(source, params, tmp_path, method="compressed-tensors")
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    with SafeTensors(tmp_path) as file:
+        kinds = {name.rpartition(".")[2]: file.info(name).dtype.name for name in file.names()}
+    assert (kinds["weight"], kinds["weight_global_scale"]) == ("bfloat16", "float32")

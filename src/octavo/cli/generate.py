@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.cli.compiled import use_compiled_programs
 from octavo.cli.options import MODEL, add_adapter, add_kv_cache, fail, kv_config, open_source
 
 _MOST_SLOTS = 8
@@ -104,6 +105,7 @@ def _params(args: argparse.Namespace) -> Any:
 def _engine(args: argparse.Namespace, prompts: Sequence[str]) -> tuple[Any, Any, list[list[int]]]:
     from octavo.serve import Engine
 
+    use_compiled_programs()
     kv, source = kv_config(args), open_source(args)
     tokenizer = source.tokenizer
     if tokenizer is None:

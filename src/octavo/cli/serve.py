@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from octavo.cli.compiled import use_compiled_programs
 from octavo.cli.options import MODEL, add_adapter, add_kv_cache, fail, kv_config, open_source
 
 _DEFAULT_LENGTH = 2048
@@ -97,6 +98,7 @@ def _serve(args: argparse.Namespace, sock: socket.socket, limits: Any, key: str 
 def _engine(args: argparse.Namespace) -> tuple[Any, str]:
     from octavo.serve import Engine
 
+    use_compiled_programs()
     kv, source = kv_config(args), open_source(args)
     if source.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer: it cannot read a prompt")

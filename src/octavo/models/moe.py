@@ -74,8 +74,8 @@ def route_top_k(
 ) -> Routing:
     """The k most probable experts of each token.
 
-    Their weights sum to one if `normalize`, else they are probabilities. A single expert is weighted by its probability:
-    with a constant weight the router would have no gradient. On a mesh each device routes its own tokens.
+    Their weights sum to one if `normalize`, else they are probabilities. A single expert is weighted by its
+    probability: with a constant weight the router would have no gradient. On a mesh each device routes its own tokens.
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
     weights, experts = jax.lax.top_k(probabilities, k) if parallel is None else parallel.top_k(probabilities)

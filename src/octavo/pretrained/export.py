@@ -114,7 +114,14 @@ def converting(
         if request.replace and out.exists():
             shutil.rmtree(out) if out.is_dir() else out.unlink()
         done = Export(summary, params, rules, request.command, costs)
-        write(source, done, out)
+        try:
+            write(source, done, out)
+        except BaseException as error:
+            shutil.rmtree(out, ignore_errors=True)  # not complete, as on a full disk
+            if isinstance(error, (ValueError, OSError)) or not isinstance(error, Exception):
+                raise
+            first = str(error).partition("\n")[0]
+            raise OSError(f"{out} could not be written: {first or type(error).__name__}") from error
         return done
 
     return export

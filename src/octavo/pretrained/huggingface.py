@@ -23,6 +23,8 @@ from octavo.pretrained.tokenizer import read_tokenizer
 from octavo.qarray import QArray
 
 _SHARD_BYTES = 5 * 10**9
+_BFLOAT16 = ("nvfp4", "mxfp4")
+"""Formats whose weights other programs dequantize to bfloat16, so that all other tensors must have that dtype."""
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Tensors of some files that are constants."""
 
@@ -129,7 +131,10 @@ def write_huggingface(
             schemes |= {name.removesuffix(".weight"): None for name in place.names}
         for name, one in zip(place.names, place.stored(to_float(value)), strict=True):
             shared.setdefault(name, []).append((place, one))
-    tensors |= {name: assemble(parts) for name, parts in shared.items()}
+    floats = {name: assemble(parts) for name, parts in shared.items()}
+    if any(scheme is not None and scheme.qtype.name in _BFLOAT16 for scheme in schemes.values()):
+        floats = {name: x.astype(jnp.bfloat16) for name, x in floats.items()}
+    tensors |= floats
     out.mkdir(parents=True, exist_ok=True)
     write(out, tensors, {"format": "pt"}, max_shard_bytes=_SHARD_BYTES)
     described["torch_dtype"] = str(tensors[places["decoder/decoder_norm/scale"].name].dtype)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,16 @@ class Leaf:
     def nbytes(self) -> int:
         """Bytes of the parameter in its float dtype."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    def load_checked(self, name: str) -> np.ndarray | QArray:
+        """The parameter, with a warning if it has values that are not finite."""
+        value: Any = self.load()
+        floats = np.asarray(value.scale if isinstance(value, QArray) else value).astype(np.float32, copy=False)
+        # A sum is much cheaper than a mask, and finite for finite weights.
+        if not np.isfinite(np.sum(floats)) and (count := int(np.sum(~np.isfinite(floats)))):
+            what = "scales" if isinstance(value, QArray) else "values"
+            warnings.warn(f"{name} has {count} {what} that are not finite: outputs will be NaN", stacklevel=2)
+        return value
 
     @property
     def T(self) -> "Leaf":  # noqa: N802
@@ -97,7 +108,7 @@ class PretrainedModel:
     def params(self, dtype: str | None = None) -> dict[str, Any]:
         """Load all parameters, as a tree of arrays and QArrays; floats in `dtype`, by default the config's."""
         dtype = dtype or self.config.weight_dtype
-        return unflatten_paths({path: on_device(leaf.load(), dtype) for path, leaf in self.leaves.items()})
+        return unflatten_paths({path: on_device(leaf.load_checked(path), dtype) for path, leaf in self.leaves.items()})
 
     def function(self, fn: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """The model as a function of parameters and tokens, or `fn` in its place, with matmuls by the rules.

@@ -238,3 +238,17 @@ def test_an_engine_that_loses_slots_is_noticed(engine, monkeypatch, caplog):
         assert post(url, prompt="a")[0] == 500
         assert call(url, "/health")[0] == 503
     assert "requests wait, but the engine has no free slot" in caplog.text
+
+
+def test_headers_that_do_not_arrive_close_the_connection():
+    """Also where bytes keep coming, and after an answered request."""
+    with running(FakeEngine(), name="fake", limits=Limits(header_timeout=0.3)) as url:
+        parts = urlsplit(url)
+        for sent in (b"", b"GET /health HTTP/1.1\r\nHost", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea"):
+            with socket.create_connection((parts.hostname, parts.port), timeout=20) as sock:
+                sock.sendall(sent)
+                received = b""
+                while chunk := sock.recv(4096):
+                    received += chunk
+                assert (b"200 OK" in received) == sent.endswith(b"GET /hea")
+        assert call(url, "/health")[0] == 200

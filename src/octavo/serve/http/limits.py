@@ -21,6 +21,8 @@ class Limits(Config):
     """Choices of one request: prompts times n."""
     stops: int = 16
     """Stop strings of a request."""
+    header_timeout: float = 30.0
+    """Seconds until the headers of a request must have arrived; then the connection is closed."""
     body_timeout: float = 30.0
     """Seconds until a body must have arrived."""
     timeout: float = 600.0
@@ -30,7 +32,7 @@ class Limits(Config):
 
     def __post_init__(self):
         check_least(self, 1, "body", "choices")
-        check_least(self, 0, "queue", "stops", "body_timeout", "timeout", "grace")
+        check_least(self, 0, "queue", "stops", "header_timeout", "body_timeout", "timeout", "grace")
 
 
 DEFAULT = Limits()

@@ -9,7 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from octavo.serve.http.app import Api
 from octavo.serve.http.limits import DEFAULT, Limits
@@ -42,6 +44,41 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
+class _Protocol(H11Protocol):
+    """HTTP/1.1 that closes connections whose headers do not arrive in time, which uvicorn does not."""
+
+    seconds = DEFAULT.header_timeout
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._restart()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._restart()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._restart()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def _restart(self) -> None:
+        """Start the timer when headers are awaited; bytes of unfinished headers do not prolong it."""
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            self._stop()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.seconds, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
 class _Server(uvicorn.Server):
     """Calls `ready` when it listens, and lets running requests finish when it stops."""
 
@@ -50,7 +87,7 @@ class _Server(uvicorn.Server):
         # Explicit where the defaults depend on which packages are installed.
         config = uvicorn.Config(
             api.app,
-            http="h11",
+            http=type("_Protocol", (_Protocol,), {"seconds": api.limits.header_timeout}),
             ws="none",
             loop="asyncio",
             lifespan="on",
