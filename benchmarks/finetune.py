@@ -1,61 +1,76 @@
-"""Fine-tuning a pretrained model: bytes of the training state of full, LoRA and QLoRA training; with --steps, losses.
+"""Fine-tuning a pretrained model: memory of full, LoRA and QLoRA training; with --steps, peak memory, losses and speed.
 
-    python benchmarks/finetune.py MODEL --text FILE [--steps 100] [--rank 16] [--length 128] [--batch 4]
+    python benchmarks/finetune.py MODEL --text FILE [--steps 60] [--rank 16] [--length 128] [--batch 4]
 
 The state is what stays in memory between steps: trained and frozen parameters, and AdamW's moments. Gradients are those
-of trained parameters. With --steps, all three start from the same model and see the same batches; losses are those of
-held-out text, and times include everything but compiling.
+of trained parameters. With --steps, each way runs in a process of its own, from the same model, on the same batches:
+peak memory is the largest resident set of that process after its first step, losses are those of held-out text, and
+times include everything but compiling.
 """
 
 import argparse
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+from octavo.pretrained.memory import peak_memory
 from octavo.train import Config, Trainer
 from octavo.train.program import Program
 
-WAYS = {"full": {}, "LoRA": {"lora_rank": 16}, "QLoRA nf4": {"lora_rank": 16, "lora_weight_qtype": "nf4"}}
+WAYS = {"full": {}, "LoRA": {"lora_weight_qtype": ""}, "QLoRA nf4": {"lora_weight_qtype": "nf4"}}
+RATES = {"full": 2e-5}
 
 
 def nbytes(tree) -> int:
     return sum(x.size * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
+def sizes(config: Config) -> str:
+    state = Program(config).abstract_state
+    names = ("trained", "frozen", "moments", "gradients")
+    found = [nbytes(part) for part in (state.params, state.frozen, state.opt_state, state.params)]
+    text = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in zip(names, found, strict=True))
+    return f"{text}; together {sum(found) / 2**20:.1f} MiB"
+
+
+def train(config: Config) -> str:
+    trainer = Trainer(config)
+    before = trainer.evaluate()
+    jax.block_until_ready(trainer.step())
+    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on: without loading and compiling
+    start = time.perf_counter()
+    for _ in range(config.steps - 1):
+        metrics = jax.block_until_ready(trainer.step())
+    seconds, peak = time.perf_counter() - start, peak_memory()
+    speed = (config.steps - 1) * float(metrics["learning/total_weights"]) / seconds
+    loss = trainer.evaluate()
+    return f"peak {peak / 2**20:.0f} MiB, held-out loss {before:.4f} -> {loss:.4f}, {speed:.0f} tokens/s"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--text", required=True)
+    parser.add_argument("--way", choices=tuple(WAYS), help="only one, in this process")
     for name, default in (("steps", 0), ("rank", 16), ("length", 128), ("batch", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
-    common = {
-        "load_parameters_path": given.model, "dataset_type": "text", "dataset_path": given.text, "num_devices": 1,
-        "max_target_length": given.length, "per_device_batch_size": given.batch, "steps": max(1, given.steps),
-    }  # fmt: skip
-    full = 0
-    for name, keys in WAYS.items():
-        rate = 1e-5 if name == "full" else 2e-4
-        keys = {**keys, "lora_rank": given.rank} if keys else keys
-        config = Config(**common, **keys, learning_rate=rate)
-        state = Program(config).abstract_state
-        sizes = [nbytes(part) for part in (state.params, state.frozen, state.opt_state, state.params)]
-        full = full or sum(sizes)
-        text = ", ".join(
-            f"{what} {size / 2**20:.1f} MiB"
-            for what, size in zip(("trained", "frozen", "moments", "gradients"), sizes, strict=True)
-        )
-        print(f"{name}: {text}; together {sum(sizes) / 2**20:.1f} MiB, {sum(sizes) / full:.3f} of full", flush=True)
-        if given.steps:
-            trainer = Trainer(config)
-            before, _ = trainer.evaluate(), trainer.compiled("train", 0)
-            start = time.perf_counter()
-            for _ in range(given.steps):
-                metrics = trainer.step()
-            jax.block_until_ready(metrics)
-            speed = given.steps * given.batch * given.length / (time.perf_counter() - start)
-            print(f"  held-out loss {before:.4f} -> {trainer.evaluate():.4f}, {speed:.0f} tokens/s", flush=True)
+    if given.way is None:
+        for way in WAYS:
+            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--way", way], check=True)
+        return
+    config = Config(
+        load_parameters_path=given.model, dataset_type="text", dataset_path=given.text, num_devices=1,
+        max_target_length=given.length, per_device_batch_size=given.batch, steps=max(1, given.steps), eval_steps=8,
+        learning_rate=RATES.get(given.way, 2e-4), lora_rank=given.rank if WAYS[given.way] else 0, **WAYS[given.way],
+    )  # fmt: skip
+    print(f"{given.way}: {sizes(config)}", flush=True)
+    if given.steps > 1:
+        print(f"  {train(config)}", flush=True)
 
 
 if __name__ == "__main__":

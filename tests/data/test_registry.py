@@ -10,11 +10,13 @@ from octavo.data import registry as makers
 
 
 def test_all_datasets_are_known():
-    assert datasets() == ("grain", "hf", "python", "synthetic", "text", "tfds", "tokens")
+    assert datasets() == ("chat", "grain", "hf", "python", "synthetic", "text", "tfds", "tokens")
 
 
 def test_an_unknown_dataset_gets_the_nearest_name(config):
-    with pytest.raises(ValueError, match=r"unknown dataset_type 'pyton': did you mean 'python'.*Known: grain, hf"):
+    with pytest.raises(
+        ValueError, match=r"unknown dataset_type 'pyton': did you mean 'python'.*Known: chat, grain, hf"
+    ):
         make_dataset(config(dataset_type="pyton"))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo._names import unknown_name
+from octavo.data.chat import make_chat
 from octavo.data.dataset import BatchConfig, Dataset
 from octavo.data.loaders import make_grain, make_hf, make_tfds
 from octavo.data.synthetic import make_synthetic
@@ -17,6 +18,7 @@ _makers: dict[str, DatasetMaker] = {
     "synthetic": make_synthetic,
     "python": make_python,
     "text": make_text,
+    "chat": make_chat,
     "tokens": make_tokens,
     "grain": make_grain,
     "hf": make_hf,

@@ -124,8 +124,10 @@ class ByteTokenizer(Tokenizer):
         return {"octavo_tokenizer.json": b'{"bytes": true}'}
 
 
-def render_chat(template: str, messages: Sequence[Message], special: Mapping[str, str]) -> str:
-    """The text that a chat template makes of messages, up to where the model answers.
+def render_chat(
+    template: str, messages: Sequence[Message], special: Mapping[str, str], add_generation_prompt: bool = True
+) -> str:
+    """The text that a chat template makes of messages; with `add_generation_prompt`, up to where the model answers.
 
     Templates come with a model: they run in Jinja's sandbox, which can format text and nothing else.
     """
@@ -140,7 +142,7 @@ def render_chat(template: str, messages: Sequence[Message], special: Mapping[str
     environment.filters["tojson"] = lambda x, **kwargs: json.dumps(x, ensure_ascii=False, **kwargs)
     try:
         compiled = environment.from_string(template)
-        return compiled.render(messages=list(messages), add_generation_prompt=True, **special)
+        return compiled.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **special)
     except jinja2.TemplateError as error:
         raise ValueError(f"the model's chat template cannot write these messages: {error}") from error
 

@@ -211,6 +211,57 @@ class Engine:
                 self.cancel(number)
             self._ended.clear()
 
+    def update(self, params: Any) -> None:
+        """Replace the parameters, as after a step of training.
+
+        One compiled program quantizes floats as the engine's codes are, by its rules or in their layout, fuses weights
+        again, and writes into the engine's own buffers. Nothing else is compiled again.
+
+        Args:
+            params: Parameters of the same model: stacked or not, floats or codes.
+
+        Raises:
+            RuntimeError: Requests are running, whose caches are of the old parameters.
+
+        >>> import jax, octavo
+        >>> from octavo.models import init_params
+        >>> sizes = dict(emb_dim=16, num_layers=1, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
+        >>> config = ModelConfig(vocab_size=50, **sizes)
+        >>> old, new = (init_params(config, jax.random.key(i)) for i in range(2))
+        >>> engine = Engine(config, old, max_length=16, chunk=8)
+        >>> before = engine.logprobs([[3, 14, 15]])[0]
+        >>> engine.update(new)
+        >>> bool((engine.logprobs([[3, 14, 15]])[0] != before).all())
+        True
+        """
+        if self.busy:
+            raise RuntimeError("requests are running, whose caches are of the old parameters: finish or cancel them")
+        self.programs.update(params)
+
+    def logprobs(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """The log probability of each token of a text but the first, given those before it, at temperature 1.
+
+        Texts are run like a batch of training: without the cache, `slots` at a time, padded to a multiple of `chunk`.
+
+        Args:
+            texts: Token ids of each text, at least two and at most `max_length`.
+
+        Returns:
+            An array for each text, shorter than it by one.
+        """
+        for text in texts:
+            self.check(text[:-1])
+            self.check(text[1:])
+        found: list[np.ndarray] = []
+        for start in range(0, len(texts), self.slots):
+            part = texts[start : start + self.slots]
+            tokens = np.zeros((self.slots, -(-max(map(len, part)) // self.chunk) * self.chunk), np.int32)
+            for row, text in zip(tokens, part, strict=False):
+                row[: len(text)] = text
+            scores = np.asarray(self.programs.score(tokens))
+            found += [scores[i, : len(text) - 1] for i, text in enumerate(part)]
+        return found
+
     def warm_up(self) -> None:
         """Compile both programs."""
         for _ in self.generate([[0]], SamplingParams(temperature=0, max_tokens=2)):

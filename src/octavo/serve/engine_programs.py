@@ -12,10 +12,12 @@ import numpy as np
 from octavo import kernels, models
 from octavo._typing import Array, Bool, Shaped
 from octavo.frameworks import served
-from octavo.models import ModelConfig, apply, unstack_layers
+from octavo.models import ModelConfig, apply
 from octavo.qarray import is_qarray
+from octavo.rollout import token_logprobs
 from octavo.serve import engine_native
 from octavo.serve.cache import KVCache, KVConfig
+from octavo.serve.engine_update import Layouts, unstacked
 from octavo.serve.sampling import MAX_LOGPROBS, Sample, Settings, sample_tokens, top_logprobs
 
 
@@ -65,13 +67,16 @@ class Programs:
         kv: KVConfig,
         chunk: int,
     ):
-        config, params = prepare_params(config, load, fuse=not rules)
+        params = unstacked(jax.tree.map(jnp.asarray, load()))
+        config = config.replace(scan_layers=False, remat="none")
+        self._layouts = Layouts(config, params, rules)
+        config, params = fuse_params(config, params, fuse=not rules)
         self.config, self.chunk, self._rules = config, chunk, rules
         self.traces: Counter[str] = Counter()
         """How often each program was traced."""
         # As a flat tuple: flattening a tree of QArrays at every step costs as much as a small model.
         leaves, self._tree = jax.tree.flatten(params)
-        self._leaves = tuple(leaves)
+        self._leaves, self._owns_leaves = tuple(leaves), False
         plain = functools.partial(apply, config)
         is_plain = not rules and not any(map(is_qarray, jax.tree.leaves(params, is_leaf=is_qarray)))
         self._model = plain if is_plain else served(plain, rules)
@@ -88,6 +93,9 @@ class Programs:
         self._state = tuple(parts)
         self._prefill = jax.jit(self._traced_prefill, donate_argnums=1)
         self._decode = jax.jit(self._traced_decode, donate_argnums=1)
+        self._score = jax.jit(self._traced_score)
+        # The old parameters are no input of the new ones: they are kept as arguments for their buffers.
+        self._update = jax.jit(self._traced_update, donate_argnums=0, keep_unused=True)
 
     def prefill(self, slot: int, tokens: tuple[int, ...], start: int, settings: Settings) -> Output:
         """Write a chunk of a prompt into a slot from `start` on, and sample the token after it."""
@@ -107,6 +115,16 @@ class Programs:
         out, self._state = self._decode(self._leaves, self._state, active, options)
         return out
 
+    def score(self, tokens: np.ndarray) -> Array:
+        """The log probability of each token [rows, length] but the first, given those before it."""
+        return self._score(self._leaves, tokens)
+
+    def update(self, params: Any) -> None:
+        """Replace the parameters, in the same buffers."""
+        if not self._owns_leaves:  # the caller may hold the first ones too
+            self._leaves, self._owns_leaves = tuple(map(jnp.copy, self._leaves)), True
+        self._leaves = self._update(self._leaves, params)
+
     @property
     def decoding(self) -> str:
         """What runs the layers when decoding: CPU kernels, or XLA and why."""
@@ -121,6 +139,16 @@ class Programs:
 
     def _state_of(self, parts: tuple[Any, ...]) -> State:
         return jax.tree.unflatten(self._state_tree, parts)
+
+    def _traced_update(self, old: Any, params: Any) -> Any:
+        self.traces["update"] += 1
+        del old
+        _, new = fuse_params(self._layouts.config, self._layouts.matched(params), fuse=self.config.fused)
+        return tuple(jax.tree.leaves(new))
+
+    def _traced_score(self, leaves: Any, tokens: Array) -> Array:
+        self.traces["score"] += 1
+        return token_logprobs(self._model(jax.tree.unflatten(self._tree, leaves), tokens)[0], tokens)
 
     def _traced_prefill(self, leaves: Any, parts: Any, tokens: Array, location: Array, settings: Settings) -> Any:
         self.traces["prefill"] += 1
@@ -182,14 +210,7 @@ class Programs:
         return tuple(jax.tree.leaves(new)), Output(sample, jax.lax.cond(wants_top, find, lambda: none))
 
 
-def prepare_params(config: ModelConfig, load: Callable[[], Any], *, fuse: bool) -> tuple[ModelConfig, Any]:
-    """Unscanned and, where possible, fused parameters, and their config.
-
-    `load` is called here, and weights are released as soon as they are fused, so that memory holds the model once.
-    """
-    params = jax.tree.map(jnp.asarray, load())  # a copy of the dictionaries, which fuse empties
-    if config.scan_layers:
-        params = unstack_layers(params)
-    config = config.replace(scan_layers=False, remat="none")
+def fuse_params(config: ModelConfig, params: Any, *, fuse: bool) -> tuple[ModelConfig, Any]:
+    """Parameters fused where possible, and their config. `params` is emptied, so that memory holds the model once."""
     joined = models.fuse(config, params, donate=True) if fuse else None
     return (config, params) if joined is None else joined

@@ -101,6 +101,7 @@ _MODEL = (
 _DATA = (
     _needs("dataset_type", "dataset_path", "a file, a directory or a pattern", value="text"),
     _needs("dataset_type", "dataset_path", "a file of tokens", value="tokens"),
+    _needs("dataset_type", "dataset_path", "a file of JSON lines", value="chat"),
     _needs("dataset_type", "hf_path", "the name of a data set or a format", value="hf"),
     _needs("dataset_type", "dataset_name", "the name of a data set", value="tfds"),
     _needs("dataset_type", "grain_train_files", "a pattern of files", value="grain"),

@@ -220,7 +220,7 @@ def _fresh_name(values: Mapping[str, Any]) -> str:
 def _missing_files(config: Config) -> list[Problem]:
     """Problems with the files that a configuration names; remote paths (`gs://...`) are not checked."""
     names = list(_PATHS)
-    if config.dataset_type in ("text", "tokens"):
+    if config.dataset_type in ("text", "tokens", "chat"):
         names += ["dataset_path", "eval_dataset_path"]
     if config.tokenizer_type == "huggingface":
         names.append("tokenizer_path")

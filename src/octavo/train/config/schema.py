@@ -143,7 +143,7 @@ class Config(octavo._config.Config):
 
     dataset_type: str = _data("python", "python: the standard library's source", **_registered(datasets))
     synthetic_kind: str = _data("language", "a language to learn, or one fixed batch", choices=("language", "fixed"))
-    dataset_path: str = _data("", "text, tokens, tfds: file, directory or pattern")
+    dataset_path: str = _data("", "text, tokens, tfds: file, directory or pattern; chat: JSON lines")
     tokenizer_type: str = _data(
         "byte", "bpe: learned from the text; model: of load_parameters_path", **_registered(tokenizers)
     )
@@ -151,6 +151,7 @@ class Config(octavo._config.Config):
     max_target_length: int = _data(128, "tokens in a sequence", low=2)
     per_device_batch_size: int | float = _data(16, "sequences per device and step; 0.5: one for two devices", above=0)
     packing: bool = _data(True, "pack several documents into a sequence, with separate attention")
+    sft_train_on_completion_only: bool = _data(True, "chat: the loss is that of answers; false: of all tokens")
     data_shuffle_seed: int = _data(0, "seed of the data order", low=0)
     reuse_example_batch: int = _data(0, "repeat the first N batches; 0: all", low=0)
     hf_path: str = _data("", "hf: data set, or format such as json or parquet")
@@ -209,7 +210,7 @@ class Config(octavo._config.Config):
     eval_interval: int = _evaluation(0, "steps between two evaluations; 0: none", low=0)
     eval_steps: int = _evaluation(10, "batches in an evaluation", low=1)
     target_eval_loss: float = _evaluation(0.0, "stop at this loss; 0: never", low=0)
-    eval_dataset_path: str = _evaluation("", "text, tokens: held-out data; empty: a share of dataset_path")
+    eval_dataset_path: str = _evaluation("", "text, tokens, chat: held-out data; empty: a share of dataset_path")
     eval_split: str = _evaluation("validation", "hf, tfds: split to evaluate on")
     hf_eval_files: str = _evaluation("", "hf: files to evaluate on")
     grain_eval_files: str = _evaluation("", "grain: pattern of the files to evaluate on")
