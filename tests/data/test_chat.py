@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from octavo.data import ByteTokenizer, make_dataset
+from octavo.data import ByteTokenizer, make_dataset, tokenizer
 from octavo.data.chat import encode_conversation, pack
-from octavo.data.tokenizer import register_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -18,9 +17,13 @@ class Chatty(ByteTokenizer):
     template = TEMPLATE
 
 
-register_tokenizer("chatty", lambda config, texts: Chatty(), replace=True)
 TALK = [{"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "yo"), ("user", "so"))]
 TALK.append({"role": "assistant", "content": "ok"})
+
+
+@pytest.fixture(autouse=True)
+def chatty(monkeypatch):
+    monkeypatch.setitem(tokenizer._makers, "chatty", lambda config, texts: Chatty())
 
 
 @pytest.fixture

@@ -2,6 +2,9 @@
 
 import functools
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 from octavo.files.safetensors import SafeTensors
 from octavo.lora import LoraRule, adapted
 from octavo.models import apply
-from octavo.pretrained import read_adapter, with_adapter, write_adapter
+from octavo.pretrained import open_model, read_adapter, with_adapter, write_adapter
 from tests.pretrained.conftest import SMALL
 
 TOKENS = np.arange(24).reshape(2, 12)
@@ -90,3 +93,40 @@ def test_an_adapter_of_another_model(written, small, tmp_path):
         with_adapter(small, type(adapter)(wrong, 4, 6.0))
     with pytest.raises(FileNotFoundError, match=r"has no adapter_config\.json"):
         read_adapter(tmp_path / "nowhere", SMALL)
+
+
+PEFT = Path(__file__).parent / "golden" / "peft"
+
+
+def peft_logits():
+    return np.asarray(json.loads((PEFT / "logits.json").read_text()))
+
+
+def logits_of(model):
+    tokens = np.arange(12)[None] * 5 % 32
+    return apply(model.config, model.params(), tokens)[0]
+
+
+def test_an_adapter_of_peft_gives_its_logits():
+    """Written by PEFT itself, see golden/make_peft.py: rsLoRA, with another rank for one module."""
+    base = open_model(PEFT / "base")
+    merged = with_adapter(base, read_adapter(PEFT / "adapter", base.config))
+    np.testing.assert_allclose(logits_of(merged), peft_logits(), atol=2e-5)
+    assert np.abs(logits_of(base) - peft_logits()).max() > 0.05
+
+
+@pytest.mark.slow
+def test_peft_reads_what_is_written(tmp_path):
+    """With OCTAVO_PEFT_PYTHON, an interpreter that has torch, transformers and peft."""
+    python = os.environ.get("OCTAVO_PEFT_PYTHON")
+    if not python:
+        pytest.skip("OCTAVO_PEFT_PYTHON is not set: PEFT and torch are not dependencies of the tests")
+    base = open_model(PEFT / "base")
+    tuned = adapted(functools.partial(apply, base.config), RULE)
+    adapters = tuned.init(jax.random.key(1), base.params(), TOKENS)
+    write_adapter(tmp_path, base.config, adapters, rank=RULE.rank, alpha=RULE.alpha)
+    done = subprocess.run(
+        [python, PEFT.with_name("make_peft.py"), tmp_path], capture_output=True, text=True, check=True
+    )
+    merged = with_adapter(base, read_adapter(tmp_path, base.config))
+    np.testing.assert_allclose(logits_of(merged), json.loads(done.stdout.splitlines()[-1]), atol=2e-5)

@@ -140,7 +140,7 @@ def test_texts_of_another_type_raise(key, text, words):
         ),
         (
             {"dataset_type": "pyhton"},
-            "dataset_type=pyhton: did you mean 'python'? Known: grain, hf, python, synthetic, text, tfds, tokens",
+            "dataset_type=pyhton: did you mean 'python'? Known: chat, grain, hf, python, synthetic, text, tfds, tokens",
         ),
         (
             {"tokenizer_type": "bytes"},
@@ -249,6 +249,7 @@ CONFLICTS = [
     ),
     ({"dataset_type": "text"}, 'dataset_type=text needs a file, a directory or a pattern, but dataset_path=""'),
     ({"dataset_type": "tokens"}, 'dataset_type=tokens needs a file of tokens, but dataset_path=""'),
+    ({"dataset_type": "chat"}, 'dataset_type=chat needs a file of JSON lines, but dataset_path=""'),
     ({"dataset_type": "hf"}, 'dataset_type=hf needs the name of a data set or a format, but hf_path=""'),
     ({"dataset_type": "tfds"}, 'dataset_type=tfds needs the name of a data set, but dataset_name=""'),
     ({"dataset_type": "grain"}, 'dataset_type=grain needs a pattern of files, but grain_train_files=""'),
@@ -424,7 +425,7 @@ def test_a_printed_config_marks_what_was_changed_and_where():
     text = format_config(config, Sources({"steps": "mine.yml:3", "packing": "mine.yml:4"}, ["look here"]))
     assert "\n  * steps                  5     mine.yml:3\n" in text
     assert "\n  * log_period             2\n" in text
-    assert "\n    packing                true\n" in text
+    assert "\n    packing                       true\n" in text
     assert text.endswith("\n\nnote: look here")
     for name in FIELDS:
         assert f" {name} " in text
