@@ -17,8 +17,9 @@ from tests.cases import slow_except
 from tests.pretrained.golden.weights import tensor
 
 pytestmark = pytest.mark.standard_promotion
-GOLDEN = np.load(Path(__file__).parent / "golden" / "architectures.npz")
-NAMES = [key.removesuffix("/config") for key in GOLDEN.files if key.endswith("/config")]
+with np.load(Path(__file__).parent / "golden" / "architectures.npz") as _file:
+    GOLDEN = dict(_file)
+NAMES = [key.removesuffix("/config") for key in GOLDEN if key.endswith("/config")]
 LOGITS = jax.jit(apply, static_argnums=0)
 
 
