@@ -43,7 +43,7 @@ format: $(STAMP) ## format the code and fix what ruff can
 
 train: $(STAMP) ## train a small language model in float and in int8 side by side (ARGS="steps=20 seeds=1" is shorter)
 	$(PYTHON) -m octavo compare quantization=int8 use_qwix_quantization=true run_name=int8-and-float fresh=true \
-	    $(or $(ARGS),steps=40 seeds=4)
+	    $(or $(ARGS),steps=40 seeds=4 eval_points=4)
 
 data: $(STAMP) ## fetch real data into .cache/data (ARGS="enwik8" for some of it)
 	$(PYTHON) scripts/data $(ARGS)

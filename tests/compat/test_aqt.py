@@ -64,9 +64,19 @@ def even(shape, bits, exponent, seed):
     return jnp.asarray(x * 2.0**exponent, jnp.float32)
 
 
+dot = jax.jit(octavo.dot, static_argnames=("config", "preferred_element_type"))
+dot_general = jax.jit(octavo.dot_general, static_argnums=2, static_argnames="config")
+
+
 def three(f, x, w, g):
-    out, vjp = jax.vjp(f, x, w)
-    return out, *vjp(g.astype(out.dtype))
+    """Value and gradients, in one program: primitive by primitive they would be sixty."""
+
+    @jax.jit
+    def run(x, w, g):
+        out, vjp = jax.vjp(f, x, w)
+        return out, *vjp(g.astype(out.dtype))
+
+    return run(x, w, g)
 
 
 def off(a, b):
@@ -282,7 +292,7 @@ def test_more_setters_of_the_documentation_run():
         lambda c: c.replace(fwd=c.fwd.replace(accumulator="bfloat16")),
     ]
     for change in changes:
-        assert off(octavo.dot(x, w, config=change(config)), x @ w) < 0.05
+        assert off(dot(x, w, config=change(config)), x @ w) < 0.05
     assert config.with_operands(fwd_rhs={"qtype": "int2"}).fwd.rhs.qtype.storage == jnp.int2
 
 
@@ -407,12 +417,12 @@ def test_aqt_1_smoothing_lowers_the_error():
     """AQT takes the scales of smoothed operands and quantizes those that are not: an error of 0.9."""
     x, w, _ = outlier()
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-    plain, smooth = (off(octavo.dot(x, w, config=smoothed(QAT, alpha)), exact) for alpha in (None, 0.5))
+    plain, smooth = (off(dot(x, w, config=smoothed(QAT, alpha)), exact) for alpha in (None, 0.5))
     assert smooth < plain
     assert smooth < 0.0085
     ours = aqt.config_v4(dlhs_bits=None, fwd_mid_alpha_both=0.5)
     assert ours.fwd.smooth == (0.5, 0.5)
-    assert off(octavo.dot(x, w, config=ours), exact) < 0.009
+    assert off(dot(x, w, config=ours), exact) < 0.009
     broken = theirs.config_v4(dlhs_bits=None, fwd_mid_alpha_both=0.5)
     assert off(broken(x, w, PLAIN), exact) > 0.5
 
@@ -450,17 +460,17 @@ def test_smoothing_along_any_axes(shapes, numbers):
     x, w = data(*shapes)
     config = smoothed(DotConfig.qat("int16", dequant="input"), 0.5)
     want = jax.lax.dot_general(x, w, numbers)
-    assert off(octavo.dot_general(x, w, numbers, config=config), want) < 3e-4
-    assert off(octavo.dot_general(x, w, numbers, config=config.with_operands(fwd_lhs=None)), want) < 3e-4
+    assert off(dot_general(x, w, numbers, config=config), want) < 3e-4
+    assert off(dot_general(x, w, numbers, config=config.with_operands(fwd_lhs=None)), want) < 3e-4
 
 
 def test_smoothing_by_einsum_and_each_batch_for_itself():
     x, w = data((3, 16, 32), (3, 32, 8))
     x = x.at[1, :, 4].multiply(100)
     config = smoothed(QAT, 0.5)
-    got = octavo.einsum("bij,bjk->bik", x, w, config=config)
+    got = jax.jit(lambda x, w: octavo.einsum("bij,bjk->bik", x, w, config=config))(x, w)
     for i in range(3):
-        assert off(got[i], octavo.dot(x[i], w[i], config=config)) < 1e-6
+        assert off(got[i], dot(x[i], w[i], config=config)) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -475,14 +485,14 @@ def test_smoothing_of_zeros_and_of_what_is_not_finite():
     x, w, _ = outlier()
     x, w = x.at[:, 3].set(0), w.at[7].set(0)
     config = smoothed(QAT, 0.5)
-    assert off(octavo.dot(x, w, config=config), x @ w) < 0.0085
-    assert not np.any(octavo.dot(x, jnp.zeros_like(w), config=config))
+    assert off(dot(x, w, config=config), x @ w) < 0.0085
+    assert not np.any(dot(x, jnp.zeros_like(w), config=config))
     for bad in (jnp.nan, jnp.inf):
-        out = np.asarray(octavo.dot(x[:, :16].at[0, 0].set(bad), w[:16], config=config))
+        out = np.asarray(dot(x[:, :16].at[0, 0].set(bad), w[:16], config=config))
         assert not np.isfinite(out[0]).any()
         assert np.isfinite(out[1:]).all()
     for size in (1e-30, 1e30):
-        assert off(octavo.dot(x * size, w / size, config=config), x @ w) < 0.0085
+        assert off(dot(x * size, w / size, config=config), x @ w) < 0.0085
 
 
 def test_smoothing_masks_the_values_that_were_clipped():
@@ -627,7 +637,7 @@ def test_scale_axes_among_the_remaining_ones():
     their_config.fwd.dg_quantizer.lhs.calib_shared_axes = [0, 2]
     ours = aqt.config_v4(8, None).with_operands(fwd_lhs={"channelwise_axes": (1,)})
     np.testing.assert_array_equal(
-        octavo.dot_general(x, w, numbers, config=ours), their_config(x, w, numbers)
+        dot_general(x, w, numbers, config=ours), their_config(x, w, numbers)
     )  # fmt: skip
     assert ours.fwd.lhs.quantizer(3, contracting=(2,)).quantize(x).scale.shape == (1, 6, 1)
 
@@ -647,7 +657,7 @@ def test_a_scale_for_each_contracted_index(shapes, numbers):
     theirs.set_fwd_calibration_mode(their_config, rhs_calibration_mode=theirs.CalibrationMode.REMAINING_AXIS)
     theirs.set_use_fwd_quant(their_config, False, False)
     ours = aqt.dot_general_make(None, 8).with_operands(fwd_rhs={"dequant": "input", "channelwise_axes": "contracted"})
-    got = octavo.dot_general(x, w, numbers, config=ours)
+    got = dot_general(x, w, numbers, config=ours)
     assert off(got, their_config(x, w, numbers)) < 1e-6
 
 
@@ -666,7 +676,7 @@ def test_tiles_along_several_contracted_axes():
         tiled.Cfg(lhs=sides[0], rhs=sides[1]), x, w, numbers, dot_general=theirs.config_v4(dlhs_bits=None)
     )
     ours = aqt.config_v4(8, None).with_operands(fwd={"tile": 8, "tile_axis": None})
-    got = octavo.dot_general(x, w, numbers, config=ours)
+    got = dot_general(x, w, numbers, config=ours)
     assert off(got, want) < 1e-6
     assert ours.fwd.rhs.quantizer(3, contracting=(0, 1)).quantize(w).scale.shape == (2, 4, 8)
 
@@ -735,7 +745,7 @@ def test_aqt_2_float16_sums_do_not_overflow():
     """AQT casts the int32 sum to float16 before scaling: 64 ones make infinity."""
     x, w = jnp.ones((4, 64), jnp.float16), jnp.ones((64, 4), jnp.float16)
     assert not np.isfinite(theirs.config_v4()(x, w, PLAIN)).any()
-    np.testing.assert_allclose(octavo.dot(x, w, config=aqt.config_v4()), 64, rtol=0.01)
+    np.testing.assert_allclose(dot(x, w, config=aqt.config_v4()), 64, rtol=0.01)
 
 
 @pytest.mark.slow
@@ -745,8 +755,8 @@ def test_aqt_3_bfloat16_is_as_good_as_float32():
     wide = x.astype(jnp.float32), w.astype(jnp.float32)
     exact = np.asarray(wide[0], np.float64) @ np.asarray(wide[1], np.float64)
     config = aqt.config_v4(arithmetic="float32")
-    ours = off(octavo.dot(x, w, config=config, preferred_element_type=jnp.float32), exact)
-    best = off(octavo.dot(*wide, config=config), exact)
+    ours = off(dot(x, w, config=config, preferred_element_type=jnp.float32), exact)
+    best = off(dot(*wide, config=config), exact)
     assert ours < 1.03 * best
     assert off(theirs.config_v4()(x, w, PLAIN), exact) > 1.05 * ours
 
@@ -785,8 +795,8 @@ def test_aqt_6_the_dtype_of_scales():
     x, w = data((16, 32), (32, 8))
     q = config.fwd.lhs.quantizer(2, contracting=(1,)).quantize(x)
     assert q.scale.dtype == jnp.bfloat16
-    full = octavo.dot(x, w, config=aqt.config_v4())
-    got = octavo.dot(x, w, config=config)
+    full = dot(x, w, config=aqt.config_v4())
+    got = dot(x, w, config=config)
     assert 0 < off(got, full) < 0.02
 
 

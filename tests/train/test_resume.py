@@ -57,11 +57,9 @@ def crash():
     raise Crash
 
 
+# Each kind of state: keys of stochastic rounding, histories, microbatches, masks, stages, moments.
 RUNS = {
-    "float": {},
-    "int8": {"quantization": "int8", "use_qwix_quantization": True},
     "stochastic": {"quantization": "int8"},
-    "delayed": {"quantization": "fp8_gpu"},
     "accumulated": {"quantization": "fp8_gpu", "gradient_accumulation_steps": 2},
     "sparse": {
         "quantization": "int8",

@@ -59,7 +59,7 @@ def quantize(
     >>> params, x = {"w": jax.random.normal(key, (64, 8))}, jax.random.normal(key, (256, 64))
     >>> rule = octavo.QuantizationRule(weight_qtype="int4", tile_size=32)
     >>> low = octavo.ptq.quantize(predict, params, rule, [x])
-    >>> low["w"].qtype.name, octavo.served(predict, rule)(low, x).shape
+    >>> low["w"].qtype.name, jax.jit(octavo.served(predict, rule))(low, x).shape
     ('int4', (256, 8))
     """
     get_method(method)

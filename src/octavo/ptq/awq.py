@@ -51,7 +51,7 @@ def awq(
     >>> rule = octavo.QuantizationRule(weight_qtype="int3")
     >>> quantizers = octavo.quantized(predict, rule).stored_quantizers(params, x)
     >>> new = awq(predict, params, [x], [Fold("scale", ("w",))], quantizers)
-    >>> run, wanted = octavo.served(predict, rule), predict(params, x)
+    >>> run, wanted = jax.jit(octavo.served(predict, rule)), predict(params, x)
     >>> errors = [jnp.mean((run(octavo.convert(predict, p, x, rules=rule), x) - wanted) ** 2) for p in (new, params)]
     >>> bool(errors[0] < errors[1])
     True

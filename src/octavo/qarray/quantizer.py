@@ -207,7 +207,8 @@ class Quantizer(Config):
                 continue
             bound = jnp.broadcast_to(bound, total.shape)
             magnitude = bound if name == "absmax" else jax.lax.abs(bound)
-            invalid = has_nan & jax.lax.lt(magnitude, jax.lax.full_like(bound, 1e30))
+            limit = jnp.inf if bound.dtype == jnp.float16 else 1e30
+            invalid = has_nan & jax.lax.lt(magnitude, jax.lax.full_like(bound, limit))
             bounds[name] = jax.lax.select(invalid, jax.lax.full_like(bound, jnp.nan), bound)
         return bounds
 
