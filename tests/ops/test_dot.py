@@ -645,3 +645,25 @@ def test_configs_print_and_round_trip_through_json(recipe):
     assert DotConfig.from_json(config.to_json()) == config
     assert hash(config) == hash(DotConfig.from_json(config.to_json()))
     assert repr(config).startswith("DotConfig(")
+
+
+def test_narrow_activations_are_copied_before_they_are_widened_on_tpus():
+    # Attention writes bfloat16 with transposed heads, which TPU's compiler would copy as float32.
+    x, w = jax.ShapeDtypeStruct((2, 8, 16), jnp.bfloat16), jax.ShapeDtypeStruct((16, 4), jnp.bfloat16)
+    config = DotConfig.qt("int8")
+
+    def loss(x, w):
+        return jnp.sum(octavo.dot_general(x, w, (((2,), (0,)), ((), ())), config=config).astype(jnp.float32))
+
+    def copies(fn, x, platform):
+        text = jax.jit(fn).trace(x, w).lower(lowering_platforms=(platform,)).as_text()
+        return [
+            line.split("->")[-1].strip() for line in text.splitlines() if "@LayoutConstraint" in line and "bf16" in line
+        ]
+
+    gradient = jax.grad(loss, argnums=(0, 1))
+    assert copies(loss, x, "tpu") == ["tensor<1x2x8x16xbf16>"]
+    assert copies(gradient, x, "tpu").count("tensor<1x2x8x4xbf16>") == 2  # for each gradient; XLA merges them
+    # On CPUs only scales, of the dtype of the values, are constrained.
+    assert set(copies(gradient, x, "cpu")) == {"tensor<2x8x1xbf16>", "tensor<1x4xbf16>"}
+    assert not copies(loss, jax.ShapeDtypeStruct((2, 8, 16), jnp.float32), "tpu")

@@ -23,6 +23,7 @@ from octavo.ops.scales import Scaled, move_scale, smooth
 from octavo.ops.sparsity import nm_mask
 from octavo.ops.telemetry import measure_fit, telemetry_operands
 from octavo.qarray import QArray, inside
+from octavo.qarray.platform import is_eager
 
 RESIDUAL = "octavo_residual"
 """The `checkpoint_name` of residuals, for rematerialization policies."""
@@ -305,14 +306,18 @@ def _quantize_operand(
         return array
     array = array if isinstance(x, Scaled) else _materialize(array)
     quantizer, given = operand.quantizer(array.ndim, contracting=contract, batch=batch), scaling.get(name)
-    bounds, measured = given, None
-    if isinstance(x, Scaled) and isinstance(operand.calibration, AbsMax) and given is None:
+    bounds, measured, dynamic = given, None, isinstance(operand.calibration, AbsMax) and given is None
+    if isinstance(x, Scaled) and dynamic:
         # XLA fuses this multiplication into the reduction; if it were the same expression as the one that is rounded,
         # CPUs would materialize g s in float32 for both uses.
         bounds = measured = quantizer.measure(Scaled(x.value, row_major(x.scale)).product(), witness=x.value)
+        array = _in_rows(x, operand, batch).product()
     elif operand.tracker is not None:
         seen[name] = measured = quantizer.measure(array)
         bounds = operand.tracker.read(given or operand.tracker.init(measured), measured)
+    elif dynamic and name == "lhs" and (rows := _in_rows(x, operand, batch)) is not x:
+        bounds = measured = quantizer.measure(array)
+        array = rows
     # Materialized once, in row-major order: otherwise CPUs fuse the quantization into later transposes of the codes.
     q = quantizer.quantize(array, key=key, bounds=bounds, measured=measured, check_finite=operand.check_finite)
     q = jax.tree.map(row_major, q)
@@ -329,6 +334,21 @@ def _materialize(x: Array) -> Array:
     left alone: fused, they are not rounded in between.
     """
     return row_major(x) if x.dtype == jnp.float32 else x
+
+
+def _in_rows(x: Any, operand: Operand, batch: Axes) -> Any:
+    """The narrow values of a linear layer, copied on TPUs to the layout in which they are rounded.
+
+    Attention writes them with transposed heads. TPU's compiler would widen them before it copies them to the layout of
+    the codes. Their range is measured as they are written. Where it is not measured, codes have the layout of a matmul
+    that writes them, and no copy is wanted.
+    """
+    value = x.value if isinstance(x, Scaled) else x
+    plain = operand.tile is None and operand.arithmetic == "float32" and value.ndim <= 3 and not batch
+    if not plain or value.dtype.itemsize > 2 or is_eager(value):
+        return x
+    value = row_major(value, platform="tpu", copied=True)
+    return Scaled(value, x.scale) if isinstance(x, Scaled) else value
 
 
 def _fake_quant(operand: Operand | None, x: ArrayOrQArray) -> ArrayOrQArray:

@@ -226,16 +226,23 @@ mlir.register_lowering(_row_major, lambda ctx, x, **_: [x])
 
 def _lower_row_major(lowered_for: str) -> Any:
     barrier = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
-    constrain = mlir.lower_fun(lambda x, *, order: with_layout_constraint(x, Layout(order)), multiple_results=False)
 
-    def lower(ctx: Any, x: Any, *, order: tuple[int, ...], platform: str) -> Any:
+    @functools.partial(mlir.lower_fun, multiple_results=False)
+    def constrain(x: Array, *, order: tuple[int, ...], copied: bool) -> Array:
+        if not copied:
+            return with_layout_constraint(x, Layout(order))
+        # An axis of one entry is enough: the layout of `x` itself is then assigned by its other uses.
+        inner = with_layout_constraint(x[None], Layout((0, *(axis + 1 for axis in order))))
+        return inner.reshape(x.shape)
+
+    def lower(ctx: Any, x: Any, *, order: tuple[int, ...], platform: str, copied: bool) -> Any:
         # jax.export gives no guarantee for the constraint. Without it TPUs copy once more, and CPUs, on which a barrier
         # still materializes the array, may compute dots in a slower form.
         if platform != lowered_for:
             return [x]
         if ctx.module_context.lowering_parameters.for_export:
             return [x] if lowered_for == "tpu" else barrier(ctx, x)
-        return constrain(ctx, x, order=order)
+        return constrain(ctx, x, order=order, copied=copied)
 
     return lower
 
@@ -245,19 +252,27 @@ mlir.register_lowering(_row_major, _lower_row_major("tpu"), platform="tpu")
 ad.deflinear(_row_major, lambda g, **_: [g])
 
 
-def _batch_row_major(args: Any, dims: Any, *, order: tuple[int, ...], platform: str) -> tuple[Array, int]:
+def _batch_row_major(args: Any, dims: Any, *, order: tuple[int, ...], **params: Any) -> tuple[Array, int]:
     (x,), (at,) = args, dims
-    return _row_major.bind(x, order=(at, *(axis + (axis >= at) for axis in order)), platform=platform), at
+    return _row_major.bind(x, order=(at, *(axis + (axis >= at) for axis in order)), **params), at
 
 
 batching.primitive_batchers[_row_major] = _batch_row_major
 
 
-def row_major(x: Array, *, platform: str = "cpu") -> Array:
+def row_major(x: Array, *, platform: str = "cpu", copied: bool = False) -> Array:
     """Constrain an array to row-major order on one platform; a no-op on the others.
 
     On CPUs this materializes it, as a fusion barrier. On TPUs it is the layout in which a fusion writes it.
+
+    Args:
+      x: The array.
+      platform: The platform.
+      copied: Whether only the result has this layout, so that other uses of `x` read it as it was written.
+
+    Returns:
+      The same array.
     """
     if not at_least(x.size, 2) or _sharding.explicit(x) is not None:
         return x
-    return _row_major.bind(x, order=tuple(range(x.ndim)), platform=platform)
+    return _row_major.bind(x, order=tuple(range(x.ndim)), platform=platform, copied=copied)
