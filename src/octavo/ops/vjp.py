@@ -308,9 +308,9 @@ def _quantize_operand(
     quantizer, given = operand.quantizer(array.ndim, contracting=contract, batch=batch), scaling.get(name)
     bounds, measured, dynamic = given, None, isinstance(operand.calibration, AbsMax) and given is None
     if isinstance(x, Scaled) and dynamic:
-        # XLA fuses this multiplication into the reduction; if it were the same expression as the one that is rounded,
-        # CPUs would materialize g s in float32 for both uses.
-        bounds = measured = quantizer.measure(Scaled(x.value, row_major(x.scale)).product(), witness=x.value)
+        # -(g s) has the range of g s. XLA fuses this multiplication into the reduction; if it were the same expression
+        # as the one that is rounded, g s would be materialized in float32 for both uses.
+        bounds = measured = quantizer.measure(Scaled(x.value, row_major(-x.scale)).product(), witness=x.value)
         array = _in_rows(x, operand, batch).product()
     elif operand.tracker is not None:
         seen[name] = measured = quantizer.measure(array)
