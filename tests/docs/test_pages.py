@@ -80,7 +80,8 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "bits.json").write_text(json.dumps({"__default__": {"w_bits": 8, "a_bits": 8}}))
     (tmp_path / "rules.yml").write_text("- weight_qtype: int8\n")
     (tmp_path / "runs" / "float" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "SmolLM2-135M.gguf").touch()
+    for file in ("SmolLM2-135M.gguf", "SmolLM2-135M-Instruct.gguf", "talks.jsonl"):
+        (tmp_path / file).touch()
     for directory in ("notes", "stories", "stories15M"):
         (tmp_path / directory).mkdir()
 

@@ -49,6 +49,7 @@ def test_stacked_adapters_differ_by_layer_and_merge_exactly(made):
     assert errors == {}
 
 
+@pytest.mark.slow
 def test_packed_weights_stay_packed_and_only_adapters_have_gradients(made):
     params, x, adapters = made
     rule = LoraRule(rank=2, alpha=4.0, weight_qtype="nf4", tile_size=4)

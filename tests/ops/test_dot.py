@@ -656,7 +656,7 @@ def test_narrow_activations_are_copied_before_they_are_widened_on_tpus():
         return jnp.sum(octavo.dot_general(x, w, (((2,), (0,)), ((), ())), config=config).astype(jnp.float32))
 
     def copies(fn, x, platform):
-        text = jax.jit(fn).trace(x, w).lower(lowering_platforms=(platform,)).as_text()
+        text = jax.jit(fn).trace(x, w.update(dtype=x.dtype)).lower(lowering_platforms=(platform,)).as_text()
         return [
             line.split("->")[-1].strip() for line in text.splitlines() if "@LayoutConstraint" in line and "bf16" in line
         ]

@@ -29,6 +29,7 @@ def problem():
     return params, jax.random.normal(keys[3], (2, 256, 32))
 
 
+@pytest.mark.slow
 def test_the_predicted_divergence_is_the_measured_one(problem):
     params, (x, other) = problem
     found = sensitivity(predict, params, RULES, [x], method="round")

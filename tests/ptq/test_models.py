@@ -74,6 +74,7 @@ def test_the_statistics_of_every_weight(params, batches):
         np.testing.assert_allclose(stats.loss(stats.view.matrices(leaf)), loss, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_function_with_a_scan(params, batches):
     lines, counts = [], []
     low = quantize(predict, params, RULE, batches, log=lines.append, progress=counts.append)

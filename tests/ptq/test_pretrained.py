@@ -83,6 +83,7 @@ def test_a_text_that_is_shorter_than_asked_is_told():
     assert CalibrationData("", tokens=1024).used(windows) == told
 
 
+@pytest.mark.slow
 def test_other_layouts_hold_the_calibrated_codes(folder):
     source = source_of()
     request = Request("int4:search", data=CalibrationData(TEXT, tokens=512))
@@ -95,6 +96,7 @@ def test_other_layouts_hold_the_calibrated_codes(folder):
     )
 
 
+@pytest.mark.slow
 def test_awq_scales_the_norms(folder):
     source = source_of()
     rules = weight_rules("int3", source.config, head="float")

@@ -57,6 +57,7 @@ def test_logprobs_are_those_of_training_bit_for_bit():
         assert (float(found.k3), float(found.max), float(found.effective_sample_size)) == (0.0, 0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_sampled_logprobs_are_close_and_another_precision_is_not():
     engine, params = unified(), new_params(3)
     engine.update(params)

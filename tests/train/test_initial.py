@@ -153,6 +153,7 @@ def test_adapters_train_while_packed_weights_stay(files, tmp_path):
     np.testing.assert_allclose(model.leaves[path].load(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_adapters_on_a_mesh_have_the_loss_of_one_device(files):
     options = {"lora_rank": 2, "lora_weight_qtype": "int8", "per_device_batch_size": 4}
     one = Trainer(started(files / "hf", **options))
@@ -183,6 +184,7 @@ def test_distillation_lowers_the_divergence_from_the_float_model(files):
     np.testing.assert_array_equal(teacher, to_float(stored, "float32"))
 
 
+@pytest.mark.slow
 def test_a_teacher_of_another_architecture_on_a_mesh(files, tmp_path):
     config = MODEL.replace(num_layers=1, qkv_bias=False)
     params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(3))

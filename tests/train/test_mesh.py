@@ -228,6 +228,7 @@ def losses(config, steps: int) -> list[float]:
     return [float(trainer.step()["learning/loss"]) for _ in range(steps)]
 
 
+@pytest.mark.slow
 def test_two_steps_in_float_are_those_of_one_device():
     changes = {"base_num_decoder_layers": 1}
     one = losses(single(**changes), 2)

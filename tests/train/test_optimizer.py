@@ -44,6 +44,7 @@ def test_states_have_the_structure_of_the_float_optimizer(name):
         assert jax.tree.structure(jax.eval_shape(optim.dequantize_state, state)) == jax.tree.structure(floats)
 
 
+@pytest.mark.slow
 def test_a_run_with_moments_in_few_bits_learns_as_in_float():
     config = small(steps=12, opt_state_dtype="dynamic8", dataset_type="synthetic")
     low, full = losses(Trainer(config), 12), losses(Trainer(config.replace(opt_state_dtype="")), 12)

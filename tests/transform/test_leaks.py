@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import octavo
+from tests.cases import slow_except
 
 INT8 = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
 PARAMS, X = {"w": jnp.eye(8)}, jnp.arange(16.0).reshape(2, 8)
@@ -30,7 +31,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", slow_except([name for name in USES if name != "eager"], USES))
 def test_constants_are_freed_with_the_function(name):
     wrap, use = USES[name]
     kept = []

@@ -133,8 +133,8 @@ def encode_conversation(
         prompt, whole = text(number, True), text(number + 1, False)
         if not prompt.startswith(done) or not whole.startswith(prompt):
             raise ValueError(
-                "the chat template changes earlier messages when later ones follow, so answers cannot be told from "
-                "prompts: set sft_train_on_completion_only=false, or split the conversation at its answers"
+                "the chat template changes earlier messages when later ones follow, so answers cannot be separated "
+                "from prompts: set sft_train_on_completion_only=false, or split the conversation at its answers"
                 if answers_only
                 else "the chat template changes earlier messages when later ones follow: split the conversation"
             )
@@ -173,15 +173,15 @@ def _read(path: str) -> Iterator[tuple[str, str, list[Message]]]:
     with Path(path).open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                where = f"{path}, line {number}"
-                yield hashlib.sha256(f"{number} {line}".encode()).hexdigest(), where, _messages(line, where)
+                place = f"{path}, line {number}"
+                yield hashlib.sha256(f"{number} {line}".encode()).hexdigest(), place, _messages(line, place)
 
 
-def _messages(line: str, where: str) -> list[Message]:
+def _messages(line: str, place: str) -> list[Message]:
     try:
         found = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}; {_HELP}") from None
+        raise ValueError(f"{place} is not JSON: {error}; {_HELP}") from None
     if isinstance(found, dict) and {"prompt", "completion"} <= set(found):
         roles = (("user", found["prompt"]), ("assistant", found["completion"]))
         found = {"messages": [{"role": role, "content": content} for role, content in roles]}
@@ -190,8 +190,8 @@ def _messages(line: str, where: str) -> list[Message]:
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     )
     if not is_valid:
-        raise ValueError(f"{where} has no messages; {_HELP}, or {{'prompt': ..., 'completion': ...}}")
+        raise ValueError(f"{place} has no messages; {_HELP}, or {{'prompt': ..., 'completion': ...}}")
     assert messages is not None
     if not any(m["role"] == "assistant" for m in messages):
-        raise ValueError(f"{where} has no message of the role 'assistant', so there is no answer to learn")
+        raise ValueError(f"{place} has no message of the role 'assistant', so there is no answer to learn")
     return messages

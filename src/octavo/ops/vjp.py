@@ -195,7 +195,7 @@ def _product_bwd(call: Call, residuals: Any, g: Array):
     (lhs, rhs, masks), extra, seen, keys, scaling, like = residuals
     probes = [g[:0] if x is None else x for x in like]
     g, shardings = _once_differentiable(_sharding.without_reduced(g), *probes), call.operand_shardings
-    g = _materialize(g)
+    g = _materialize(g, call.config.drhs.lhs)
     gradients = []
     for of_lhs, residual, probe, mask, wanted in zip((True, False), (rhs, lhs), like, masks, shardings, strict=True):
         if probe is None:  # a QArray
@@ -304,7 +304,7 @@ def _quantize_operand(
     # The gradient of a product with a vector is an outer product: no axis is contracted, along which blocks could lie.
     if operand is None or isinstance(x, QArray) or (not contract and operand.qtype.tile is not None):
         return array
-    array = array if isinstance(x, Scaled) else _materialize(array)
+    array = array if isinstance(x, Scaled) else _materialize(array, operand)
     quantizer, given = operand.quantizer(array.ndim, contracting=contract, batch=batch), scaling.get(name)
     bounds, measured, dynamic = given, None, isinstance(operand.calibration, AbsMax) and given is None
     if isinstance(x, Scaled) and dynamic:
@@ -326,14 +326,14 @@ def _quantize_operand(
     return q
 
 
-def _materialize(x: Array) -> Array:
+def _materialize(x: Array, operand: Operand | None) -> Array:
     """A float32 array that CPUs compute once, before it is quantized.
 
     They write it for the reduction in any case. What computed it would be fused into the quantization too: twice the
     work, and a kernel of its own to compile for each site, where equal kernels are compiled once. Narrower floats are
-    left alone: fused, they are not rounded in between.
+    left alone: fused, they are not rounded in between. With a peer's arithmetic, programs are fused as the peer's are.
     """
-    return row_major(x) if x.dtype == jnp.float32 else x
+    return row_major(x) if x.dtype == jnp.float32 and operand and operand.arithmetic == "float32" else x
 
 
 def _in_rows(x: Any, operand: Operand, batch: Axes) -> Any:

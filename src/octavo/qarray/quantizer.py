@@ -199,7 +199,7 @@ class Quantizer(Config):
         # XLA's CPU backend loses NaN in the maximum of an array that is not small (jaxlib 0.12.0, YNNPACK's
         # reduction), but not in a sum, which costs next to nothing there. A sum of huge values may be NaN although none
         # is. On TPUs and GPUs the maximum of NaN is NaN, and the sum would be a second reduction in each epilogue.
-        witness = witness.astype(jnp.promote_types(witness.dtype, jnp.float32))
+        witness = witness if witness.dtype == jnp.float64 else witness.astype(jnp.float32)
         total = jax.lax.expand_dims(jax.lax.reduce_sum(witness, tiles.axes), tiles.axes)
         has_nan = jax.lax.ne(total, total) & on_cpu()
         for name, bound in bounds.items():
@@ -209,7 +209,7 @@ class Quantizer(Config):
             magnitude = bound if name == "absmax" else jax.lax.abs(bound)
             limit = jnp.inf if bound.dtype == jnp.float16 else 1e30
             invalid = has_nan & jax.lax.lt(magnitude, jax.lax.full_like(bound, limit))
-            bounds[name] = jax.lax.select(invalid, jax.lax.full_like(bound, jnp.nan), bound)
+            bounds[name] = jnp.where(invalid, jnp.nan, bound)  # a scalar NaN, which `jax_debug_nans` does not see
         return bounds
 
     def _scale(self, bounds: Bounds, dtype: np.dtype) -> tuple[Array, Array | None, Array | None, np.dtype]:

@@ -126,14 +126,14 @@ def _step(op: Any, value: Any, starts: set[int], text: str, ignore_case: bool) -
     return {i + 1 for i in starts if i < len(text) and _is_one(op, value, text[i], ignore_case)}
 
 
-def _is_at(where: Any, i: int, text: str) -> bool:
-    if where in (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING):
+def _is_at(anchor: Any, i: int, text: str) -> bool:
+    if anchor in (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING):
         return i == 0
-    if where in (sre.AT_END, sre.AT_END_STRING):
-        return i == len(text) or (where is sre.AT_END and text[i:] == "\n")
+    if anchor in (sre.AT_END, sre.AT_END_STRING):
+        return i == len(text) or (anchor is sre.AT_END and text[i:] == "\n")
     word = _CATEGORIES[sre.CATEGORY_WORD]
     boundary = (i > 0 and word(text[i - 1])) != (i < len(text) and word(text[i]))
-    return boundary == (where is sre.AT_BOUNDARY)
+    return boundary == (anchor is sre.AT_BOUNDARY)
 
 
 def _is_one(op: Any, value: Any, c: str, ignore_case: bool) -> bool:

@@ -209,8 +209,8 @@ def import_wandb(project: str) -> Any:
 class WandbWriter:
     """Sends scalars to a project of Weights & Biases, by the package `wandb`, whose login and settings apply.
 
-    A run that resumes goes on in the run of the same id, that of the project and the run. W&B
-    ignores steps that it has already.
+    A run that resumes continues the W&B run of the same id, which is that of the project and the run. W&B ignores steps
+    that it has already.
     """
 
     def __init__(self, directory: Path, *, project: str, run_name: str):

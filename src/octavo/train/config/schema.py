@@ -41,7 +41,7 @@ _quantization, _schedule, _sparsity, _serving, _lora, _distillation = _groups
 _FLOATS = ("float32", "bfloat16", "float16")
 _REDUCED = ("int8", "float8_e4m3fn", "float8_e5m2")
 _MOMENTS = ("dynamic8", "linear8", "dynamic4", "float8")
-_ACTIVATIONS = ("silu", "gelu", "relu", "relu2", "sigmoid", "linear")
+_ACTIVATIONS = ("silu", "gelu", "gelu_exact", "relu", "relu2", "sigmoid", "linear", "swiglu_clamped")
 _REMAT = (
     *("none", "full", "minimal", "minimal_with_context", "dots"),
     *("save_qkv_proj", "save_out_proj", "save_dot_except_mlp"),
