@@ -44,6 +44,8 @@ def accelerators(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Flax, by Qwix
 @pytest.mark.compiler("tpu")
 def test_ratios_of_a_layer_are_those_recorded(accelerators, monkeypatch):
     version = importlib.metadata.version("libtpu")
