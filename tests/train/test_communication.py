@@ -256,7 +256,8 @@ def test_a_batch_in_halves_trains_as_a_whole_one():
     """
     more = {"load_balance_loss_weight": 0.0, **EXPERTS, "quantization": "int8", "use_qwix_quantization": True}
     whole, halves = (Trainer(small(**more, use_batch_split_schedule=split)) for split in (False, True))
-    losses = [[float(t.step()["learning/loss"]) for _ in range(4)] for t in (whole, halves)]
+    # A token that another expert is chosen for ends the comparison after a few steps.
+    losses = [[float(t.step()["learning/loss"]) for _ in range(3)] for t in (whole, halves)]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
-    np.testing.assert_allclose(*losses, rtol=2e-3)
+    np.testing.assert_allclose(*losses, rtol=1e-3)
     assert halves.verify().share() == pytest.approx(whole.verify().share())
