@@ -154,11 +154,13 @@ def product(config, w, x):
 @pytest.mark.parametrize("name", [n if n in QUICK else SLOW(n) for n in CONFIGS])
 def test_gradients_have_the_type_of_a_float_product(name, spec):
     run = jax.value_and_grad(functools.partial(product, CONFIGS[name]), argnums=(0, 1))
-    got = jax.jit(run)(put(W, spec), put(X, P(ROWS, None, None)))
+    # The sums of a rotation are exact, in any order, on values of few bits.
+    w, x = (jnp.round(64 * a) / 64 if name == "rotated" else a for a in (W, X))
+    got = jax.jit(run)(put(w, spec), put(x, P(ROWS, None, None)))
     like = jax.eval_shape(jax.grad(functools.partial(product, None), argnums=(0, 1)), put(W, spec), put(X, P(ROWS)))
     assert [jax.typeof(g).sharding.spec for g in got[1]] == [g.sharding.spec for g in like]
     assert jax.typeof(got[1][0]).sharding.spec == (UNREDUCED if spec is REDUCED else STORED)
-    close(got, away(run, W, X), 1e-6)
+    close(got, away(run, w, x), 1e-6)
 
 
 def test_an_unreduced_gradient_is_not_summed_first():

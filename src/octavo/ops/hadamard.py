@@ -33,7 +33,7 @@ def rotate(
 
     Args:
       x: the array to rotate.
-      block: the block size, a power of two that divides the axis.
+      block: the block size, a power of two that divides the axis. A shorter axis of a power of two is one block.
       axis: the axis to rotate along.
       signs: signs of the values along the axis, by which they are multiplied first: a random rotation.
 
@@ -41,7 +41,8 @@ def rotate(
       The rotated array, in float32.
     """
     size = x.shape[axis]
-    if size % block:
+    block = min(block, max(size, 1))
+    if size % block or block & (block - 1):
         raise ValueError(f"a Hadamard rotation with blocks of {block} does not divide an axis of size {size}")
     x = jnp.moveaxis(x, axis, -1)
     blocks = x.reshape(*x.shape[:-1], size // block, block).astype(jnp.float32)
