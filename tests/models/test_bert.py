@@ -149,7 +149,7 @@ def test_all_products_with_weights_are_quantized_and_no_others():
     }
 
 
-@pytest.mark.slow
+@pytest.mark.codegen
 @pytest.mark.parametrize("name", ["qat_int8", "int8w"])
 def test_what_is_converted_is_served_bit_for_bit(name):
     model, rules, inputs = functools.partial(bert_apply, SMALL), octavo.recipe(name), batch()
