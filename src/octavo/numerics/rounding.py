@@ -102,6 +102,8 @@ def get_rounding(rounding: Rounding | str | None) -> Rounding:
         return Nearest()
     if isinstance(rounding, Rounding):
         return rounding
+    if not isinstance(rounding, str):
+        raise TypeError(f"a rounding is a string such as 'stochastic', or a Rounding; got {rounding!r}")
     name, comma, number = rounding.strip().lower().partition(",")
     if name == "nearest" and not comma:
         return Nearest()
