@@ -4,6 +4,8 @@ import pytest
 
 from octavo.examples.grpo import train
 
+pytestmark = pytest.mark.standard_promotion
+
 
 @pytest.mark.slow
 def test_a_policy_in_int8_learns_from_its_own_codes():

@@ -105,8 +105,8 @@ class Trainer(Program):
 
     def quantized_params(self) -> Any:
         """The parameters for serving: QArrays where a rule quantizes them, sharded like the parameters."""
-        low = quantized(self.loss, self.rules, weights="params")
-        quantizers = low.stored_quantizers(*self.loss_arguments)
+        low = quantized(self.loss, self.rules, weights="params") if self.rules else None
+        quantizers = {} if low is None else low.stored_quantizers(*self.loss_arguments)
 
         def convert(path: Any, leaf: Any) -> Any:
             quantizer = quantizers.get(path_str(path))
