@@ -7,6 +7,8 @@ STAMP := .venv/.installed
 # Thousands of small programs are compiled once and run once: without LLVM's optimizations that takes half the time.
 # Tests marked `codegen` are compiled as for users, and so are those of real models, which run long enough.
 QUICK := --xla_backend_optimization_level=0
+# That of the processes that tests of several processes launch and compare with their own.
+LAUNCHED := --xla_backend_optimization_level=1
 
 # Install again when the interpreter is gone or the tree was moved: an editable install knows its path.
 ifneq ($(shell $(PYTHON) -c 'print(open("$(STAMP)").read())' 2>/dev/null),$(CURDIR))
@@ -25,7 +27,7 @@ test-slow: $(STAMP) ## run the tests that `make test` leaves out (needs `make da
 	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m pytest --shapes=trust -m "(slow or browser) and not (codegen or data)" $(ARGS)
 	$(PYTHON) -m pytest --shapes=trust --dist=load -m "codegen or data" \
 	    $$(grep -rlE --include='test_*.py' 'mark\.(codegen|data)' tests) $(ARGS)
-	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m pytest --shapes=trust -n0 -m multiprocess tests/checkpoint tests/train/multiprocess $(ARGS)
+	XLA_FLAGS="$(LAUNCHED) $$XLA_FLAGS" $(PYTHON) -m pytest --shapes=trust -n0 -m multiprocess tests/checkpoint tests/train/multiprocess $(ARGS)
 
 fuzz: $(STAMP) ## random cases against independent references (SECONDS=1800 for each kind, ARGS="products --seed 1")
 	XLA_FLAGS="$(QUICK) $$XLA_FLAGS" $(PYTHON) -m tests.fuzz --seconds $(or $(SECONDS),60) $(ARGS)
