@@ -136,7 +136,8 @@ def test_texts_of_another_type_raise(key, text, words):
         ({"kv_quant_axis": "x"}, 'kv_quant_axis=x: Allowed: heads_and_dkv | dkv | ""'),
         (
             {"mlp_activations": ("swish", "linear")},
-            "mlp_activations=swish,linear: Allowed: silu | gelu | gelu_exact | relu | relu2 | sigmoid | linear | swiglu_clamped",
+            "mlp_activations=swish,linear: Allowed: silu | gelu | gelu_exact | relu | relu2 | sigmoid | linear | "
+            "swiglu_clamped",
         ),
         (
             {"dataset_type": "pyhton"},
