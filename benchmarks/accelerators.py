@@ -9,8 +9,8 @@ the gated MLP of Llama-8B (4096, 14336); `layer-8b` and `layer-1b` are a transfo
 what is fused with them.
 
 Kinds: `int8` has dynamic ranges per token and channel, `int8-static` fixed ranges per tensor, `int8-delayed` the ranges
-of earlier steps per tensor; `fp8` is E4M3 with E5M2 gradients. `qwix-` is Qwix with the same rule. Gradients of clipped
-values pass in `int8-static` and `int8-delayed`; `int8-static` does not look for non-finite values.
+of earlier steps per tensor, from an initial one; `fp8` is E4M3 with E5M2 gradients. `qwix-` is Qwix with the same rule.
+Gradients of clipped values pass in `int8-static` and `int8-delayed`; `int8-static` does not look for non-finite values.
 """
 
 import sys
@@ -98,9 +98,11 @@ def rule(forward: str, backward: str, **fields: Any) -> dict[str, Any]:
 
 
 def delayed(forward: str, backward: str) -> dict[str, Any]:
-    operand = octavo.Operand(forward, per_tensor=True, tracker=AmaxHistory(length=16))
-    gradient = octavo.Matmul(operand.replace(qtype=backward))
-    matmuls = {"fwd": octavo.Matmul(operand, operand), "dlhs": gradient, "drhs": gradient}
+    tracked = lambda qtype, initial: octavo.Operand(  # noqa: E731
+        qtype, per_tensor=True, tracker=AmaxHistory(length=16, initial=initial)
+    )
+    gradient = octavo.Matmul(tracked(backward, 0.001))
+    matmuls = {"fwd": octavo.Matmul(tracked(forward, 8.0), tracked(forward, 0.1)), "dlhs": gradient, "drhs": gradient}
     return rule(forward, backward, **matmuls, additional_qt_config={"disable_gradient_clipping": True})
 
 

@@ -54,6 +54,14 @@ def test_amax_history_rolls_and_forgets():
     np.testing.assert_array_equal(recent.read(state)["absmax"], SERIES[-1])
 
 
+def test_an_initial_range_is_read_until_something_is_measured_and_never_the_present_one():
+    tracker, current = AmaxHistory(length=3, initial=8.0), {"absmax": jnp.full((2, 1), 5.0)}
+    state = tracker.init(ABSMAX)
+    np.testing.assert_array_equal(tracker.read(state)["absmax"], 8.0)
+    np.testing.assert_array_equal(jax.jit(tracker.read)(state, current)["absmax"], 8.0)
+    np.testing.assert_array_equal(tracker.read(feed(tracker, SERIES[:1]), current)["absmax"], SERIES[0])
+
+
 @pytest.mark.parametrize("tracker", [RunningMean(), Ema(), AmaxHistory(length=4)])
 def test_reading_before_measuring_is_an_error_and_never_a_silent_scale(tracker):
     state = tracker.init(ABSMAX)
@@ -114,6 +122,7 @@ def test_static_bounds_quantize():
     [
         (lambda: Ema(decay=1.0), "below 1"),
         (lambda: AmaxHistory(length=0), "at least one step"),
+        (lambda: AmaxHistory(initial=0.0), "positive number"),
         (lambda: AmaxHistory().init({"min": jnp.zeros(1), "max": jnp.ones(1)}), "symmetric"),
     ],
 )

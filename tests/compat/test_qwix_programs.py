@@ -497,3 +497,62 @@ def test_remembered_ranges_of_a_function_and_of_scanned_layers():
     np.testing.assert_array_equal(fresh.scale, octavo.convert(fn, smaller, x, rules=rules)["w"].scale)
     with pytest.raises(TypeError, match=r"among its variables"):
         octavo.convert(nn.Dense(8), nn.Dense(8).init(KEY, X), X, rules=rules, state=state)
+
+
+def _two_layers(params, x):
+    return jax.nn.relu(x @ params["up"]) @ params["down"]
+
+
+class TwoLayers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(nn.relu(nn.Dense(16)(x)))
+
+
+ACTIVATION_RULES = {
+    "static": (octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", act_static_scale=True),),
+    "delayed": octavo.recipe("te_fp8_delayedscaling", exclude=None),
+}
+
+
+@pytest.mark.parametrize("kind", ACTIVATION_RULES)
+def test_remembered_ranges_of_activations_are_served(kind):
+    """Inputs three times as large as those of training are clipped as in training; weights have shrunk since."""
+    rules, y = ACTIVATION_RULES[kind], 3 * X
+    params = {"up": jax.random.normal(KEY, (X.shape[-1], 16)), "down": jax.random.normal(KEY, (16, 8))}
+    low = octavo.quantized(_two_layers, rules)
+    state = low.init(params, X)
+    if kind == "static":
+        state = low.stateful(state)(params, X)[1]
+    else:
+        state = jax.jit(jax.grad(lambda state: jnp.sum(low.stateful(state)(params, X)[0])))(state)
+    params = jax.tree.map(lambda w: 0.3 * w, params)
+    want = jax.jit(lambda params, x: low.stateful(state, update=False)(params, x)[0])(params, y)
+    codes = octavo.convert(_two_layers, params, X, rules=rules, state=state)
+    np.testing.assert_array_equal(jax.jit(octavo.served(_two_layers, rules, state=state))(codes, y), want)
+    np.testing.assert_array_equal(jax.jit(octavo.served(_two_layers, rules, state=state))(params, y), want)
+    with pytest.raises(ValueError, match="with the state of training"):
+        octavo.served(_two_layers, rules)(codes, y)
+    if kind == "delayed":
+        assert not np.array_equal(jax.jit(octavo.served(_two_layers, rules, state={}))(codes, y), want)
+    with pytest.raises(TypeError, match="among its variables"):
+        octavo.served(TwoLayers(), rules, state=state)
+
+
+@pytest.mark.parametrize("kind", ACTIVATION_RULES)
+def test_remembered_ranges_of_activations_are_served_by_models(kind):
+    rules, y = ACTIVATION_RULES[kind], 3 * X
+    trained = octavo.quantize_model(TwoLayers(), rules)
+    variables = jax.jit(trained.init)(KEY, X)
+    if kind == "static":
+        variables = {**variables, **trained.apply(variables, X, mutable="quant_stats")[1]}
+    else:
+        grads = jax.jit(jax.grad(lambda v: jnp.sum(trained.apply(v, X))))(variables)
+        variables = {**grads, "params": variables["params"]}
+    low = octavo.convert(TwoLayers(), variables, X, rules=rules)
+    served = octavo.served(TwoLayers(), rules)
+    want = jax.jit(trained.apply)(variables, y)
+    np.testing.assert_array_equal(jax.jit(served.apply)(low, y), want)
+    if kind == "delayed":
+        without = {name: tree for name, tree in low.items() if name == "params"}
+        assert not np.array_equal(jax.jit(served.apply)(without, y), want)

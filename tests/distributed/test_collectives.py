@@ -47,6 +47,7 @@ def test_the_sum_is_close_and_what_is_missing_is_known(shape):
     assert 0 < jnp.abs(total - x.sum(0)).max() < bound
 
 
+@pytest.mark.slow
 def test_every_device_has_the_same_sum():
     def one(x):
         return quantized_psum(x[0], "data")[0][None]

@@ -117,7 +117,7 @@ def test_missing_scikit_learn_is_named(monkeypatch):
         mnist.digits()
 
 
-@pytest.mark.slow
+@pytest.mark.codegen  # hundreds of steps: unoptimized, they take three times as long
 def test_low_precision_is_as_accurate_as_float():
     pytest.importorskip("sklearn")
     mean = {}
@@ -149,8 +149,8 @@ def test_the_files_of_mnist(tmp_path, capsys):
 
 @pytest.mark.data("mnist")
 def test_mnist_itself_calibrated_and_served():
-    folder = DATA / "mnist"
-    for name in ("float", "int8"):
-        options = [f"data={folder}", "examples=6000", "epochs=2", "batch=100", "calibrate=4"]
-        (found,) = mnist.main([f"quantization={name}", *options])
-        assert found.served == found.trained > 94
+    """Of 10,000 digits, a share of 0.9 has a standard error of 0.3 %; the bounds allow four of these."""
+    options = [f"data={DATA / 'mnist'}", "examples=1000", "epochs=2", "batch=50", "calibrate=2"]
+    found = {name: mnist.main([f"quantization={name}", *options])[0] for name in ("float", "int8")}
+    assert all(run.served == run.trained > 88 for run in found.values())
+    assert abs(found["int8"].served - found["float"].served) < 1.2

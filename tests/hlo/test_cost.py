@@ -55,6 +55,13 @@ for word, written in ATTRIBUTES.items():
     TEXT = TEXT.replace(word, written)
 
 
+def test_computations_of_other_cores_end_too():
+    """TPU7x's compiler writes the thread of a computation behind its closing brace."""
+    text = TEXT.replace("}\n\n%body", '}, execution_thread="sparsecore"\n\n%body')
+    assert text != TEXT
+    assert read_cycles(text) == read_cycles(TEXT)
+
+
 def test_read_cycles():
     ops, unknown = read_cycles(TEXT)
     assert [(op.name, op.cycles, op.count) for op in ops] == [("fusion.1", 100, 5), ("dot.1", 250, 1)]

@@ -74,6 +74,7 @@ def reference(params, tokens, types):
     return x
 
 
+@pytest.mark.slow
 def test_states_are_those_of_the_reference():
     tokens, mask = batch()
     states = states_of(tokens, mask, TYPES)

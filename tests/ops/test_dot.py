@@ -540,6 +540,51 @@ def test_delayed_scaling_state_comes_back_updated():
     assert counted["lhs"]["sum_of_absmax"].item() == np.abs(lhs).max()
 
 
+def test_a_cotangent_with_one_history_has_the_gradients_of_two():
+    lhs, rhs = data(SHAPES["plain"][:2])
+    wide = functools.partial(Operand, "int8", per_tensor=True)
+    grads = []
+    for length in (3, 4):
+        matmuls = (Matmul(wide(tracker=AmaxHistory(n, initial=0.5))) for n in (3, length))
+        config = DotConfig(Matmul(wide(), wide()), *matmuls)
+        state = init_scaling(config, lhs, rhs, PLAIN)
+        loss = lambda *args, config=config: jnp.sum(dot_general(*args[:2], PLAIN, config=config, scaling=args[2]) ** 2)  # noqa: E731
+        for _ in range(2):
+            *both, state = jax.jit(jax.grad(loss, (0, 1, 2)))(lhs, rhs, state)
+        grads.append((*both, state["dlhs"], state["drhs"]["amax_history"][:3]))
+    jax.tree.map(np.testing.assert_array_equal, *grads)
+    np.testing.assert_array_equal(grads[0][2]["amax_history"], grads[0][3])
+
+
+@pytest.mark.slow
+@pytest.mark.compiler("tpu")
+def test_tpus_round_and_measure_delayed_operands_in_one_pass():
+    from octavo.hlo import compile_for, get_accelerator, read_cost
+
+    operand = Operand("int8", per_tensor=True, tracker=AmaxHistory(3, initial=8.0))
+    config = DotConfig(Matmul(operand, operand), Matmul(operand), Matmul(operand))
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    loss = lambda x, w, s: jnp.sum(dot_general(x, w, PLAIN, config=config, scaling=s))  # noqa: E731
+    state = jax.eval_shape(lambda: init_scaling(config, x, x, PLAIN))
+    ops = read_cost(compile_for(get_accelerator("v6e"), jax.grad(loss, (0, 1, 2)), x, x, state)).ops
+    codes = [op.type for op in ops if "s8[1024,1024" in op.type]
+    assert codes
+    assert all("f32[]" in kind or "f32[1" in kind for kind in codes), codes
+
+
+def test_the_first_step_of_delayed_scaling_has_the_initial_range():
+    tracker = AmaxHistory(length=3, initial=8.0)
+    operand = Operand("int8", per_tensor=True, tracker=tracker)
+    config = DotConfig(Matmul(operand, Operand("int8")), Matmul(), Matmul())
+    lhs, rhs = data(SHAPES["plain"][:2])
+    state = init_scaling(config, lhs, rhs, PLAIN)
+    fixed = config.replace(fwd=Matmul(Operand("int8", per_tensor=True, calibration="fixed,8"), Operand("int8")))
+    want = dot_general(lhs, rhs, PLAIN, config=fixed)
+    np.testing.assert_array_equal(dot_general(lhs, rhs, PLAIN, config=config, scaling=state), want)
+    loss = lambda s: jnp.sum(dot_general(lhs, rhs, PLAIN, config=config, scaling=s))  # noqa: E731
+    assert jax.grad(loss)(state)["lhs"]["amax_history"][0].item() == np.abs(lhs).max()
+
+
 # QArrays as operands.
 
 KINDS = {

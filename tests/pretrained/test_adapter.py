@@ -32,6 +32,7 @@ def written(tmp_path, small, tuned):
     return tmp_path, adapters
 
 
+@pytest.mark.slow
 def test_an_adapter_is_written_as_peft_does_and_gives_the_same_logits(written, small, tuned):
     directory, adapters = written
     with SafeTensors(directory / "adapter_model.safetensors") as file:

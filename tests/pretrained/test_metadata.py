@@ -168,6 +168,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(with_config, tmp_path, capsy
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_fp4_exports_are_in_bfloat16(tmp_path):
     """Other programs dequantize these weights to bfloat16, and cannot multiply them with float32."""
     source = source_of(SMALL.replace(num_layers=1))

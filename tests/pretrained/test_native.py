@@ -67,7 +67,7 @@ def runs(tmp_path_factory):
     words = ["model_name=1m", "steps=2", "dataset_type=synthetic", "max_target_length=32", "per_device_batch_size=2"]
     words += ["num_devices=1"]
     words += [f"base_output_directory={directory}", "quantization_metrics_interval=0", "enable_tensorboard=false"]
-    for name in ("", "int8", "qat_int4"):
+    for name in ("", "int8", "qat_int4", "fp8_gpu"):
         low = f"save_quantized_params_path={directory / f'low-{name}'}" if name else "eval_steps=1"
         run = ["train", f"run_name=run-{name}", f"quantization={name}", "use_qwix_quantization=true", low, *words]
         # In a process of its own: a fixture of the module has no markers, and Optax needs JAX's own promotion.
@@ -77,7 +77,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8", "qat_int4"])
+@pytest.mark.parametrize("name", ["int8", "qat_int4", "fp8_gpu"])
 def test_what_was_trained_is_served_bit_for_bit(runs, tmp_path, name):
     source = open_model(runs / f"run-{name}")
     assert any(rule.weight_qtype is not None for rule in source.rules)
@@ -93,7 +93,10 @@ def test_what_was_trained_is_served_bit_for_bit(runs, tmp_path, name):
     tokens = jnp.asarray([[1, 5, 9, 2, 7, 3]])
     # As in training: float parameters, rounded by the rules in every product.
     low = quantized(functools.partial(apply, source.config), source.rules, weights="params")
-    wanted = jax.jit(low)(source.params(), tokens)[0]
+    wanted = jax.jit(low.stateful(source.state, update=False))(source.params(), tokens)[0][0]
+    histories = flatten_paths(source.state)
+    assert bool(histories) == (name == "fp8_gpu")
+    assert all(np.any(history) for history in histories.values())
     np.testing.assert_array_equal(jax.jit(served.function())(served.params(), tokens)[0], wanted)
 
 

@@ -36,6 +36,7 @@ def test_every_page_has_a_place_in_the_navigation():
     assert not missing
 
 
+@pytest.mark.slow
 def test_the_documentation_builds_and_needs_no_network(tmp_path):
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]

@@ -47,6 +47,7 @@ def test_the_predicted_divergence_is_the_measured_one(problem):
     assert found["head"]["int4"].nbytes <= 0.6 * found["head"]["int8"].nbytes
 
 
+@pytest.mark.slow
 def test_budgets_of_a_two_layer_model_agree_with_brute_force():
     """Of all assignments that fit, the chosen one has the least measured divergence on data that it has not seen."""
 

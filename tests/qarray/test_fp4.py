@@ -120,6 +120,7 @@ def test_random_rotations_cancel_in_a_matmul():
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_quartet2_gradients_are_unbiased_for_the_forward_codes():
     """The mean of many gradients is the gradient of the matmul of the forward's codes."""
 

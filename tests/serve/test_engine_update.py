@@ -70,6 +70,7 @@ def test_sampled_logprobs_are_close_and_another_precision_is_not():
     assert mismatch(floats[:, 3:], own).k3 > 1e-6  # the metric sees that float weights are another policy
 
 
+@pytest.mark.slow
 def test_a_hundred_updates_trace_and_allocate_once():
     engine, params = unified(), new_params(4)
     list(engine.generate(TEXTS[:, :4].tolist(), GREEDY))
@@ -118,6 +119,7 @@ def test_codes_without_rules_are_made_in_their_layout_and_fused(name, tile):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_stacked_parameters_are_unstacked():
     stacked = new_params(6, DENSE.replace(scan_layers=True))
     engine = Engine(DENSE, params_of(DENSE), slots=1, max_length=16, chunk=8, eos_ids=())

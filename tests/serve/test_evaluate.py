@@ -95,6 +95,7 @@ def test_with_a_cache(source, kv):
     assert (found.kl.mean > 1e-7) == (kv.keys is not None)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compared_says_so(source):
     with pytest.raises(ValueError, match="too short"):
         evaluate(source, [])

@@ -134,6 +134,7 @@ def test_the_tokenizer_of_a_model_needs_one():
         Trainer(Config(**{**SMALL, "dataset_type": "python", "tokenizer_type": "model"}))
 
 
+@pytest.mark.slow
 def test_adapters_train_while_packed_weights_stay(files, tmp_path):
     options = {"lora_rank": 2, "lora_weight_qtype": "nf4", "lora_tile_size": 16, "learning_rate": 1e-2}
     config = started(files / "hf", base_output_directory=str(tmp_path), steps=3, checkpoint_period=3, **options)
@@ -170,6 +171,7 @@ def test_a_rank_above_that_of_a_weight(files):
         Trainer(started(files / "hf", lora_rank=64))
 
 
+@pytest.mark.slow
 def test_distillation_lowers_the_divergence_from_the_float_model(files):
     options = {"quantization": "qat_int4", "distillation_weight": 1.0, "learning_rate": 1e-3, "steps": 12}
     trainer = Trainer(started(files / "hf", reuse_example_batch=1, warmup_steps_fraction=0.0, **options))

@@ -240,7 +240,7 @@ def test_scales_of_saved_parameters_are_replicated_on_request(monkeypatch):
             loss_arguments=({"w": weight}, jnp.ones((2, 8))),
             rules=[QuantizationRule(weight_qtype="int8")],
             is_single_device=False,
-            state=types.SimpleNamespace(params={"w": weight}, masks=None),
+            state=types.SimpleNamespace(params={"w": weight}, masks=None, quant={}),
         )
         monkeypatch.setattr(trainer_module, "apply_masks", lambda params, masks: params)
         return Trainer.quantized_params(trainer)["w"].scale.sharding.spec

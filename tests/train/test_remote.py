@@ -122,3 +122,14 @@ def test_a_run_resumes_from_a_store_and_its_model_opens(store, capsys):
     assert main(["generate", f"{URL}/test", "--prompt", "a", "--max-tokens", "2"]) == 0
     assert "in int4/int4" in capsys.readouterr().err
     assert json.loads(fs.cat_file("/bucket/runs/test/metrics.jsonl").splitlines()[-1])["step"] == 3
+
+
+@pytest.mark.parametrize("key", ["base_output_directory", "save_quantized_params_path"])
+def test_several_processes_are_refused_before_anything_runs(store, key, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("octavo.train.distributed.is_multiprocess", lambda: True)
+    config = small(**{"base_output_directory": str(tmp_path), "quantization": "int8", key: "memory://bucket/runs"})
+    with pytest.raises(ValueError, match=rf"{key}=memory://bucket/runs: several processes .*mount the bucket"):
+        train(config, log=lambda text: None)
+    assert not files(store())
+    assert not list(tmp_path.iterdir())

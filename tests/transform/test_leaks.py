@@ -31,7 +31,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except([name for name in USES if name != "eager"], USES))
+@pytest.mark.parametrize("name", slow_except(["gradient"], USES))
 def test_constants_are_freed_with_the_function(name):
     wrap, use = USES[name]
     kept = []

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from octavo._config import Config
 from octavo.calibration.method import Bounds
@@ -19,6 +20,11 @@ type State = dict[str, jax.Array]
 
 class Tracker(Config, abc.ABC):
     """Combines the bounds of several steps."""
+
+    @property
+    def reads_current(self) -> bool:
+        """Whether the bounds of the present tensor are read, as long as nothing was measured before."""
+        return True
 
     @abc.abstractmethod
     def init(self, bounds: Bounds) -> State:
@@ -136,14 +142,28 @@ class AmaxHistory(Tracker):
 
     Reads as their maximum, or with `most_recent` as the newest. The history is that of Micikevicius et al., FP8
     Formats for Deep Learning (2022), as Transformer Engine keeps it.
+
+    Until something was measured, `initial` is read if it is given, else the range of the present tensor. A program
+    reads the latter in every step, so that it can quantize a tensor only after all of it was measured. With an
+    `initial` range it quantizes and measures in one pass, on TPUs where the tensor is computed.
+
+    >>> float(AmaxHistory(length=4, initial=8.0).read({"amax_history": jnp.zeros((4, 1))})["absmax"][0])
+    8.0
     """
 
     length: int = 1024
     most_recent: bool = False
+    initial: float | None = None
 
     def __post_init__(self):
         if self.length < 1:
             raise ValueError(f"an amax history has at least one step, got {self.length}")
+        if self.initial is not None and not (np.isfinite(self.initial) and self.initial > 0):
+            raise ValueError(f"an initial range is a positive number, got {self.initial}")
+
+    @property
+    def reads_current(self) -> bool:
+        return self.initial is None
 
     def init(self, bounds: Bounds) -> State:
         if set(bounds) != {"absmax"}:
@@ -156,10 +176,11 @@ class AmaxHistory(Tracker):
 
     def _read(self, state: State) -> Bounds:
         history = state["amax_history"]
-        return {"absmax": history[0] if self.most_recent else jnp.max(history, axis=0)}
+        absmax = history[0] if self.most_recent else jnp.max(history, axis=0)
+        return {"absmax": absmax if self.initial is None else jnp.where(absmax == 0, self.initial, absmax)}
 
     def calibrated(self, state: State) -> jax.Array:
-        return self._read(state)["absmax"] != 0
+        return self._read(state)["absmax"] != 0 if self.initial is None else jnp.ones((), bool)
 
     def merge(self, a: State, b: State) -> State:
         return jax.tree.map(jnp.maximum, a, b)

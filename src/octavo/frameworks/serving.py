@@ -5,7 +5,8 @@ within the model, and each of them is quantized on the devices that hold it. The
 trained one bit for bit, because both run the same operations on the same codes.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,12 +18,15 @@ from octavo.transform import PtqProvider, Quantized
 from octavo.transform.api import weight_names
 
 
-def served(model: Any, rules: Any = ()) -> Any:
+def served(model: Any, rules: Any = (), *, state: Mapping[str, Any] | None = None) -> Any:
     """The function or Linen model that takes the parameters that `convert` returns.
 
     Args:
       model: The function or model that was trained.
       rules: The rules that it was trained with; none if its operations have configs of their own.
+      state: The state of a function whose rules keep state (static ranges, delayed scaling), as `Quantized.stateful`
+        returned it: its activations are quantized by the ranges of training. {} serves rules with delayed scaling
+        without it, each activation by its own range. That of a Linen model is among its variables.
 
     Returns:
       A function or model of the same signature. Its results equal those of the trained one bit for bit.
@@ -36,9 +40,18 @@ def served(model: Any, rules: Any = ()) -> Any:
     (True, 'int8')
     """
     if framework_of(model) is not None:
+        if state is not None:
+            raise TypeError("the state of a model is among its variables: served(model, rules)")
         return quantize_model(model, PtqProvider(rules))
     provider = PtqProvider(rules)
-    return Quantized(model, provider, None, "error" if provider.rules else "ignore")
+    low = Quantized(model, provider, None, "error" if provider.rules else "ignore")
+    if state is None:
+        return low
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return low.stateful(state, update=False)(*args, **kwargs)[0]
+
+    return functools.wraps(model)(call) if hasattr(model, "__name__") else call
 
 
 def convert(
@@ -148,6 +161,15 @@ def _stored_ranges(model: Any, rules: Any, params: Any, state: Any, *inputs: Any
     return linen_ranges(model, PtqProvider(rules), params, *inputs, **kwargs)
 
 
+def quantize_by_range(x: jax.Array, quantizer: Quantizer, bounds: dict[str, Any] | None) -> QArray:
+    """A parameter as codes by a remembered range, or its own where that is NaN or None."""
+    if bounds is None:
+        return quantizer.quantize(x)
+    measured = quantizer.measure(x)
+    given = {k: jnp.where(jnp.isnan(v), measured[k].astype(v.dtype), v) for k, v in bounds.items()}
+    return quantizer.quantize(x, bounds=given, measured=measured)
+
+
 def quantize_sharded(
     leaf: Any,
     quantizer: Quantizer,
@@ -161,13 +183,7 @@ def quantize_sharded(
     `bounds` are its range if it is remembered, NaN where nothing was measured.
     """
 
-    def quantize(x: jax.Array) -> QArray:
-        if bounds is None:
-            return quantizer.quantize(x)
-        measured = quantizer.measure(x)  # of what was never measured in training
-        given = {k: jnp.where(jnp.isnan(v), measured[k].astype(v.dtype), v) for k, v in bounds.items()}
-        return quantizer.quantize(x, bounds=given, measured=measured)
-
+    quantize = functools.partial(quantize_by_range, quantizer=quantizer, bounds=bounds)
     sharding, out = getattr(leaf, "sharding", None), None
     if isinstance(sharding, jax.sharding.NamedSharding):
         out = shardings(jax.eval_shape(quantize, leaf), sharding)

@@ -223,7 +223,7 @@ def parse(text: str) -> Module:
         if not name and line.endswith("{") and (match := _HEADER.fullmatch(line)):
             name, lines = match[2], []
             entry = name if match[1] else entry
-        elif name and line == "}":
+        elif name and (line == "}" or line.startswith("}, execution_thread=")):
             computations[name], name = tuple(lines), ""
         elif name and (instruction := _instruction(line)):
             lines.append(instruction)

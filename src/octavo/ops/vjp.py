@@ -11,19 +11,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from octavo import _sharding
 from octavo._typing import Array, PRNGKeyArray
-from octavo.calibration import AbsMax, Bounds
-from octavo.numerics import Format
+from octavo.calibration import Bounds
 from octavo.ops.config import DotConfig, Matmul, Operand
-from octavo.ops.hadamard import random_signs, rotate
-from octavo.ops.lowerings.xla import row_major
-from octavo.ops.operands import ArrayOrQArray, Axes, Dims, MatmulOptions, without_reduced
+from octavo.ops.operands import ArrayOrQArray, MatmulOptions, without_reduced
 from octavo.ops.product import UNPLACED, Placement, Product, Scaling, Transpose, mark
+from octavo.ops.quantize import fake_quant_operand, gradient_mask, materialize, quantize_operands
 from octavo.ops.reverse_only import reverse_only
-from octavo.ops.scales import Scaled, move_scale, smooth
+from octavo.ops.scales import smooth
 from octavo.ops.sparsity import nm_mask
-from octavo.ops.telemetry import measure_fit, telemetry_operands
-from octavo.qarray import QArray, inside
-from octavo.qarray.platform import is_eager
+from octavo.ops.telemetry import telemetry_operands
+from octavo.qarray import QArray
 
 RESIDUAL = "octavo_residual"
 """The `checkpoint_name` of residuals, for rematerialization policies."""
@@ -153,14 +150,17 @@ def _forward(
     keys = (None,) * 6 if key is None else tuple(jax.random.split(key, 6))
     if config.fwd.smooth is not None:
         lhs, rhs = smooth(lhs, rhs, product.dims, config.fwd.smooth)
-    left, right, seen = _quantize_operands(config.fwd, lhs, rhs, product.dims, keys[:2], scaling, ("lhs", "rhs"))
+    left, right, seen = quantize_operands(config.fwd, lhs, rhs, product.dims, keys[:2], scaling, ("lhs", "rhs"))
     operands = left, right
     if gather is not None and product.has_placement:
         left, right = (gather.shard_codes(left), right) if gather.left else (left, gather.shard_codes(right))
         operands = (gather.all_gather(left), right) if gather.left else (left, gather.all_gather(right))
     options = MatmulOptions(call.dtype, call.precision, config.lowering, config.fwd.accumulator, call.out_sharding)
     out = product.multiply(
-        _fake_quant(config.fwd.lhs, operands[0]), _fake_quant(config.fwd.rhs, operands[1]), *extra, options=options
+        fake_quant_operand(config.fwd.lhs, operands[0]),
+        fake_quant_operand(config.fwd.rhs, operands[1]),
+        *extra,
+        options=options,
     )
     return out, (left, right, seen, keys, (lhs, rhs))
 
@@ -182,8 +182,8 @@ def _product_fwd(
     rhs_saved = rhs if config.dlhs.residual == "original" else right
     lhs_saved = lhs if config.drhs.residual == "original" else left
     masks = (
-        _gradient_mask(config, config.fwd.lhs, smoothed[0], dims.lhs_contract, dims.lhs_batch, scaling.get("lhs")),
-        _gradient_mask(config, config.fwd.rhs, smoothed[1], dims.rhs_contract, dims.rhs_batch, scaling.get("rhs")),
+        gradient_mask(config, config.fwd.lhs, smoothed[0], dims.lhs_contract, dims.lhs_batch, scaling.get("lhs")),
+        gradient_mask(config, config.fwd.rhs, smoothed[1], dims.rhs_contract, dims.rhs_batch, scaling.get("rhs")),
     )
     saved = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), (lhs_saved, rhs_saved, masks))
     probes = tuple(None if isinstance(x, QArray) else tangent_probe(x) for x in (lhs, rhs))
@@ -195,8 +195,8 @@ def _product_bwd(call: Call, residuals: Any, g: Array):
     (lhs, rhs, masks), extra, seen, keys, scaling, like = residuals
     probes = [g[:0] if x is None else x for x in like]
     g, shardings = _once_differentiable(_sharding.without_reduced(g), *probes), call.operand_shardings
-    g = _materialize(g, call.config.drhs.lhs)
-    gradients = []
+    g = materialize(g, call.config.drhs.lhs)
+    gradients, given = [], _shared_scaling(call.config, scaling)
     for of_lhs, residual, probe, mask, wanted in zip((True, False), (rhs, lhs), like, masks, shardings, strict=True):
         if probe is None:  # a QArray
             gradients.append(None)
@@ -204,7 +204,7 @@ def _product_bwd(call: Call, residuals: Any, g: Array):
         # A masked gradient is reduced first: the values of an unreduced array cannot be masked.
         sharding = _sharding.gradient_sharding(wanted if mask is None else _sharding.plain(wanted))
         operand_keys = keys[2:4] if of_lhs else keys[4:6]
-        grad, more = _gradient(call, of_lhs, g, residual, extra, operand_keys, scaling, probe.dtype, sharding)
+        grad, more = _gradient(call, of_lhs, g, residual, extra, operand_keys, given, probe.dtype, sharding)
         seen = seen | more
         grad = grad.astype(probe.dtype)
         if mask is not None:
@@ -216,6 +216,17 @@ def _product_bwd(call: Call, residuals: Any, g: Array):
 
 
 _product.defvjp(_product_fwd, _product_bwd)
+
+
+def _shared_scaling(config: DotConfig, scaling: Scaling) -> Scaling:
+    """The scaling from which both gradients read, with one state for a cotangent that both quantize alike.
+
+    Both of its histories hold the same ranges. Read from one, its codes are the same expression in both gradients, and
+    XLA computes them once.
+    """
+    left, right = (matmul.lhs if matmul.smooth is None else None for matmul in (config.dlhs, config.drhs))
+    alike = left is not None and left == right and left.per_tensor and left.tile is None
+    return scaling | {"drhs": scaling["dlhs"]} if alike and {"dlhs", "drhs"} <= config.tracked.keys() else scaling
 
 
 def _gradient(
@@ -239,11 +250,11 @@ def _gradient(
     matmul, left, right, measured, scales = transpose.quantize_by_group(
         matmul, g, residual, *extra, keys=keys, scaling=scaling, name=name
     )
-    left, right, seen = _quantize_operands(matmul, left, right, transpose.dims, keys, scaling, (name, None))
+    left, right, seen = quantize_operands(matmul, left, right, transpose.dims, keys, scaling, (name, None))
     seen = seen | measured
     if gather is not None and call.product.has_placement and gather.left != of_lhs:
         right = gather.all_gather(right)
-    left, right = _fake_quant(matmul.lhs, left), _fake_quant(matmul.rhs, right)
+    left, right = fake_quant_operand(matmul.lhs, left), fake_quant_operand(matmul.rhs, right)
     dtype = transpose.gradient_dtype(call.dtype, dtype, matmul.accumulator)
     options = MatmulOptions(dtype, call.precision, config.lowering, matmul.accumulator, sharding)
     if reduction is not None and call.product.has_placement and reduction.left == of_lhs:
@@ -269,114 +280,6 @@ def _use_residual(
         # A scale along the contraction that cannot be moved: requantize along the new contraction.
         return g, residual.dequantize(transpose.residual_dtype), matmul.replace(rhs=matmul.rhs or forward)
     return *folded, matmul.replace(rhs=None)
-
-
-def _quantize_operands(matmul: Matmul, lhs: Any, rhs: Any, dims: Dims, keys: Any, scaling: Scaling, names: Any):
-    """Rotate and quantize both operands of a matmul; also returns measured bounds and telemetry."""
-    seen: dict[str, Bounds] = {}
-    if matmul.rotate is not None and dims.lhs_contract:
-        axes = dims.lhs_contract[-1], dims.rhs_contract[-1]
-        signs = random_signs(jax.random.fold_in(keys[0], 1), lhs.shape[axes[0]]) if matmul.random_signs else None
-        lhs, rhs = (rotate(x, matmul.rotate, axis=axis, signs=signs) for x, axis in zip((lhs, rhs), axes, strict=True))
-    left = (matmul.lhs, dims.lhs_contract, dims.lhs_batch, keys[0], scaling, names[0], seen)
-    right = (matmul.rhs, dims.rhs_contract, dims.rhs_batch, keys[1], scaling, names[1], seen)
-    if matmul.rhs is not None and matmul.rhs.dequant == "other":
-        moved, rhs = move_scale(_quantize_operand(rhs, *right), lhs, dims, from_left=False)
-        return _quantize_operand(moved, *left), rhs, seen
-    lhs = _quantize_operand(lhs, *left)
-    if matmul.lhs is not None and matmul.lhs.dequant == "other":
-        rhs, lhs = move_scale(lhs, rhs, dims, from_left=True)
-    return lhs, _quantize_operand(rhs, *right), seen
-
-
-def _quantize_operand(
-    x: Any,
-    operand: Operand | None,
-    contract: Axes,
-    batch: Axes,
-    key: PRNGKeyArray | None,
-    scaling: Scaling,
-    name: Any,
-    seen: dict[str, Any],
-) -> Any:
-    """An operand as codes if it is to be quantized; adds measured bounds and telemetry to `seen`."""
-    array = x.product() if isinstance(x, Scaled) else x
-    # The gradient of a product with a vector is an outer product: no axis is contracted, along which blocks could lie.
-    if operand is None or isinstance(x, QArray) or (not contract and operand.qtype.tile is not None):
-        return array
-    array = array if isinstance(x, Scaled) else _materialize(array, operand)
-    quantizer, given = operand.quantizer(array.ndim, contracting=contract, batch=batch), scaling.get(name)
-    bounds, measured, dynamic = given, None, isinstance(operand.calibration, AbsMax) and given is None
-    if isinstance(x, Scaled) and dynamic:
-        # -(g s) has the range of g s. XLA fuses this multiplication into the reduction; if it were the same expression
-        # as the one that is rounded, g s would be materialized in float32 for both uses.
-        bounds = measured = quantizer.measure(Scaled(x.value, row_major(-x.scale)).product(), witness=x.value)
-        array = _in_rows(x, operand, batch).product()
-    elif operand.tracker is not None:
-        seen[name] = measured = quantizer.measure(array)
-        bounds = operand.tracker.read(given or operand.tracker.init(measured), measured)
-    elif dynamic and name == "lhs" and (rows := _in_rows(x, operand, batch)) is not x:
-        bounds = measured = quantizer.measure(array)
-        array = rows
-    # Materialized once, in row-major order: otherwise CPUs fuse the quantization into later transposes of the codes.
-    q = quantizer.quantize(array, key=key, bounds=bounds, measured=measured, check_finite=operand.check_finite)
-    q = jax.tree.map(row_major, q)
-    if scaling:
-        seen.update(measure_fit(scaling, name, array, q))
-    return q
-
-
-def _materialize(x: Array, operand: Operand | None) -> Array:
-    """A float32 array that CPUs compute once, before it is quantized.
-
-    They write it for the reduction in any case. What computed it would be fused into the quantization too: twice the
-    work, and a kernel of its own to compile for each site, where equal kernels are compiled once. Narrower floats are
-    left alone: fused, they are not rounded in between. With a peer's arithmetic, programs are fused as the peer's are.
-    """
-    return row_major(x) if x.dtype == jnp.float32 and operand and operand.arithmetic == "float32" else x
-
-
-def _in_rows(x: Any, operand: Operand, batch: Axes) -> Any:
-    """The narrow values of a linear layer, copied on TPUs to the layout in which they are rounded.
-
-    Attention writes them with transposed heads. TPU's compiler would widen them before it copies them to the layout of
-    the codes. Their range is measured as they are written. Where it is not measured, codes have the layout of a matmul
-    that writes them, and no copy is wanted.
-    """
-    value = x.value if isinstance(x, Scaled) else x
-    plain = operand.tile is None and operand.arithmetic == "float32" and value.ndim <= 3 and not batch
-    if not plain or value.dtype.itemsize > 2 or is_eager(value):
-        return x
-    value = row_major(value, platform="tpu", copied=True)
-    return Scaled(value, x.scale) if isinstance(x, Scaled) else value
-
-
-def _fake_quant(operand: Operand | None, x: ArrayOrQArray) -> ArrayOrQArray:
-    """The operand, dequantized if its config says so."""
-    return x.dequantize() if isinstance(x, QArray) and operand and operand.dequant == "input" else x
-
-
-def _gradient_mask(
-    config: DotConfig,
-    operand: Operand | None,
-    x: ArrayOrQArray,
-    contract: Axes,
-    batch: Axes,
-    given: dict[str, Array] | None,
-) -> Array | None:
-    """The mask of values within the calibrated range, where gradients pass, or the format's own factors; None for 1."""
-    if operand is None or config.fwd.rotate or isinstance(x, QArray):
-        return None
-    own = type(operand.qtype).gradient is not Format.gradient
-    clips = config.clip_gradient and (given is not None or operand.calibration.may_clip)
-    if not own and not clips:
-        return None
-    quantizer, bounds = operand.quantizer(x.ndim, contracting=contract, batch=batch), given
-    if operand.tracker is not None:
-        measured = quantizer.measure(x)
-        bounds = operand.tracker.read(given or operand.tracker.init(measured), measured)
-    mask, factor = inside(quantizer, x, bounds) if clips else None, quantizer.gradient(x, bounds) if own else None
-    return mask if factor is None else factor if mask is None else factor * mask.astype(factor.dtype)
 
 
 def _updated_scaling(config: DotConfig, scaling: Scaling, seen: dict[str, Bounds]) -> Scaling:
@@ -412,8 +315,8 @@ def quantized_transpose(
     matmul, left, right, _, scales = transpose.quantize_by_group(
         matmul, g, residual, *extra, keys=keys, scaling={}, name="lhs"
     )
-    left, right, _ = _quantize_operands(matmul, left, right, transpose.dims, keys, {}, ("lhs", "rhs"))
-    left, right = _fake_quant(matmul.lhs, left), _fake_quant(matmul.rhs, right)
+    left, right, _ = quantize_operands(matmul, left, right, transpose.dims, keys, {}, ("lhs", "rhs"))
+    left, right = fake_quant_operand(matmul.lhs, left), fake_quant_operand(matmul.rhs, right)
     by_group = {"scales": scales} if scales else {}
     return transpose.multiply(left, right, *extra, options=options._replace(lowering=config.lowering), **by_group)
 

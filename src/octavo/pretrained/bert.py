@@ -169,7 +169,7 @@ def open_encoder(path: str | Path, *, max_length: int | None = None, num_heads: 
 def _embed(
     config: BertConfig, rules: tuple[QuantizationRule, ...], pooling: str, params: Params, tokens: Array, mask: Array
 ) -> Array:
-    states = served(functools.partial(bert_apply, config), rules)(params, tokens, mask)
+    states = served(functools.partial(bert_apply, config), rules, state={})(params, tokens, mask)
     return normalize(POOLINGS[pooling](states, mask))
 
 

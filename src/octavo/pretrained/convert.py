@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from octavo.frameworks.serving import quantize_by_range
 from octavo.models import ModelConfig, abstract_params, apply
 from octavo.pretrained.memory import peak_memory
 from octavo.pretrained.model import Leaf, PretrainedModel, storage_name, to_float
@@ -66,15 +67,23 @@ def logits(config: ModelConfig, params: Any, tokens: Any) -> Any:
     return apply(config, params, tokens)[0]
 
 
-def quantize_array(x: np.ndarray, quantizer: Quantizer) -> tuple[QArray, float]:
+def _remembered_ranges(source: PretrainedModel, rules: Sequence[QuantizationRule]) -> dict[str, Any]:
+    """The range by which training quantized each parameter, by path, where the model remembers it."""
+    low = quantized(functools.partial(logits, source.config), list(rules), weights="params")
+    return low.stored_ranges(source.state, abstract_params(source.config), jax.ShapeDtypeStruct((1, 8), jnp.int32))
+
+
+def quantize_array(x: np.ndarray, quantizer: Quantizer, bounds: dict[str, Any] | None = None) -> tuple[QArray, float]:
     """Quantize a NumPy array to a packed QArray of NumPy arrays; also returns the signal to noise ratio in dB.
+
+    `bounds` are its range if training remembers it.
 
     Large arrays are quantized in pieces, along an axis on which no scale is shared, to need little memory in addition
     to `x` and the result.
     """
-    axis, count = _split(x.shape, quantizer)
+    axis, count = _split(x.shape, quantizer) if bounds is None else (0, 1)
     if count == 1:
-        codes, signal, noise = _quantize(jnp.asarray(x), quantizer)
+        codes, signal, noise = _quantize(jnp.asarray(x), quantizer, bounds)
         return codes._map(np.asarray), _decibels(float(signal), float(noise))
     result: QArray | None = None
     signal = noise = 0.0
@@ -119,9 +128,9 @@ def _split(shape: tuple[int, ...], quantizer: Quantizer) -> tuple[int, int]:
 
 
 @functools.partial(jax.jit, static_argnames="quantizer")
-def _quantize(x: jax.Array, quantizer: Quantizer) -> tuple[QArray, jax.Array, jax.Array]:
+def _quantize(x: jax.Array, quantizer: Quantizer, bounds: Any = None) -> tuple[QArray, jax.Array, jax.Array]:
     x = x.astype(jnp.float32)
-    codes = quantizer.quantize(x).astype(jnp.float32)
+    codes = quantize_by_range(x, quantizer, bounds).astype(jnp.float32)
     error = codes.dequantize(jnp.float32) - x
     return pack(codes, quantizer), jnp.sum(x * x), jnp.sum(error * error)
 
@@ -212,13 +221,14 @@ def convert_model(
     params: dict[str, Any] = {}
     sums = ConversionSums(len(source.leaves), max(map(len, source.leaves)))
     quantizers = param_quantizers(source.config, rules, scale_dtype=scale_dtype)
+    ranges = _remembered_ranges(source, rules)
     for path, leaf in source.leaves.items():
         value: Any
         ratio = None
         if codes is not None and path in codes:
             value, ratio = codes[path]
         elif path in quantizers:
-            value, ratio = quantize_array(to_float(leaf.load(), "float32"), quantizers[path])
+            value, ratio = quantize_array(to_float(leaf.load(), "float32"), quantizers[path], ranges.get(path))
         else:
             value = leaf.load()
         params[path] = value = value if isinstance(value, QArray) else np.asarray(value)

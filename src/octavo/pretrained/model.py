@@ -70,6 +70,7 @@ class PretrainedModel:
       rules: The rules that its matmuls run with where activations are quantized; empty for models in float, and where
         only weights are quantized.
       origin: The format and path of the file, its name, and further metadata.
+      state: The ranges that training remembers, of rules with static ranges or delayed scaling.
     """
 
     config: ModelConfig
@@ -77,6 +78,7 @@ class PretrainedModel:
     tokenizer: Tokenizer | None = None
     rules: tuple[QuantizationRule, ...] = ()
     origin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         try:
@@ -115,7 +117,7 @@ class PretrainedModel:
 
         QArrays are used directly as operands of matmuls; without rules, activations stay in float.
         """
-        return served(functools.partial(apply, self.config) if fn is None else fn, self.rules)
+        return served(functools.partial(apply, self.config) if fn is None else fn, self.rules, state=self.state)
 
     def describe(self) -> str:
         """One line about the model."""

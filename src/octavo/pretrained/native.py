@@ -24,9 +24,12 @@ from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, register
 from octavo.pretrained.tokenizer import read_tokenizer
 from octavo.qarray import QArray, is_qarray
 from octavo.rules import QtRule, QuantizationRule, rules_from_json, rules_to_json
+from octavo.transform.state import GRADIENT_STATE, QUANT_STATS
 
 NAME = "octavo.json"
 VERSION = 1
+RANGES = "ranges"
+"""The directory of the ranges that training remembers."""
 
 
 def write_model(source: PretrainedModel, params: dict[str, Any], directory: Path, *, facts: dict[str, Any]) -> None:
@@ -41,6 +44,9 @@ def write_model(source: PretrainedModel, params: dict[str, Any], directory: Path
     directory.mkdir(parents=True, exist_ok=True)
     with CheckpointManager(directory / "params", asynchronous=False) as checkpoints:
         checkpoints.save(0, unflatten_paths(params), force=True)
+    if source.state and source.rules:
+        with CheckpointManager(directory / RANGES, asynchronous=False) as checkpoints:
+            checkpoints.save(0, source.state, force=True)
     if source.tokenizer is not None:
         source.tokenizer.save(directory)
     described = {
@@ -86,7 +92,8 @@ def _read_converted(directory: Path) -> PretrainedModel:
         raise ValueError(f"{directory / NAME} describes {config!r}, which is not a model")
     origin = {**described["origin"], "kind": "Octavo", "path": directory.name, "name": described["name"]}
     leaves = _leaves(directory / "params", "")
-    return PretrainedModel(config, leaves, read_tokenizer(directory), rules, origin)
+    state = load(directory / RANGES).state if (directory / RANGES).is_dir() else {}
+    return PretrainedModel(config, leaves, read_tokenizer(directory), rules, origin, state)
 
 
 def _leaves(directory: Path, part: str) -> dict[str, Leaf]:
@@ -150,11 +157,25 @@ def _read_run(path: Path) -> PretrainedModel:
     }
     if config.get("quantize_kvcache"):
         origin["kv_cache"] = {"format": config["kv_quant_dtype"], "axis": config["kv_quant_axis"]}
-    base = PretrainedModel(model, leaves, read_tokenizer(run), rules, origin)
+    base = PretrainedModel(model, leaves, read_tokenizer(run), rules, origin, _unstacked_state(checkpoints))
     if not rank:
         return base
     adapters = {name: np.asarray(leaf.load()) for name, leaf in _leaves(checkpoints, "params").items()}
     return with_adapter(base, Adapter(adapters, rank, config["lora_alpha"], name=f"the adapter of {path}"))
+
+
+def _unstacked_state(checkpoints: Path) -> dict[str, Any]:
+    """The ranges that a run remembers, of each layer by its own name."""
+    if "quant" not in load_abstract(checkpoints).state:  # its rules keep no state
+        return {}
+    state = load(checkpoints, subtree="quant").state
+    found = {
+        f"{collection}/{name}": x if i is None else x[i]
+        for collection in (QUANT_STATS, GRADIENT_STATE)
+        for path, x in flatten_paths(state.get(collection, {})).items()
+        for name, i in unstacked_paths(path, x.shape[0] if x.shape else 0)
+    }
+    return unflatten_paths(found)
 
 
 def _masked(checkpoints: Path, leaves: dict[str, Leaf]) -> dict[str, Leaf]:

@@ -112,7 +112,9 @@ class Engine:
         self.slots, self.max_length, self.chunk = slots, max_length, chunk
         check_least(self, 1, "slots", "max_length", "chunk")
         self.eos_ids = frozenset(getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids)
-        self.programs = Programs(config, load, rules=rules, slots=slots, max_length=max_length, kv=kv, chunk=chunk)
+        ranges = getattr(source, "state", None)
+        options = {"slots": slots, "max_length": max_length, "kv": kv, "chunk": chunk}
+        self.programs = Programs(config, load, rules=rules, ranges=ranges, **options)
         """The compiled programs, with the sizes of their parameters and cache."""
         self._running: list[_Slot | None] = [None] * slots
         self._waiting: deque[Request] = deque()

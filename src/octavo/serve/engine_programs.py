@@ -62,6 +62,7 @@ class Programs:
         load: Callable[[], Any],
         *,
         rules: Any,
+        ranges: Any = None,
         slots: int,
         max_length: int,
         kv: KVConfig,
@@ -79,7 +80,7 @@ class Programs:
         self._leaves, self._owns_leaves = tuple(leaves), False
         plain = functools.partial(apply, config)
         is_plain = not rules and not any(map(is_qarray, jax.tree.leaves(params, is_leaf=is_qarray)))
-        self._model = plain if is_plain else served(plain, rules)
+        self._model = plain if is_plain else served(plain, rules, state=ranges or {})
         # Chunks start at multiples of their size: room for the padding of the last one.
         padded = -(-max_length // chunk) * chunk
         cache = KVCache.empty(config, kv, slots=slots, max_length=padded)

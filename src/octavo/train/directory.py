@@ -155,6 +155,8 @@ def save_quantized(trainer: Trainer, log: Log) -> None:
     path, params = trainer.config.save_quantized_params_path, trainer.quantized_params()
     before, after = (sum(x.nbytes for x in jax.tree.leaves(p)) for p in (trainer.state.params, params))
     with CheckpointManager(_remote.pull(path), asynchronous=False) as checkpoints:
-        checkpoints.save(trainer.now, {"params": params}, description(trainer), force=True)
+        checkpoints.save(
+            trainer.now, {"params": params, "quant": trainer.state.quant}, description(trainer), force=True
+        )
     _remote.push(path)
     log(f"quantized parameters: {before / 2**20:.1f} MiB -> {after / 2**20:.1f} MiB, in {path}")

@@ -81,11 +81,12 @@ def train(config: Config, *, log: Log | None = None, mesh: Any = None, schedule:
     start_time, print_line = time.perf_counter(), log or functools.partial(print, flush=True)
     if not (main := distributed.is_main_process()):
         log = print_line = lambda _: None  # process 0 writes for all
-    if _remote.is_remote(config.run_path) and distributed.is_multiprocess():
-        raise ValueError(
-            f"base_output_directory={config.base_output_directory}: several processes write one directory, which must "
-            "be a file system that all of them see: mount the bucket, or run as one process"
-        )
+    for key in ("base_output_directory", "save_quantized_params_path"):
+        if _remote.is_remote(path := getattr(config, key)) and distributed.is_multiprocess():
+            raise ValueError(
+                f"{key}={path}: several processes write one directory, which must be a file system that all of them "
+                "see: mount the bucket, or run as one process"
+            )
     _remote.pull(config.run_path)
     try:
         return _train(config, log, print_line, main, start_time, mesh, schedule)

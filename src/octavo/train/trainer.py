@@ -11,7 +11,7 @@ from octavo import _remote
 from octavo._tree import path_str
 from octavo.checkpoint import load
 from octavo.data import make_dataset
-from octavo.frameworks.serving import quantize_sharded
+from octavo.frameworks.serving import quantize_by_range, quantize_sharded
 from octavo.inspect import Verification
 from octavo.models import init_params
 from octavo.qarray import dequantize, is_qarray
@@ -107,12 +107,16 @@ class Trainer(Program):
         """The parameters for serving: QArrays where a rule quantizes them, sharded like the parameters."""
         low = quantized(self.loss, self.rules, weights="params") if self.rules else None
         quantizers = {} if low is None else low.stored_quantizers(*self.loss_arguments)
+        ranges = {} if low is None else low.stored_ranges(self.state.quant, *self.loss_arguments)
 
         def convert(path: Any, leaf: Any) -> Any:
-            quantizer = quantizers.get(path_str(path))
-            if quantizer is None or self.is_single_device:
-                return leaf if quantizer is None else quantizer.quantize(leaf)
-            return quantize_sharded(leaf, quantizer, replicate_scale=self.config.replicate_quant_scale)
+            quantizer, bounds = quantizers.get(path_str(path)), ranges.get(path_str(path))
+            if quantizer is None:
+                return leaf
+            if self.is_single_device:
+                return quantize_by_range(leaf, quantizer, bounds)
+            replicate = self.config.replicate_quant_scale
+            return quantize_sharded(leaf, quantizer, bounds=bounds, replicate_scale=replicate)
 
         return jax.tree_util.tree_map_with_path(convert, apply_masks(self.state.params, self.state.masks))
 

@@ -21,6 +21,7 @@ from octavo.transform.state import (
     GRADIENT_STATE,
     QUANT_STATS,
     check_calibrated,
+    empty_histories,
     flatten_state,
     nest_state,
     remembered_range,
@@ -263,13 +264,18 @@ class Quantized:
         before: dict[Key, Any] = {}
         if self.provider.stateful:
             known = self._discover(traced)[1] if known is None else known
+            served = self.provider.quantizes_params
             if state is None and known:
                 some = next(iter(known))
+                way = "state = q.init(*args); out, state = q.stateful(state)(*args)"
+                if served:
+                    way = "q.stateful(state)(*args)[0], with the state of training"
+                    if some.collection == GRADIENT_STATE:
+                        way += "; with {} for the ranges of each input"
                 raise ValueError(
-                    f"{some.name} at {some.path!r} keeps state ({some.collection}), which goes in and comes out: "
-                    "state = q.init(*args); out, state = q.stateful(state)(*args)"
+                    f"{some.name} at {some.path!r} keeps state ({some.collection}), which goes in and comes out: {way}"
                 )
-            before = flatten_state(state or {}, known)
+            before = flatten_state(state or {}, known, empty_histories(known) if served else None)
             check_calibrated({k: v for k, v in before.items() if not context.updates(k.path)})
         frame = Frame(context, state=before, key=key)
         outs = evaluate(traced.jaxpr, traced.values, frame)

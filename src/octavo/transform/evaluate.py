@@ -35,7 +35,7 @@ from octavo.transform.jaxpr import (
 from octavo.transform.rearrange import as_array, rearrange
 from octavo.transform.resolve import find_kernel, find_site, is_unbatched
 from octavo.transform.site import GEOMETRY, Site, operand_axes
-from octavo.transform.state import gradient_state, static_ranges
+from octavo.transform.state import delayed_ranges, gradient_state, static_ranges
 from octavo.transform.weights import ACTIVATION, CONSTANT, Origin, combine, propagate
 
 _OPTIONS = ("precision", "preferred_element_type", "out_sharding", "sharding")
@@ -188,6 +188,7 @@ def run_matmul(site: Site, frame: Frame, lhs: Any, rhs: Any, *rest: Any, params:
     axes = operand_axes(params, lhs.shape, rhs.shape) if stateful or quantized else ()
     scaling: dict[str, Any] = static_ranges(site, frame, operands, axes) if stateful else {}
     if quantized:
+        scaling |= delayed_ranges(site, frame, operands, axes) if stateful else {}
         sides = zip(operands, (config.fwd.lhs, config.fwd.rhs), axes, ("lhs", "rhs"), strict=True)
         codes = [
             x

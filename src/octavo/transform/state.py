@@ -12,7 +12,7 @@ from octavo import ops
 from octavo._tree import unflatten_paths
 from octavo._typing import Array
 from octavo.calibration import Bounds, Ema, RunningMean, widest
-from octavo.ops import Operand
+from octavo.ops import DotConfig, Operand
 from octavo.ops.telemetry import init_telemetry, telemetry_name
 from octavo.qarray import QArray, Quantizer
 from octavo.transform.frame import Frame, Key
@@ -36,15 +36,22 @@ def find_state(tree: Any, key: Key) -> Any:
     return tree
 
 
-def flatten_state(tree: Mapping[str, Any], known: Iterable[Key]) -> dict[Key, Any]:
-    """The inverse of `nest_state` for these keys; raises if one is missing."""
+def flatten_state(tree: Mapping[str, Any], known: Iterable[Key], default: Mapping[Key, Any] | None = None) -> Any:
+    """The inverse of `nest_state` for these keys; raises if one is missing and has no default."""
     state = {key: find_state(tree, key) for key in known}
+    state = {key: (default or {}).get(key) if value is None else value for key, value in state.items()}
     if missing := [key for key, value in state.items() if value is None]:
         raise ValueError(
             f"the state has no {'/'.join(missing[0].parts)}: it was made for other rules or another function; "
             "initialize it again"
         )
     return state
+
+
+def empty_histories(known: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Delayed scaling that remembers nothing, of these shapes: each tensor is quantized by its own range."""
+    kept = {key: value for key, value in known.items() if key.collection == GRADIENT_STATE}
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept)
 
 
 def check_calibrated(state: Mapping[Key, Any]) -> None:
@@ -214,16 +221,37 @@ def remembered_range(site: Site, state: Mapping[str, Any], ndim: int) -> Bounds 
     )
 
 
+def delayed_ranges(
+    site: Site, frame: Frame, operands: Sequence[Any], axes: Sequence[Mapping[str, Any]]
+) -> dict[str, Bounds]:
+    """The range that delayed scaling remembers of each float operand next to codes; its own if there is none."""
+    if site.config is None or not site.config.tracked:
+        return {}
+    lhs, rhs = operands
+    state, ranges = _tracked_state(site, site.config, frame, lhs, rhs, site.params), {}
+    for x, own, name in zip(operands, axes, ("lhs", "rhs"), strict=True):
+        operand = site.config.tracked.get(name)
+        if operand is not None and operand.tracker is not None and not isinstance(x, QArray):
+            ranges[name] = operand.tracker.read(state[name], operand.quantizer(x.ndim, **own).measure(x))
+    return ranges
+
+
+def _tracked_state(
+    site: Site, config: DotConfig, frame: Frame, lhs: Any, rhs: Any, params: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The state of delayed scaling and error feedback."""
+    product = matmul_product(params, lhs.shape, rhs.shape)
+    init = lambda: ops.init_scaling(config, lhs, rhs, product, placement=site.placement)  # noqa: E731
+    return frame.read(Key(GRADIENT_STATE, site.path, site.op_id), init)
+
+
 def gradient_state(site: Site, frame: Frame, lhs: Array, rhs: Array, params: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a matmul whose gradient is its new value: delayed scaling, error feedback and telemetry."""
     config, reduction = site.config, site.placement.reduction
     assert config is not None
     state: dict[str, Any] = {}
     if config.tracked or (reduction is not None and reduction.feedback):
-        init = lambda: ops.init_scaling(  # noqa: E731
-            config, lhs, rhs, matmul_product(params, lhs.shape, rhs.shape), placement=site.placement
-        )
-        state |= frame.read(Key(GRADIENT_STATE, site.path, site.op_id), init)
+        state |= _tracked_state(site, config, frame, lhs, rhs, params)
     if frame.context.provider.telemetry:
         # Zeros, whose gradient is the telemetry.
         zeros = frame.read(Key(TELEMETRY, site.path, site.op_id), lambda: init_telemetry(config))

@@ -1,0 +1,130 @@
+"""Quantizing the operands of one matmul: rotation, ranges, codes, and where gradients pass."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from octavo._typing import Array, PRNGKeyArray
+from octavo.calibration import AbsMax, Bounds
+from octavo.numerics import Format
+from octavo.ops.config import DotConfig, Matmul, Operand
+from octavo.ops.hadamard import random_signs, rotate
+from octavo.ops.lowerings.xla import row_major
+from octavo.ops.operands import ArrayOrQArray, Axes, Dims
+from octavo.ops.product import Scaling
+from octavo.ops.scales import Scaled, move_scale
+from octavo.ops.telemetry import measure_fit
+from octavo.qarray import QArray, inside
+from octavo.qarray.platform import is_eager
+
+
+def quantize_operands(matmul: Matmul, lhs: Any, rhs: Any, dims: Dims, keys: Any, scaling: Scaling, names: Any):
+    """Rotate and quantize both operands of a matmul; also returns measured bounds and telemetry."""
+    seen: dict[str, Bounds] = {}
+    if matmul.rotate is not None and dims.lhs_contract:
+        axes = dims.lhs_contract[-1], dims.rhs_contract[-1]
+        signs = random_signs(jax.random.fold_in(keys[0], 1), lhs.shape[axes[0]]) if matmul.random_signs else None
+        lhs, rhs = (rotate(x, matmul.rotate, axis=axis, signs=signs) for x, axis in zip((lhs, rhs), axes, strict=True))
+    left = (matmul.lhs, dims.lhs_contract, dims.lhs_batch, keys[0], scaling, names[0], seen)
+    right = (matmul.rhs, dims.rhs_contract, dims.rhs_batch, keys[1], scaling, names[1], seen)
+    if matmul.rhs is not None and matmul.rhs.dequant == "other":
+        moved, rhs = move_scale(_quantize_operand(rhs, *right), lhs, dims, from_left=False)
+        return _quantize_operand(moved, *left), rhs, seen
+    lhs = _quantize_operand(lhs, *left)
+    if matmul.lhs is not None and matmul.lhs.dequant == "other":
+        rhs, lhs = move_scale(lhs, rhs, dims, from_left=True)
+    return lhs, _quantize_operand(rhs, *right), seen
+
+
+def _quantize_operand(
+    x: Any,
+    operand: Operand | None,
+    contract: Axes,
+    batch: Axes,
+    key: PRNGKeyArray | None,
+    scaling: Scaling,
+    name: Any,
+    seen: dict[str, Any],
+) -> Any:
+    """An operand as codes if it is to be quantized; adds measured bounds and telemetry to `seen`."""
+    array = x.product() if isinstance(x, Scaled) else x
+    # The gradient of a product with a vector is an outer product: no axis is contracted, along which blocks could lie.
+    if operand is None or isinstance(x, QArray) or (not contract and operand.qtype.tile is not None):
+        return array
+    array = array if isinstance(x, Scaled) else materialize(array, operand)
+    quantizer, given = operand.quantizer(array.ndim, contracting=contract, batch=batch), scaling.get(name)
+    bounds, measured, dynamic = given, None, isinstance(operand.calibration, AbsMax) and given is None
+    if isinstance(x, Scaled) and dynamic:
+        # -(g s) has the range of g s. XLA fuses this multiplication into the reduction; if it were the same expression
+        # as the one that is rounded, g s would be materialized in float32 for both uses.
+        bounds = measured = quantizer.measure(Scaled(x.value, row_major(-x.scale)).product(), witness=x.value)
+        array = _in_rows(x, operand, batch).product()
+    elif operand.tracker is not None:
+        # Codes that do not depend on these bounds are rounded in the pass that measures them: TPU's compiler joins both
+        # if they read the same widened values.
+        wide = array if operand.tracker.reads_current or array.dtype.itemsize > 2 else array.astype(jnp.float32)
+        seen[name] = measured = quantizer.measure(wide)
+        bounds = operand.tracker.read(given or operand.tracker.init(measured), measured)
+    elif dynamic and name == "lhs" and (rows := _in_rows(x, operand, batch)) is not x:
+        bounds = measured = quantizer.measure(array)
+        array = rows
+    # Materialized once, in row-major order: otherwise CPUs fuse the quantization into later transposes of the codes.
+    q = quantizer.quantize(array, key=key, bounds=bounds, measured=measured, check_finite=operand.check_finite)
+    q = jax.tree.map(row_major, q)
+    if scaling:
+        seen.update(measure_fit(scaling, name, array, q))
+    return q
+
+
+def materialize(x: Array, operand: Operand | None) -> Array:
+    """A float32 array that CPUs compute once, before it is quantized.
+
+    They write it for the reduction in any case. What computed it would be fused into the quantization too: twice the
+    work, and a kernel of its own to compile for each site, where equal kernels are compiled once. Narrower floats are
+    left alone: fused, they are not rounded in between. With a peer's arithmetic, programs are fused as the peer's are.
+    """
+    return row_major(x) if x.dtype == jnp.float32 and operand and operand.arithmetic == "float32" else x
+
+
+def _in_rows(x: Any, operand: Operand, batch: Axes) -> Any:
+    """The narrow values of a linear layer, copied on TPUs to the layout in which they are rounded.
+
+    Attention writes them with transposed heads. TPU's compiler would widen them before it copies them to the layout of
+    the codes. Their range is measured as they are written. Where it is not measured, codes have the layout of a matmul
+    that writes them, and no copy is wanted.
+    """
+    value = x.value if isinstance(x, Scaled) else x
+    plain = operand.tile is None and operand.arithmetic == "float32" and value.ndim <= 3 and not batch
+    if not plain or value.dtype.itemsize > 2 or is_eager(value):
+        return x
+    value = row_major(value, platform="tpu", copied=True)
+    return Scaled(value, x.scale) if isinstance(x, Scaled) else value
+
+
+def fake_quant_operand(operand: Operand | None, x: ArrayOrQArray) -> ArrayOrQArray:
+    """The operand, dequantized if its config says so."""
+    return x.dequantize() if isinstance(x, QArray) and operand and operand.dequant == "input" else x
+
+
+def gradient_mask(
+    config: DotConfig,
+    operand: Operand | None,
+    x: ArrayOrQArray,
+    contract: Axes,
+    batch: Axes,
+    given: dict[str, Array] | None,
+) -> Array | None:
+    """The mask of values within the calibrated range, where gradients pass, or the format's own factors; None for 1."""
+    if operand is None or config.fwd.rotate or isinstance(x, QArray):
+        return None
+    own = type(operand.qtype).gradient is not Format.gradient
+    clips = config.clip_gradient and (given is not None or operand.calibration.may_clip)
+    if not own and not clips:
+        return None
+    quantizer, bounds = operand.quantizer(x.ndim, contracting=contract, batch=batch), given
+    if operand.tracker is not None:
+        measured = quantizer.measure(x)
+        bounds = operand.tracker.read(given or operand.tracker.init(measured), measured)
+    mask, factor = inside(quantizer, x, bounds) if clips else None, quantizer.gradient(x, bounds) if own else None
+    return mask if factor is None else factor if mask is None else factor * mask.astype(factor.dtype)
