@@ -2,28 +2,13 @@
 
 import collections
 import gc
-import hashlib
 import importlib
 import importlib.util
 import os
-import platform
 import shutil
-import time
 from pathlib import Path
 
-
-def compiled_programs(most_days=14):
-    """The directory of compiled programs; what no run read for two weeks is removed."""
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
-    flags = next((line for line in cpuinfo.splitlines() if line.startswith("flags")), cpuinfo)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = cache / "octavo" / f"tests-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
-    if "PYTEST_XDIST_WORKER" not in os.environ and directory.exists():
-        for entry in os.scandir(directory):
-            if time.time() - entry.stat().st_atime > most_days * 86_400:
-                Path(entry).unlink(missing_ok=True)
-    return directory
-
+from tests.compiled import COMPILED, remove_unread
 
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -34,10 +19,8 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-# Two thirds of the suite's time is compilation. Workers, subprocesses, later runs and other clones read what was compiled
-# before: the key holds the program, the flags and JAX's version, the directory's name the instructions of the CPU. Tests
-# that read what XLA writes while it compiles switch it off.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compiled_programs()))
+# Two thirds of the suite's time is compilation. Tests that read what XLA writes while it compiles switch the cache off.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
 # Compilation makes and frees millions of small objects. With glibc's cache for more of them than the usual seven of a
 # size, it takes a tenth less CPU time; workers and subprocesses read this when they start.
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.tcache_count=8000:glibc.malloc.trim_threshold=1073741824")
@@ -76,6 +59,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        remove_unread()
     found = importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype")
     if found and config.getoption("--shapes") == "check":
         from jaxtyping import install_import_hook
