@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo import _sharding
-from octavo._shapes import Shape, at_least
-from octavo._typing import Array, DTypeLike
+from octavo._typing import Array, DTypeLike, Shape
 from octavo.numerics import BlockFormat, FloatFormat, Format, IntFormat
 from octavo.qarray import QArray
 from octavo.qarray.indexing import repeat_scale
@@ -219,6 +218,15 @@ class DotProblem:
         kind = accumulation_kind(left, right)
         dims = Dims(left.ndim, right.ndim, left.contract, right.contract, left.batch, right.batch)
         return None if kind is None else Split(kind, left, right, dims)
+
+
+def at_least(size: Any, bound: int) -> bool:
+    """Whether a size is at least `bound`; a symbolic one, which is not known, counts as large.
+
+    >>> at_least(3, 2), at_least(1, 2)
+    (True, False)
+    """
+    return not isinstance(size, int) or size >= bound
 
 
 def unpack(x: ArrayOrQArray) -> ArrayOrQArray:

@@ -16,7 +16,7 @@ from octavo.ops.product import Scaling
 from octavo.ops.scales import Scaled, move_scale
 from octavo.ops.telemetry import measure_fit
 from octavo.qarray import QArray, inside
-from octavo.qarray.platform import is_eager
+from octavo.qarray.qarray import is_eager
 
 
 def quantize_operands(matmul: Matmul, lhs: Any, rhs: Any, dims: Dims, keys: Any, scaling: Scaling, names: Any):

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from octavo import _sharding
-from octavo._shapes import at_least
 from octavo._typing import Array
 from octavo.ops.operands import ArrayOrQArray, Dims
 from octavo.qarray import QArray
@@ -71,7 +70,7 @@ def _across(part: Array, mine: tuple[int, ...], theirs: tuple[int, ...], ndim: i
     """An array over the batch and contracted axes of one operand, broadcastable against the other."""
     order = [a for _, a in sorted(zip(theirs, mine, strict=True))]
     sizes = dict(zip(sorted(theirs), (part.shape[a] for a in order), strict=True))
-    long = [a for a in order if at_least(part.shape[a], 2)]
+    long = [a for a in order if part.shape[a] not in (0, 1)]
     if long != sorted(long):
         part = jnp.transpose(part, (*order, *(a for a in range(part.ndim) if a not in mine)))
     return part.reshape([sizes.get(a, 1) for a in range(ndim)])

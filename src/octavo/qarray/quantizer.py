@@ -11,15 +11,13 @@ import numpy as np
 
 from octavo import _sharding
 from octavo._config import Config
-from octavo._shapes import Shape
-from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray
+from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray, Shape
 from octavo.calibration import AbsMax, Bounds, Calibration, CalibrationLike, get_calibration
 from octavo.numerics import BlockFormat, Eden, Format, FormatLike, IntFormat, Rounding, get_format, get_rounding
-from octavo.qarray.arithmetic import ARITHMETICS
+from octavo.qarray.arithmetic import ARITHMETICS, on_cpu
 from octavo.qarray.eden import correct_scale
 from octavo.qarray.indexing import unpad
-from octavo.qarray.platform import is_eager, on_cpu
-from octavo.qarray.qarray import QArray, Tiles
+from octavo.qarray.qarray import QArray, Tiles, is_eager
 
 _SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e8m0fnu")
 

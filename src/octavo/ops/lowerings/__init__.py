@@ -17,13 +17,12 @@ import math
 import jax
 
 from octavo._names import unknown_name
-from octavo._shapes import at_least
 from octavo._typing import Array
 from octavo.ops.lowerings.block_scaled import BlockScaled
 from octavo.ops.lowerings.cpu_ffi import FEWEST_WEIGHTS, CpuFfi
 from octavo.ops.lowerings.split_float import SplitFloat
 from octavo.ops.lowerings.xla import Xla
-from octavo.ops.operands import ArrayOrQArray, Dims, DotProblem, MatmulOptions
+from octavo.ops.operands import ArrayOrQArray, Dims, DotProblem, MatmulOptions, at_least
 from octavo.qarray import QArray
 
 type Lowering = BlockScaled | CpuFfi | SplitFloat | Xla

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from octavo import _sharding, kernels
-from octavo._shapes import Shape
-from octavo._typing import Array
+from octavo._typing import Array, Shape
 from octavo.numerics import Format, IntFormat
 from octavo.ops.lowerings.xla import Xla, multiply_codes
 from octavo.ops.operands import Dims, DotProblem, MatmulOptions, element

@@ -22,9 +22,8 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from octavo import _sharding
-from octavo._shapes import at_least
 from octavo._typing import Array
-from octavo.ops.operands import Codes, Dims, DotProblem, Split, dequantize
+from octavo.ops.operands import Codes, Dims, DotProblem, Split, at_least, dequantize
 
 type IntegerDot = Callable[[Array, Array, Dims], Array]
 
@@ -113,7 +112,7 @@ def _to_result_axes(part: Array, dims: Dims, *, right: bool = False) -> Array:
     batch = dims.rhs_batch if right else dims.lhs_batch
     remaining = dims.rhs_remaining if right else dims.lhs_remaining
     lead, kept = [part.shape[a] for a in batch], [part.shape[a] for a in remaining]
-    long = [a for a in (*batch, *remaining) if at_least(part.shape[a], 2)]
+    long = [a for a in (*batch, *remaining) if part.shape[a] not in (0, 1)]
     if long != sorted(long):
         part = jnp.transpose(part, (*batch, *remaining, *(dims.rhs_contract if right else dims.lhs_contract)))
     others = (1,) * len(dims.lhs_remaining if right else dims.rhs_remaining)
@@ -273,6 +272,6 @@ def row_major(x: Array, *, platform: str = "cpu", copied: bool = False) -> Array
     Returns:
       The same array.
     """
-    if not at_least(x.size, 2) or _sharding.explicit(x) is not None:
+    if x.size in (0, 1) or _sharding.explicit(x) is not None:
         return x
     return _row_major.bind(x, order=tuple(range(x.ndim)), platform=platform, copied=copied)

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from octavo import _sharding
-from octavo._shapes import Shape
-from octavo._typing import Array, DTypeLike, PRNGKeyArray
+from octavo._typing import Array, DTypeLike, PRNGKeyArray, Shape
 from octavo.ops.config import DotConfig
 from octavo.ops.lowerings.conv import convolve, per_example, per_feature
 from octavo.ops.operands import ArrayOrQArray, Dims, MatmulOptions, result_dtype, widen_integer, without_reduced

@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo import _sharding
-from octavo._shapes import Shape
-from octavo._typing import Array, DTypeLike, PRNGKeyArray
+from octavo._typing import Array, DTypeLike, PRNGKeyArray, Shape
 from octavo.ops.config import DotConfig
 from octavo.ops.lowerings import describe, multiply
 from octavo.ops.lowerings.xla import row_major

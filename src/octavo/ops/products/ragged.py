@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from octavo._shapes import Shape
-from octavo._typing import Array, PRNGKeyArray
+from octavo._typing import Array, PRNGKeyArray, Shape
 from octavo.calibration import AbsMax
 from octavo.ops.config import DotConfig, Operand
 from octavo.ops.lowerings.grouped import Rows, group_absmax
