@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -75,9 +74,10 @@ class Codes:
         self.x = x
         self.format = getattr(x.qtype, "element", x.qtype) if isinstance(x, QArray) else None
         fmt = self.format
-        self.is_int8 = isinstance(fmt, IntFormat) and fmt.bits <= (8 if fmt.has_zero else 7)
         self.has_zero_point = isinstance(x, QArray) and x.zero_point is not None
-        self.is_int8 = self.is_int8 and not _has_fractions(x)
+        self.is_int8 = isinstance(fmt, IntFormat) and fmt.bits <= (8 if fmt.has_zero else 7)
+        if self.is_int8 and self.has_zero_point:
+            self.is_int8 = not _has_fractions(x)
         self._own_contract = contract
         self._tiles = {
             axis: tile for axis, tile in zip(contract, tiles, strict=False) if tile not in (0, x.shape[axis])
@@ -237,11 +237,6 @@ def unpack(x: ArrayOrQArray) -> ArrayOrQArray:
     for axis, _ in x.padding:
         x = repeat_scale(x, axis % x.ndim)
     return x
-
-
-def without_reduced[T](tree: T) -> T:
-    """Make operands `reduced` over no mesh axis."""
-    return jax.tree.map(_sharding.without_reduced, tree)
 
 
 def accumulation_kind(left: Codes, right: Codes) -> Any:

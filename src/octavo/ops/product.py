@@ -159,9 +159,9 @@ def marked_product(body: Any) -> ProductCall | None:
     return last.params["product"] if last is not None and last.primitive is _marker else None
 
 
-# JAX raises for the forward-mode derivative of a custom_vjp function, under jit when the program is lowered, by an error
-# that names neither the matmul nor an alternative. The tangents of operands pass through a primitive of its own first.
-# Reverse mode transposes it; only forward mode executes, batches or lowers it.
+# JAX raises for the forward-mode derivative of a custom_vjp function, under jit when the program is lowered, by an
+# error that names neither the matmul nor an alternative. The tangents of operands pass through a primitive of its own
+# first. Reverse mode transposes it; only forward mode executes, batches or lowers it.
 REVERSE_ONLY = "octavo_reverse_only"
 """The name of the identity that raises in forward-mode differentiation."""
 

@@ -66,7 +66,7 @@ def _quantize_operand(
         wide = array if operand.tracker.reads_current or array.dtype.itemsize > 2 else array.astype(jnp.float32)
         seen[name] = measured = quantizer.measure(wide)
         bounds = operand.tracker.read(given or operand.tracker.init(measured), measured)
-    elif dynamic and name == "lhs" and (rows := _in_rows(x, operand, batch)) is not x:
+    elif dynamic and name == "lhs" and x.dtype.itemsize <= 2 and (rows := _in_rows(x, operand, batch)) is not x:
         bounds = measured = quantizer.measure(array)
         array = rows
     # Materialized once, in row-major order: otherwise CPUs fuse the quantization into later transposes of the codes.

@@ -162,9 +162,8 @@ class QArray:
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """Dequantize: computed in float32, returned in `dtype` (by default the array's own)."""
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
-        return (_dequantize_eagerly if is_eager(self) else QArray._dequantize)(self, dtype)
-
-    def _dequantize(self, dtype: np.dtype) -> jax.Array:
+        if is_eager(self):
+            return _dequantize_eagerly(self, dtype)
         where = _sharding.explicit(self.qvalue)
         q = self._map(_sharding.without_reduced).unpack()
         compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
@@ -236,7 +235,7 @@ class QArray:
         return display.html(self)
 
 
-_dequantize_eagerly = jax.jit(QArray._dequantize, static_argnums=1, inline=True)
+_dequantize_eagerly = jax.jit(QArray.dequantize, static_argnums=1, inline=True)
 
 
 def _pack(codes: Array, fmt: Format, axis: int) -> Array:
