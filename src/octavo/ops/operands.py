@@ -249,6 +249,11 @@ def accumulation_kind(left: Codes, right: Codes) -> Any:
     return None if carriers[0] is None or carriers[1] is None else wider(carriers[0], carriers[1])
 
 
+def code_pair(left: Codes, right: Codes, kind: Any) -> tuple[Array, Array]:
+    """Both operands in the form in which an `accumulation_kind` multiplies them."""
+    return (left.integers(), right.integers()) if kind == "int" else (left.values(kind), right.values(kind))
+
+
 def element(q: QArray) -> Format:
     """The format of single codes; the element format of a block format."""
     return q.qtype.element if isinstance(q.qtype, BlockFormat) else q.qtype

@@ -82,19 +82,18 @@ def find_site(
 def find_kernel(eqn: Equation, values: list[Value], frame: Frame) -> None:
     """Add a kernel to the sites."""
     op, names = eqn.primitive.name, "/".join(filter(None, (frame.scope, scope(eqn))))
-    left, right, *_ = *(v.origin for v in values), ACTIVATION, ACTIVATION
-    leaf = next((leaf for v in values for leaf in v.origin.leaves), None)
+    left, right, *_ = origins = [*(v.origin for v in values), ACTIVATION, ACTIVATION]
+    leaf = next((leaf for origin in origins for leaf in origin.leaves), None)
     path = _scope_path(names, (left, right), frame.context)
     avals: Any = [v.aval for v in (*eqn.invars, *eqn.outvars)]
-    types = [(tuple(aval.shape), str(aval.dtype)) for aval in avals]
-    lhs, rhs, *_ = *types, ((), "float32"), ((), "float32")
+    types = [*((tuple(aval.shape), str(aval.dtype)) for aval in avals), ((), "float32"), ((), "float32")]
     site = Site(
         path=path,
         op=op,
         op_id=_op_id(path, op, frame),
-        lhs=lhs,
-        rhs=rhs,
-        out=types[len(eqn.invars)] if eqn.outvars else lhs,
+        lhs=types[0],
+        rhs=types[1],
+        out=types[len(eqn.invars)] if eqn.outvars else types[0],
         origins=(left, right),
         weights=(False, False),
         leaf=leaf,

@@ -23,7 +23,7 @@ from jax.interpreters import ad, batching, mlir
 
 from octavo import _sharding
 from octavo._typing import Array
-from octavo.ops.operands import Codes, Dims, DotProblem, Split, at_least, dequantize
+from octavo.ops.operands import Codes, Dims, DotProblem, Split, at_least, code_pair, dequantize
 
 type IntegerDot = Callable[[Array, Array, Dims], Array]
 
@@ -53,10 +53,7 @@ class Xla:
         has_zero_points = s.left.has_zero_point or s.right.has_zero_point
         if has_zero_points:
             sharding = _sharding.plain(sharding)  # an unreduced result supports no subtraction
-        if is_integer:
-            left, right = s.left.integers(), s.right.integers()
-        else:
-            left, right = s.left.values(s.kind), s.right.values(s.kind)
+        left, right = code_pair(s.left, s.right, s.kind)
         if len(s.dims.lhs_batch) > len(p.dims.lhs_batch):
             left, right, sharding = _split_shardings(left, right, s.dims, p.dims, sharding)
         if not is_integer:
