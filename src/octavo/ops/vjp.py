@@ -15,8 +15,7 @@ from octavo.calibration import Bounds
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.operands import ArrayOrQArray, MatmulOptions
 from octavo.ops.product import UNPLACED, Placement, Product, Scaling, Transpose, mark, reverse_only
-from octavo.ops.quantize import fake_quant_operand, gradient_mask, materialize, quantize_operands
-from octavo.ops.scales import smooth
+from octavo.ops.quantize import fake_quant_operand, gradient_mask, materialize, quantize_operands, smooth
 from octavo.ops.sparsity import nm_mask
 from octavo.ops.telemetry import telemetry_operands
 from octavo.qarray import QArray

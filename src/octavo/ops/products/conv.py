@@ -14,7 +14,7 @@ from octavo.ops.lowerings.conv import convolve, per_example, per_feature
 from octavo.ops.operands import ArrayOrQArray, Dims, MatmulOptions, result_dtype, widen_integer
 from octavo.ops.product import Product, Scaling, Transpose
 from octavo.ops.products.conv_dims import ConvDims
-from octavo.ops.scales import full_scale, without_scale
+from octavo.ops.quantize import full_scale, without_scale
 from octavo.ops.vjp import Call, quantized_product
 from octavo.qarray import QArray
 

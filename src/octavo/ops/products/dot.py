@@ -16,7 +16,7 @@ from octavo.ops.lowerings import describe, multiply
 from octavo.ops.lowerings.xla import row_major
 from octavo.ops.operands import SMALLEST_TILE, ArrayOrQArray, Dims, MatmulOptions, result_dtype
 from octavo.ops.product import UNPLACED, Placement, Product, Scaling, Transpose
-from octavo.ops.scales import move_scale
+from octavo.ops.quantize import move_scale
 from octavo.ops.vjp import Call, init_product_scaling, quantized_product
 from octavo.qarray import QArray
 

@@ -22,7 +22,7 @@ from octavo.ops.lowerings.xla import row_major
 from octavo.ops.operands import ArrayOrQArray, Dims, MatmulOptions
 from octavo.ops.product import Product, Transpose, mark
 from octavo.ops.products.conv import NO_SMOOTHING
-from octavo.ops.scales import full_scale, without_scale
+from octavo.ops.quantize import full_scale, without_scale
 from octavo.ops.telemetry import measure_fit
 from octavo.qarray import QArray
 
