@@ -16,6 +16,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 type Spec = NamedSharding | PartitionSpec
 
 
+def is_typed(*trees: Any) -> bool:
+    """Whether the type of any array has a mesh: one with explicit axes, or that of a shard_map."""
+    return any(not jax.typeof(x).sharding.mesh.empty for x in jax.tree.leaves(trees))
+
+
 def explicit(x: Any) -> NamedSharding | None:
     """The sharding that is part of an array's type; None if the compiler chooses it."""
     sharding = getattr(jax.typeof(x), "sharding", None)
@@ -97,12 +102,16 @@ def check_not_unreduced(x: jax.Array) -> None:
         )
 
 
-def without_reduced(x: jax.Array) -> jax.Array:
-    """An array that is `reduced` over no mesh axis, with the same values on every device: codes are computed from it.
+def without_reduced[T](tree: T) -> T:
+    """Arrays that are `reduced` over no mesh axis, with the same values on every device: codes are computed from them.
 
     The gradient still is typed unreduced, but is reduced on the way; only a custom_vjp avoids that reduction. Raises
     for an unreduced array.
     """
+    return jax.tree.map(_without_reduced, tree) if is_typed(tree) else tree
+
+
+def _without_reduced(x: jax.Array) -> jax.Array:
     typed, inside = explicit(x), manual_axes(x, "reduced")
     if typed is not None or manual_axes(x, "unreduced"):
         check_not_unreduced(x)

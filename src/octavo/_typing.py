@@ -20,6 +20,9 @@ else:
         PRNGKeyArray = Any
         Bool = Float = Num = Shaped = UInt8 = _Anything
 
+type Shape = tuple[Any, ...]
+"""The shape of an array: integers, or symbolic sizes (`jax.export.symbolic_shape`)."""
+
 type DTypeLike = str | type | np.dtype | jax.typing.DTypeLike
 
-__all__ = ["Array", "Bool", "DTypeLike", "Float", "Num", "PRNGKeyArray", "Shaped", "UInt8"]
+__all__ = ["Array", "Bool", "DTypeLike", "Float", "Num", "PRNGKeyArray", "Shape", "Shaped", "UInt8"]

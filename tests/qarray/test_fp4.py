@@ -12,7 +12,8 @@ from octavo import QtRule, Quantizer, dot
 from octavo.numerics import Eden, get_rounding
 from octavo.ops import DotConfig, Matmul, Operand
 from octavo.ops.hadamard import random_signs, rotate
-from octavo.rules.compile import EDEN_RANGE, dot_config
+from octavo.rules import dot_config
+from octavo.rules.compile import EDEN_RANGE
 
 
 def to_e2m1(x):

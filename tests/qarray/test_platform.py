@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import octavo
-from octavo.qarray.platform import on_cpu
+from octavo.qarray.arithmetic import on_cpu
 
 
 def lowered(fn, *args, platform):

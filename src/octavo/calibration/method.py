@@ -95,7 +95,8 @@ class AbsMax(Calibration):
         # Primitives: jnp's functions take longer to trace, and this is traced for every operand of a program.
         absmax = jax.lax.expand_dims(jax.lax.reduce_max(jax.lax.abs(x), axes), axes)
         absmax = absmax if self.factor == 1 else absmax * self.factor
-        return {"absmax": absmax} | with_headroom(absmax, self.headroom)
+        bounds = {"absmax": absmax}
+        return bounds if self.headroom == 1 else bounds | with_headroom(absmax, self.headroom)
 
 
 def with_headroom(absmax: Float[Array, "..."], headroom: float) -> Bounds:

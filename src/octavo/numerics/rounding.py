@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from octavo._config import Config
-from octavo._shapes import Shape
-from octavo._typing import Array, Float, PRNGKeyArray
+from octavo._typing import Array, Float, PRNGKeyArray, Shape
 
 
 class Rounding(Config, abc.ABC):
@@ -17,10 +16,8 @@ class Rounding(Config, abc.ABC):
     stochastic: bool = False
     """Whether it needs a random key."""
 
-    @property
-    def nearest(self) -> bool:
-        """Whether codes are rounded to nearest, so that the ends of the range may be rounded to the last code."""
-        return not self.stochastic
+    nearest: bool = True
+    """Whether codes are rounded to nearest, so that the ends of the range may be rounded to the last code."""
 
     @abc.abstractmethod
     def noise(self, key: PRNGKeyArray | None, shape: Shape) -> Float[Array, "..."] | None:
@@ -49,6 +46,7 @@ class Stochastic(Rounding):
     bits: int = 24
     shared_axes: tuple[int, ...] = ()
     stochastic = True
+    nearest = False
 
     def __post_init__(self):
         if self.bits not in (8, 16, 24):
@@ -82,7 +80,6 @@ class Eden(Rounding):
 
     block: int = 32
     stochastic = True
-    nearest = True  # pyrefly: ignore
 
     def __post_init__(self):
         if self.block < 2 or self.block & (self.block - 1):

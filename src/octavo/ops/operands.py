@@ -8,13 +8,11 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from octavo import _sharding
-from octavo._shapes import Shape, at_least
-from octavo._typing import Array, DTypeLike
+from octavo._typing import Array, DTypeLike, Shape
 from octavo.numerics import BlockFormat, FloatFormat, Format, IntFormat
 from octavo.qarray import QArray
 from octavo.qarray.indexing import repeat_scale
@@ -76,9 +74,10 @@ class Codes:
         self.x = x
         self.format = getattr(x.qtype, "element", x.qtype) if isinstance(x, QArray) else None
         fmt = self.format
-        self.is_int8 = isinstance(fmt, IntFormat) and fmt.bits <= (8 if fmt.has_zero else 7)
         self.has_zero_point = isinstance(x, QArray) and x.zero_point is not None
-        self.is_int8 = self.is_int8 and not _has_fractions(x)
+        self.is_int8 = isinstance(fmt, IntFormat) and fmt.bits <= (8 if fmt.has_zero else 7)
+        if self.is_int8 and self.has_zero_point:
+            self.is_int8 = not _has_fractions(x)
         self._own_contract = contract
         self._tiles = {
             axis: tile for axis, tile in zip(contract, tiles, strict=False) if tile not in (0, x.shape[axis])
@@ -221,6 +220,15 @@ class DotProblem:
         return None if kind is None else Split(kind, left, right, dims)
 
 
+def at_least(size: Any, bound: int) -> bool:
+    """Whether a size is at least `bound`; a symbolic one, which is not known, counts as large.
+
+    >>> at_least(3, 2), at_least(1, 2)
+    (True, False)
+    """
+    return not isinstance(size, int) or size >= bound
+
+
 def unpack(x: ArrayOrQArray) -> ArrayOrQArray:
     """Unpack an operand and remove its padding."""
     if not isinstance(x, QArray):
@@ -231,11 +239,6 @@ def unpack(x: ArrayOrQArray) -> ArrayOrQArray:
     return x
 
 
-def without_reduced[T](tree: T) -> T:
-    """Make operands `reduced` over no mesh axis."""
-    return jax.tree.map(_sharding.without_reduced, tree)
-
-
 def accumulation_kind(left: Codes, right: Codes) -> Any:
     """ "int" for an integer dot, "native" for float8, or the dtype that holds all values exactly; None if none does."""
     if left.is_int8 and right.is_int8:
@@ -244,6 +247,11 @@ def accumulation_kind(left: Codes, right: Codes) -> Any:
         return "native"
     carriers = _carrier(left.x), _carrier(right.x)
     return None if carriers[0] is None or carriers[1] is None else wider(carriers[0], carriers[1])
+
+
+def code_pair(left: Codes, right: Codes, kind: Any) -> tuple[Array, Array]:
+    """Both operands in the form in which an `accumulation_kind` multiplies them."""
+    return (left.integers(), right.integers()) if kind == "int" else (left.values(kind), right.values(kind))
 
 
 def element(q: QArray) -> Format:

@@ -7,15 +7,14 @@ quantization, residuals, masks and moving scales between operands are implemente
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from octavo._shapes import Shape
-from octavo._typing import Array
+from octavo._typing import Array, Shape
 from octavo.ops.config import DotConfig, Matmul
 from octavo.ops.operands import ArrayOrQArray, Dims, MatmulOptions
 from octavo.qarray import QArray
@@ -158,3 +157,41 @@ def marked_product(body: Any) -> ProductCall | None:
     """The `ProductCall` that the body of a custom_vjp function computes; None if there is none."""
     last = body.eqns[-1] if body.eqns else None
     return last.params["product"] if last is not None and last.primitive is _marker else None
+
+
+# JAX raises for the forward-mode derivative of a custom_vjp function, under jit when the program is lowered, by an
+# error that names neither the matmul nor an alternative. The tangents of operands pass through a primitive of its own
+# first. Reverse mode transposes it; only forward mode executes, batches or lowers it.
+REVERSE_ONLY = "octavo_reverse_only"
+"""The name of the identity that raises in forward-mode differentiation."""
+
+
+def reverse_only(x: Array) -> Array:
+    """`x`, which has a gradient but no forward-mode derivative."""
+    return _identity.bind(x)
+
+
+def _raise(*args: Any, **params: Any) -> NoReturn:
+    raise NotImplementedError(
+        "a quantized matmul has a backward pass of its own, and so no forward-mode derivative (jax.jvp, "
+        "jax.linearize, jax.jacfwd, jax.hessian): use jax.vjp, jax.grad or jax.jacrev, or octavo.fake_quant on a float "
+        "matmul"
+    )
+
+
+def _jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    return x, t if isinstance(t, ad.Zero) else _tangent.bind(t)
+
+
+_identity, _tangent = core.Primitive(REVERSE_ONLY), core.Primitive(f"{REVERSE_ONLY}_tangent")
+for _primitive in (_identity, _tangent):
+    _primitive.def_abstract_eval(lambda x: x)
+batching.defvectorized(_identity)
+batching.primitive_batchers[_tangent] = _raise
+_identity.def_impl(lambda x: x)
+_tangent.def_impl(_raise)
+mlir.register_lowering(_identity, lambda ctx, x: [x])
+mlir.register_lowering(_tangent, _raise)
+ad.primitive_jvps[_identity] = _jvp
+ad.deflinear(_tangent, lambda g: [g])

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from octavo import _sharding
 from octavo._typing import Array, DTypeLike, PRNGKeyArray
 from octavo.ops.config import DotConfig
 from octavo.ops.lowerings import multiply
 from octavo.ops.lowerings.grouped import Rows
 from octavo.ops.lowerings.ragged import multiply_groups, multiply_rows
-from octavo.ops.operands import ArrayOrQArray, Dims, MatmulOptions, dequantize, result_dtype, without_reduced
+from octavo.ops.operands import ArrayOrQArray, Dims, MatmulOptions, dequantize, result_dtype
 from octavo.ops.product import UNPLACED, Placement, Scaling
 from octavo.ops.products.ragged import FloatCall, Ragged, float_ragged_dot
 from octavo.ops.vjp import Call, masked, quantized_product, quantized_transpose
@@ -144,7 +145,7 @@ def tgmm(
             f"{lhs.shape} by rows, {rhs.shape} and {group_sizes.shape}"
         )
     dtype = result_dtype(lhs, rhs, preferred_element_type)
-    lhs, rhs = without_reduced((lhs, rhs))
+    lhs, rhs = _sharding.without_reduced((lhs, rhs))
     return multiply_rows(lhs, rhs, Rows(lhs.shape[0], group_sizes), MatmulOptions(dtype, precision))
 
 
@@ -224,7 +225,7 @@ def ragged_dot_general(
     if ragged in lb:
         # A ragged batch axis: groups do not affect the result.
         dims = Dims.of(numbers.dot_dimension_numbers, lhs.ndim, rhs.ndim)
-        lhs, rhs = without_reduced((lhs, rhs))
+        lhs, rhs = _sharding.without_reduced((lhs, rhs))
         return multiply(lhs, rhs, dims, MatmulOptions(dtype, precision, out_sharding=out_sharding))
     if is_rows:
         lhs, rhs = _transpose(lhs, (ragged, 1 - ragged)), _transpose(rhs, (rc[0], 1 - rc[0]))
@@ -267,12 +268,14 @@ def _ragged_dot(
     rows = Rows(lhs.shape[0], group_sizes, sharding)
     if config is not None:
         # Rows of no group are masked in the input and the output, and thereby in the gradients as well.
-        call = Call(Ragged(sharding), config, jnp.dtype(dtype), precision, None, placement)
+        product = Ragged(sharding)
+        product.check(config)
+        call = Call(product, config, jnp.dtype(dtype), precision, None, placement)
         lhs = lhs if isinstance(lhs, QArray) else masked(lhs, rows.owned)
         out = quantized_product(call, lhs, rhs, group_sizes, key=key, scaling=scaling)
         out = masked(out, rows.owned)
     elif quantized:
-        lhs, rhs = without_reduced((lhs, rhs))
+        lhs, rhs = _sharding.without_reduced((lhs, rhs))
         out = multiply_groups(lhs, rhs, rows, MatmulOptions(dtype, precision), contract=contract)
     elif sharding is not None:
         out = float_ragged_dot(FloatCall(Ragged(sharding), jnp.dtype(dtype), precision), lhs, rhs, group_sizes)

@@ -13,11 +13,9 @@ from octavo import _sharding
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import Bounds
 from octavo.ops.config import DotConfig, Matmul, Operand
-from octavo.ops.operands import ArrayOrQArray, MatmulOptions, without_reduced
-from octavo.ops.product import UNPLACED, Placement, Product, Scaling, Transpose, mark
-from octavo.ops.quantize import fake_quant_operand, gradient_mask, materialize, quantize_operands
-from octavo.ops.reverse_only import reverse_only
-from octavo.ops.scales import smooth
+from octavo.ops.operands import ArrayOrQArray, MatmulOptions
+from octavo.ops.product import UNPLACED, Placement, Product, Scaling, Transpose, mark, reverse_only
+from octavo.ops.quantize import fake_quant_operand, gradient_mask, materialize, quantize_operands, smooth
 from octavo.ops.sparsity import nm_mask
 from octavo.ops.telemetry import telemetry_operands
 from octavo.qarray import QArray
@@ -60,21 +58,21 @@ def quantized_product(
 ) -> Array:
     """Apply a product, quantizing its float operands and those of its gradients; QArrays are operands as they are."""
     config, product, scaling = call.config, call.product, scaling or {}
-    product.check(config)
     if scaling or config.tracked or call.placement.reduction is not None:
         _check_scaling(config, scaling, call.placement.reduction)
     if isinstance(lhs, QArray) or isinstance(rhs, QArray):
         # Codes are multiplied as they are: they are not masked again, and have no gradient.
         lhs, rhs = (x if isinstance(x, QArray) else reverse_only(x) for x in (lhs, rhs))
         return _product(call._replace(placement=UNPLACED), lhs, rhs, extra, key, scaling)
-    lhs, rhs = _sharding.vary_alike(lhs, rhs)
+    typed = _sharding.is_typed(lhs, rhs)
+    if typed:
+        lhs, rhs = _sharding.vary_alike(lhs, rhs)
     if config.sparsity is not None:
         n, m = config.sparsity
         kept = nm_mask(_sharding.without_reduced(rhs), n, m, axis=product.dims.rhs_contract[-1])
         rhs = masked(rhs, _sharding.restore_reduced(kept, _sharding.explicit(rhs)))
-    if product.has_explicit_shardings:
-        left, right = _sharding.explicit_shardings(lhs, rhs)
-        call = call._replace(operand_shardings=(left, right))
+    if typed and product.has_explicit_shardings:
+        call = call._replace(operand_shardings=_sharding.explicit_shardings(lhs, rhs))
     return _product(call, reverse_only(lhs), reverse_only(rhs), extra, key, scaling)
 
 
@@ -140,7 +138,7 @@ def _product(
 def _primal(
     call: Call, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Any, key: PRNGKeyArray | None, scaling: Scaling
 ) -> Array:
-    return _forward(call, *without_reduced((lhs, rhs)), extra, key, scaling)[0]
+    return _forward(call, *_sharding.without_reduced((lhs, rhs)), extra, key, scaling)[0]
 
 
 def _forward(
@@ -175,7 +173,7 @@ def _product_fwd(
             "operation, call octavo.quantized(fn, rules).stateful(key=key)(...), or in a Flax model give the rng "
             "stream 'stochastic_rounding'"
         )
-    lhs, rhs = without_reduced((lhs, rhs))
+    lhs, rhs = _sharding.without_reduced((lhs, rhs))
     out, (left, right, seen, keys, smoothed) = _forward(call, lhs, rhs, extra, key, scaling)
     config, dims = call.config, call.product.dims
     # Only residuals that the gradients read are saved, in low precision where a gradient uses codes.

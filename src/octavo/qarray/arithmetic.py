@@ -10,6 +10,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
+from jax.interpreters import mlir
 
 from octavo._typing import Array, Shaped
 from octavo.calibration import Bounds
@@ -176,3 +178,18 @@ def _asymmetric(
     scale = jnp.where(high == low, 1, scale)
     below = _divide(low, scale).astype(jnp.float32)
     return scale, element.encode(element.qmin - (jnp.floor(below) if slack else jnp.round(below))), None
+
+
+_on_cpu = core.Primitive("octavo_on_cpu")
+_on_cpu.def_impl(lambda: jnp.asarray(True))
+_on_cpu.def_abstract_eval(lambda: jax.core.ShapedArray((), jnp.dtype(bool)))
+mlir.register_lowering(_on_cpu, mlir.lower_fun(lambda: jnp.asarray(False), multiple_results=False))
+mlir.register_lowering(_on_cpu, mlir.lower_fun(lambda: jnp.asarray(True), multiple_results=False), platform="cpu")
+
+
+def on_cpu() -> Array:
+    """Whether the program runs on a CPU: a constant after lowering, so that XLA removes what it disables.
+
+    Outside of jit it is True everywhere.
+    """
+    return _on_cpu.bind()

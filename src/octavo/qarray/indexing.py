@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo import _sharding
-from octavo._shapes import Shape, at_least
-from octavo._typing import Array, Shaped
+from octavo._typing import Array, Shape, Shaped
 
 
 def from_end(axis: int, ndim: int) -> int:
@@ -233,7 +232,7 @@ def repeat_scale(q: Any, axis: int) -> Any:
 
     def per_value(x: Array) -> Array:
         count = x.shape[axis]
-        return unpad(_sharding.repeat(x, stored[axis] // count, axis), own) if at_least(count, 2) else x
+        return unpad(_sharding.repeat(x, stored[axis] // count, axis), own) if count not in (0, 1) else x
 
     q = q._map(lambda x: unpad(x, own) if x is q.qvalue else per_value(x))
     return q._replace(padding=tuple(p for p in q.padding if p not in own))

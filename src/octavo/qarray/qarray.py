@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo import _sharding
-from octavo._shapes import Shape, at_least
-from octavo._typing import Array, Bool, DTypeLike, Shaped
+from octavo._typing import Array, Bool, DTypeLike, Shape, Shaped
 from octavo.numerics import Format, FormatLike, get_format, pack_bits, unpack_bits
 from octavo.qarray import display, indexing
-from octavo.qarray.platform import is_eager
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -164,9 +162,8 @@ class QArray:
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """Dequantize: computed in float32, returned in `dtype` (by default the array's own)."""
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
-        return (_dequantize_eagerly if is_eager(self) else QArray._dequantize)(self, dtype)
-
-    def _dequantize(self, dtype: np.dtype) -> jax.Array:
+        if is_eager(self):
+            return _dequantize_eagerly(self, dtype)
         where = _sharding.explicit(self.qvalue)
         q = self._map(_sharding.without_reduced).unpack()
         compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
@@ -238,7 +235,7 @@ class QArray:
         return display.html(self)
 
 
-_dequantize_eagerly = jax.jit(QArray._dequantize, static_argnums=1, inline=True)
+_dequantize_eagerly = jax.jit(QArray.dequantize, static_argnums=1, inline=True)
 
 
 def _pack(codes: Array, fmt: Format, axis: int) -> Array:
@@ -259,13 +256,9 @@ class Tiles:
         self.shape, self.sizes, self.counts = shape, sizes, counts
         # The shape with the last tiles filled up, and the number of axes of the split form for each axis.
         self.padded = tuple(count * size for count, size in zip(counts, sizes, strict=True))
-        self._widths = tuple(
-            1 + (at_least(count, 2) and at_least(size, 2)) for count, size in zip(counts, sizes, strict=True)
-        )
+        self._widths = tuple(1 + (count not in (0, 1) and size != 1) for count, size in zip(counts, sizes, strict=True))
         ends = [sum(self._widths[: axis + 1]) - 1 for axis in range(len(shape))]
-        self.axes = tuple(
-            end for end, count, size in zip(ends, counts, sizes, strict=True) if at_least(size, 2) or count == 1
-        )
+        self.axes = tuple(end for end, count, size in zip(ends, counts, sizes, strict=True) if size != 1 or count == 1)
         """The axes of the split form along which values share a scale."""
         self.padding = tuple(
             (axis - len(shape), filled - dim)
@@ -306,6 +299,17 @@ class Tiles:
             (dim,) if width == 1 else (count, size) if dim == count * size else (dim, 1)
             for dim, count, size, width in axes
         ]
+
+
+def is_eager(*trees: Any) -> bool:
+    """Whether all leaves are arrays with values, so that a function of them runs primitive by primitive.
+
+    Quantizing is some thirty primitives, each a program of its own when called eagerly. Compiled as one program they
+    take a third of the time or less at the first call and a tenth at later ones. Under a trace they are part of its
+    program.
+    """
+    leaves = jax.tree.leaves(trees)
+    return all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves)
 
 
 def is_qarray(x: Any) -> bool:

@@ -11,16 +11,15 @@ import numpy as np
 
 from octavo import _sharding
 from octavo._config import Config
-from octavo._shapes import Shape
-from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray
+from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray, Shape
 from octavo.calibration import AbsMax, Bounds, Calibration, CalibrationLike, get_calibration
 from octavo.numerics import BlockFormat, Eden, Format, FormatLike, IntFormat, Rounding, get_format, get_rounding
-from octavo.qarray.arithmetic import ARITHMETICS
+from octavo.qarray.arithmetic import ARITHMETICS, on_cpu
 from octavo.qarray.eden import correct_scale
 from octavo.qarray.indexing import unpad
-from octavo.qarray.platform import is_eager, on_cpu
-from octavo.qarray.qarray import QArray, Tiles
+from octavo.qarray.qarray import QArray, Tiles, is_eager
 
+_ABSMAX = AbsMax()
 _SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e8m0fnu")
 
 
@@ -191,7 +190,7 @@ class Quantizer(Config):
         mask = tiles.mask() if tiles.padding else None
         # A largest magnitude is exact in the dtype of the values, and TPU's compiler then measures it where they are
         # computed, not in a pass over values that are widened first.
-        values = split.astype(dtype) if self.calibration == AbsMax() else split
+        values = split.astype(dtype) if self.calibration == _ABSMAX else split
         bounds = self.calibration.measure(values, axes=tiles.axes, mask=mask, round_trip=round_trip)
         bounds = {name: bound.astype(split.dtype) for name, bound in bounds.items()}
         if self.calibration.finite:
@@ -271,11 +270,6 @@ class Quantizer(Config):
         # The other arithmetics round after each primitive in bfloat16, which a fused program does not.
         if bounds is None and measured is None and self.arithmetic == "float32" and is_eager(x, key):
             return _quantize_eagerly(self, check_finite, x, key)
-        return self._quantize(x, key, bounds, measured, check_finite)
-
-    def _quantize(
-        self, x: Array, key: PRNGKeyArray | None, bounds: Bounds | None, measured: Bounds | None, check_finite: bool
-    ) -> QArray:
         where, x, fmt, tiles = _sharding.explicit(x), _sharding.without_reduced(x), self.format, self.tiles(x.shape)
         split = tiles.split(self._widen(x))
         external = bounds is not None and bounds is not measured
@@ -292,7 +286,7 @@ class Quantizer(Config):
         if (external or self.calibration.finite) and self.arithmetic == "float32":
             if fmt.has_nan:
                 split = jnp.where(jnp.isfinite(split), split, jnp.nan)
-            elif measured is not None and self.calibration == AbsMax():
+            elif measured is not None and self.calibration == _ABSMAX:
                 finite = jnp.isfinite(tiles.split_scale(measured["absmax"]))
             elif check_finite:
                 shared = tuple(axis for axis, size in enumerate(next(iter(bounds.values())).shape) if size == 1)
@@ -340,7 +334,7 @@ class Quantizer(Config):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _quantize_eagerly(quantizer: Quantizer, check_finite: bool, x: Array, key: PRNGKeyArray | None) -> QArray:
-    return quantizer._quantize(x, key, None, None, check_finite)
+    return quantizer.quantize(x, key=key, check_finite=check_finite)
 
 
 def check_tile_size(axis: int, size: int | float) -> int | float:

@@ -18,41 +18,20 @@ type Configs = dict[tuple[bool, bool], DotConfig | None]
 """The compiled forms of a rule by (there is a weight, it is the left operand)."""
 
 
-def dot_config(rule: Any, *, lhs_weight: bool, rhs_weight: bool) -> DotConfig | None:
-    """The config of a matmul under a rule, or None if it stays in float.
-
-    Static ranges (`act_static_scale`) are not part of it: they are passed to the call, as bounds in its `scaling`.
-
-    Args:
-        rule: A `QuantizationRule`.
-        lhs_weight: Whether the left operand is a weight. If so, dlhs and drhs are swapped.
-        rhs_weight: Whether the right operand is a weight. Of two weights, the right one counts as the weight.
-
-    >>> from octavo.rules import QtRule
-    >>> config = dot_config(QtRule(weight_qtype="int4", act_qtype="int8"), lhs_weight=True, rhs_weight=False)
-    >>> config.fwd.lhs.qtype.name, config.fwd.rhs.qtype.name, config.dlhs
-    ('int4', 'int8', Matmul(residual='original'))
-    """
-    kind = lhs_weight or rhs_weight, lhs_weight and not rhs_weight
-    configs: Configs = rule._configs
-    if kind not in configs:  # a weight on the left, which some rules do not support
-        configs[kind] = _compile(rule, *kind)
-    return configs[kind]
-
-
 def compile_rule(rule: Any) -> Configs:
     """The forms of a rule for a weight on the right and for two activations; raises if there are none."""
     configs: Configs = {}
     for weights in (True, False):
         try:
-            configs[weights, False] = _compile(rule, weights, False)
+            configs[weights, False] = compile_matmul(rule, weights, False)
         except ValueError as error:
             kind = "a matmul with a weight" if weights else "a matmul of two activations"
             raise ValueError(f"this {type(rule).__name__} does not describe {kind}: {error}") from None
     return configs
 
 
-def _compile(rule: Any, weights: bool, left: bool) -> DotConfig | None:
+def compile_matmul(rule: Any, weights: bool, left: bool) -> DotConfig | None:
+    """The config of a matmul with or without weights, with the weight as its left or right operand."""
     if rule.leaves_alone or (rule.scope != "all" and (rule.scope == "weights") != weights):
         return None
     trains = hasattr(rule, "bwd_qtype")  # whether it is a QtRule

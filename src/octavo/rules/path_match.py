@@ -7,6 +7,7 @@ path.
 
 import functools
 import re
+from collections.abc import Callable
 from re import _constants as sre  # pyrefly: ignore
 from re import _parser as parser  # pyrefly: ignore
 from typing import Any
@@ -24,17 +25,18 @@ _CATEGORIES = {
 }
 
 
-@functools.lru_cache(1 << 16)
-def match_path(pattern: str, path: str) -> bool:
-    """Whether the pattern matches the whole path.
+@functools.lru_cache(1 << 10)
+def path_matcher(pattern: str) -> Callable[[str], Any]:
+    """A function that is true for the paths that the pattern matches as a whole.
 
-    >>> match_path(".*/mlp", "layers/mlp"), match_path("(a+)+$", "a" * 100 + "b")
+    >>> bool(path_matcher(".*/mlp")("layers/mlp")), bool(path_matcher("(a+)+$")("a" * 100 + "b"))
     (True, False)
     """
     tree = _ambiguous(pattern)
     if tree is None:
-        return re.fullmatch(pattern, path) is not None
-    return len(path) in _ends(tree, {0}, path, bool(tree.state.flags & re.IGNORECASE))
+        return re.compile(pattern).fullmatch
+    ignore_case = bool(tree.state.flags & re.IGNORECASE)
+    return functools.lru_cache(1 << 16)(lambda path: len(path) in _ends(tree, {0}, path, ignore_case))
 
 
 def check_bounded(pattern: str) -> None:

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 from octavo._config import Config
 from octavo.calibration import CalibrationLike
 from octavo.numerics import FormatLike, Rounding
-from octavo.ops import Matmul
+from octavo.ops import DotConfig, Matmul
 from octavo.rules import checks
-from octavo.rules.compile import Configs, compile_rule
+from octavo.rules.compile import Configs, compile_matmul, compile_rule
 from octavo.rules.conflicts import check_conflicts
-from octavo.rules.path_match import match_path
+from octavo.rules.path_match import path_matcher
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -93,7 +93,7 @@ class QuantizationRule(Config):
         for name in (field.name for field in dataclasses.fields(self) if field.name in checks.FIELDS):
             object.__setattr__(self, name, checks.check(name, getattr(self, name), checks.FIELDS[name]))
         check_conflicts(self)
-        _ = self._configs  # raises if the rule cannot be compiled
+        _ = self._configs, path_matcher(self.module_path)  # computed once; raises if the rule cannot be compiled
 
     @functools.cached_property
     def _configs(self) -> Configs:
@@ -121,7 +121,7 @@ class QuantizationRule(Config):
             return False
         if self.op_names and checks.SYNONYMS.get(op, op) not in self.op_names:
             return False
-        return match_path(self.module_path, path)
+        return bool(path_matcher(self.module_path)(path))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -178,6 +178,27 @@ class QtRule(QuantizationRule):
     reduce_qtype: FormatLike | None = None
     reduce_axes: Collection[str | Collection[str]] = ()
     reduce_feedback: bool = False
+
+
+def dot_config(rule: QuantizationRule, *, lhs_weight: bool, rhs_weight: bool) -> DotConfig | None:
+    """The config of a matmul under a rule, or None if it stays in float.
+
+    Static ranges (`act_static_scale`) are not part of it: they are passed to the call, as bounds in its `scaling`.
+
+    Args:
+        rule: A `QuantizationRule`.
+        lhs_weight: Whether the left operand is a weight. If so, dlhs and drhs are swapped.
+        rhs_weight: Whether the right operand is a weight. Of two weights, the right one counts as the weight.
+
+    >>> config = dot_config(QtRule(weight_qtype="int4", act_qtype="int8"), lhs_weight=True, rhs_weight=False)
+    >>> config.fwd.lhs.qtype.name, config.fwd.rhs.qtype.name, config.dlhs
+    ('int4', 'int8', Matmul(residual='original'))
+    """
+    kind = lhs_weight or rhs_weight, lhs_weight and not rhs_weight
+    configs = rule._configs
+    if kind not in configs:  # a weight on the left, which some rules do not support
+        configs[kind] = compile_matmul(rule, *kind)
+    return configs[kind]
 
 
 _PARTS = "router|gate_logits?|(token_)?embed(der|dings?)?|embed_tokens|lm_head|logits(_dense)?"

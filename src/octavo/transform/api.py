@@ -89,11 +89,8 @@ class Traced(NamedTuple):
     jaxpr: Jaxpr
     values: list[Value]
     out_tree: Any
-
-    @property
-    def dtypes(self) -> dict[str, Any]:
-        """The dtype of each parameter by name."""
-        return {v.origin.leaves[0]: v.data.dtype for v in self.values if v.origin.leaves}
+    dtypes: dict[str, Any]
+    """The dtypes of the parameters, by name."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -131,6 +128,8 @@ class Quantized:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *options: Any) -> tuple[Any, dict[str, Any]]:
         """A call by a user, with the provider's own changes of inputs and output."""
+        if not self.provider.has_model_hooks:
+            return self._run(self._trace(args, kwargs), *options)
         _, args, kwargs = self.provider.process_model_inputs(self.fn, args, kwargs)
         out, new = self._run(self._trace(tuple(args), kwargs), *options)
         return self.provider.process_model_output(getattr(self.fn, "__name__", "__call__"), out), new
@@ -225,9 +224,10 @@ class Quantized:
 
         arrays = [v.data for v in values.values()]
         abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, QArray) else x for x in arrays]
+        dtypes = {v.origin.leaves[0]: v.data.dtype for v in values.values() if v.origin.leaves}
         token = tracing.set(self.provider)
         try:
-            return Traced(jax.make_jaxpr(fn)(*abstract), list(values.values()), out_tree)
+            return Traced(jax.make_jaxpr(fn)(*abstract), list(values.values()), out_tree, dtypes)
         finally:
             tracing.reset(token)
 

@@ -159,21 +159,17 @@ def _dispatch(eqn: Equation, values: list[Value], frame: Frame, marked: ProductC
     return Value(dispatch(as_array(tokens.data), order.data, config), origin)
 
 
-def _options(params: Mapping[str, Any], rest: tuple[Any, ...]) -> dict[str, Any]:
-    """The keyword arguments of a matmul; `rest` are the operands after the first two."""
+def matmul_call(params: Mapping[str, Any], rest: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The function of a matmul with these parameters, its arguments after lhs and rhs, and its keyword arguments.
+
+    `rest` are the operands after the first two.
+    """
     options = {name: params[name] for name in _OPTIONS if params.get(name) is not None}
     if "window_strides" in params:
         options |= {name: params[name] for name in GEOMETRY if name in params}
+        return ops.conv_general_dilated, (params["window_strides"], params["padding"]), options
     if len(rest) > 1 or params.get("group_offset") is not None:
         options["group_offset"] = rest[1] if len(rest) > 1 else jnp.asarray(params["group_offset"])
-    return options
-
-
-def matmul_call(params: Mapping[str, Any], rest: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The function of a matmul with these parameters, its arguments after lhs and rhs, and its keyword arguments."""
-    options = _options(params, rest)
-    if "window_strides" in params:
-        return ops.conv_general_dilated, (params["window_strides"], params["padding"]), options
     if "ragged_dot_dimension_numbers" in params:
         return ops.ragged_dot_general, (rest[0], params["ragged_dot_dimension_numbers"]), options
     return ops.dot_general, (params.get("dimension_numbers"),), options
@@ -221,16 +217,12 @@ def _rounding_key(site: Site, frame: Frame) -> Array | None:
 
 def _run_override(site: Site, frame: Frame, lhs: Any, rhs: Any, *rest: Any, params: Mapping[str, Any]) -> Array:
     """Run the operation of a subclass of the provider, with the arguments that its JAX namesake has."""
-    options, args = _options(params, rest), (lhs, rhs)
+    (_, args, options), numbers = matmul_call(params, rest), params.get("dimension_numbers")
+    args = (lhs, rhs, *args)
     if site.op == "einsum":
-        args = (_subscripts(params["dimension_numbers"], lhs.ndim, rhs.ndim), lhs, rhs)
-    elif site.op == "dot_general":
-        args = (lhs, rhs, params["dimension_numbers"])
-    elif site.op == "conv_general_dilated":
-        args = (lhs, rhs, params["window_strides"], params["padding"])
-    else:
-        args = (lhs, rhs, rest[0])
-        options["dimension_numbers"] = params["ragged_dot_dimension_numbers"]
+        args = (_subscripts(numbers, lhs.ndim, rhs.ndim), lhs, rhs)
+    elif "ragged_dot_dimension_numbers" in params:
+        args, options["dimension_numbers"] = (lhs, rhs, rest[0]), params["ragged_dot_dimension_numbers"]
     run = functools.partial(frame.context.provider.handlers[site.op], *args, **options)
     token = current_operation.set(Operation(site, frame))
     try:

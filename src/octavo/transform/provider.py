@@ -96,6 +96,9 @@ class QuantizationProvider:
         """Whether any operation may keep state."""
         self.inside_custom = any(rule.inside_custom for rule in self.rules)
         """Whether the bodies of custom_jvp and custom_vjp functions are rewritten."""
+        hooks = ("process_model_inputs", "process_model_output")
+        self.has_model_hooks = any(getattr(type(self), name) is not getattr(own, name) for name in hooks)
+        """Whether a subclass changes the inputs or the output of a model."""
         self._used: set[QuantizationRule] = set()
         self._matched = False  # whether a rule has matched in any call so far
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from octavo.ops.reverse_only import NAME as REVERSE_ONLY
+from octavo.ops.product import REVERSE_ONLY
 from octavo.qarray import QArray
 from octavo.transform.jaxpr import Equation
 

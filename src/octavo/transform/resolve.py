@@ -47,7 +47,8 @@ def find_site(
     path = next((o.module for o in (right, left) if o.leaves and o.module is not None), None)
     path = _scope_path(names, origins, context) if path is None else path
     op_id = _op_id(path, op, frame)
-    types = [_type(v.aval) for v in (*atoms[:2], *eqn.outvars)]
+    avals: Any = [v.aval for v in (*atoms[:2], *eqn.outvars)]
+    types = [(tuple(aval.shape), str(aval.dtype)) for aval in avals]
     if marked is not None and not is_unbatched(eqn, marked):  # under vmap: one execution for each example
         single = *marked.shapes[:2], marked.call.product.out_shape(*marked.shapes[:2])
         trips *= math.prod(types[2][0]) // max(1, math.prod(single[2]))
@@ -81,17 +82,18 @@ def find_site(
 def find_kernel(eqn: Equation, values: list[Value], frame: Frame) -> None:
     """Add a kernel to the sites."""
     op, names = eqn.primitive.name, "/".join(filter(None, (frame.scope, scope(eqn))))
-    left, right, *_ = *(v.origin for v in values), ACTIVATION, ACTIVATION
-    leaf = next((leaf for v in values for leaf in v.origin.leaves), None)
+    left, right, *_ = origins = [*(v.origin for v in values), ACTIVATION, ACTIVATION]
+    leaf = next((leaf for origin in origins for leaf in origin.leaves), None)
     path = _scope_path(names, (left, right), frame.context)
-    lhs, rhs, *_ = *(_type(v.aval) for v in (*eqn.invars, *eqn.outvars)), ((), "float32"), ((), "float32")
+    avals: Any = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    types = [*((tuple(aval.shape), str(aval.dtype)) for aval in avals), ((), "float32"), ((), "float32")]
     site = Site(
         path=path,
         op=op,
         op_id=_op_id(path, op, frame),
-        lhs=lhs,
-        rhs=rhs,
-        out=_type(eqn.outvars[0].aval) if eqn.outvars else lhs,
+        lhs=types[0],
+        rhs=types[1],
+        out=types[len(eqn.invars)] if eqn.outvars else types[0],
         origins=(left, right),
         weights=(False, False),
         leaf=leaf,
@@ -109,10 +111,6 @@ def is_unbatched(eqn: Equation, marked: ProductCall) -> bool:
     """Whether a call of `octavo.ops` has the arguments that it was made with; under vmap it has larger ones."""
     atoms: Any = eqn.invars[eqn.params["num_consts"] :]
     return marked.shapes == tuple(tuple(a.aval.shape) for a in atoms)
-
-
-def _type(aval: Any) -> tuple[tuple[int, ...], str]:
-    return tuple(aval.shape), str(aval.dtype)
 
 
 def _op_id(path: str, op: str, frame: Frame) -> str:
@@ -153,7 +151,7 @@ def _resolve(site: Site, context: Context) -> Site:
         reason = "float with an adapter" if adapted else "two activations, and the rule has no act_qtype"
     elif site.gradient is not None and (config := _gradient_config(config, site)) is None:
         reason = "the rule keeps gradients in float"
-    elif (problem := _unsupported(site, config)) is not None:
+    elif "window_strides" in site.params and (problem := _unsupported(site, config)) is not None:
         config, reason = None, problem
     site = dataclasses.replace(site, rule=rule, config=config, reason=reason)
     sharding = None if config is None else context.shardings.get(site.leaf)
@@ -163,9 +161,7 @@ def _resolve(site: Site, context: Context) -> Site:
 
 
 def _unsupported(site: Site, config: DotConfig) -> str | None:
-    """Why a convolution or ragged dot cannot have this config; None if it can."""
-    if "window_strides" not in site.params:
-        return None
+    """Why a convolution cannot have this config; None if it can."""
     try:
         matmul_product(site.params, site.lhs[0], site.rhs[0]).check(config)
     except NotImplementedError as error:

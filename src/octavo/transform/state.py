@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from octavo import ops
+from octavo import _sharding, ops
 from octavo._tree import unflatten_paths
 from octavo._typing import Array
 from octavo.calibration import Bounds, Ema, RunningMean, widest
@@ -146,7 +146,7 @@ def _static_range(frame: Frame, site: Site, name: str, quantizer: Quantizer, x: 
     rule: Any = site.rule
     measured = {k: v.astype(jnp.float32) for k, v in quantizer.measure(jax.lax.stop_gradient(x)).items()}
     # Axes along which the value is the same on all devices cannot be reduced together with the others.
-    varying = _varying_axes(x)
+    varying = _sharding.manual_axes(x, "varying")
     over = tuple(name for name in frame.manual_axes if name in varying) or frame.manual_axes
     if rule.act_batch_axes is None:
         measured = widest(measured, over)
@@ -255,14 +255,9 @@ def gradient_state(site: Site, frame: Frame, lhs: Array, rhs: Array, params: Map
     if frame.context.provider.telemetry:
         # Zeros, whose gradient is the telemetry.
         zeros = frame.read(Key(TELEMETRY, site.path, site.op_id), lambda: init_telemetry(config))
-        axes = tuple(sorted(_varying_axes(lhs) | _varying_axes(rhs)))
+        axes = tuple(sorted(_sharding.manual_axes(lhs, "varying") | _sharding.manual_axes(rhs, "varying")))
         state |= {telemetry_name(name): _per_device(axes, x) if axes else x for name, x in zeros.items()}
     return state
-
-
-def _varying_axes(x: Array) -> frozenset[str]:
-    """The manual mesh axes along which an array differs, as far as shard_map tracks them."""
-    return getattr(getattr(jax.typeof(x), "mat", None), "varying", frozenset())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from octavo.ops.reverse_only import NAME as REVERSE_ONLY
+from octavo.ops.product import REVERSE_ONLY
 from octavo.qarray import Quantizer
 
 

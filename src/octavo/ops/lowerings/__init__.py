@@ -17,13 +17,13 @@ import math
 import jax
 
 from octavo._names import unknown_name
-from octavo._shapes import at_least
 from octavo._typing import Array
+from octavo.numerics import BlockFormat
 from octavo.ops.lowerings.block_scaled import BlockScaled
 from octavo.ops.lowerings.cpu_ffi import FEWEST_WEIGHTS, CpuFfi
 from octavo.ops.lowerings.split_float import SplitFloat
 from octavo.ops.lowerings.xla import Xla
-from octavo.ops.operands import ArrayOrQArray, Dims, DotProblem, MatmulOptions
+from octavo.ops.operands import ArrayOrQArray, Dims, DotProblem, MatmulOptions, at_least
 from octavo.qarray import QArray
 
 type Lowering = BlockScaled | CpuFfi | SplitFloat | Xla
@@ -70,7 +70,7 @@ def choose(p: DotProblem) -> Lowering:
         check_name(name)
     if name == "auto" and at_least(math.prod(p.rhs.shape), FEWEST_WEIGHTS) and KERNEL.reason(p) is None:
         return KERNEL
-    if name == "auto" and SCALED.reason(p) is None:
+    if name == "auto" and isinstance(getattr(p.rhs, "qtype", None), BlockFormat) and SCALED.reason(p) is None:
         return SCALED
     if name != "plain" and not isinstance(p.lhs, QArray) and SPLIT_FLOAT.reason(p) is None:
         return SPLIT_FLOAT

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from octavo import _sharding, kernels
-from octavo._shapes import Shape
-from octavo._typing import Array
+from octavo._typing import Array, Shape
 from octavo.numerics import Format, IntFormat
-from octavo.ops.lowerings.xla import Xla, multiply_codes
+from octavo.ops.lowerings.xla import Xla, int32_dot
 from octavo.ops.operands import Dims, DotProblem, MatmulOptions, element
 from octavo.qarray import QArray
 
@@ -58,7 +57,7 @@ class CpuFfi:
 
     def run(self, p: DotProblem) -> Array:
         if isinstance(p.lhs, QArray):
-            return multiply_codes(p, _integer_dot)
+            return Xla(dot=_integer_dot).run(p)
         assert isinstance(p.rhs, QArray)
 
         def elsewhere(lhs: Array, rhs: QArray) -> Array:
@@ -114,7 +113,7 @@ def _unsupported_axes(shape: Shape, dims: Dims, most: int) -> str | None:
 
 def _integer_dot(lhs: Array, rhs: Array, dims: Dims) -> Array:
     kernel = functools.partial(_kernel_dot, dims=dims)
-    plain = functools.partial(jax.lax.dot_general, dimension_numbers=dims.numbers, preferred_element_type=jnp.int32)
+    plain = functools.partial(int32_dot, dimension_numbers=dims.numbers)
     return jax.lax.platform_dependent(lhs, rhs, cpu=kernel, default=plain)
 
 

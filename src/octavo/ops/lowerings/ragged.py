@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from octavo._typing import Array
 from octavo.ops.lowerings.grouped import Rows, rows_by_groups, rows_by_rows
-from octavo.ops.operands import ArrayOrQArray, Codes, MatmulOptions, accumulation_kind, dequantize, unpack
+from octavo.ops.operands import ArrayOrQArray, Codes, MatmulOptions, accumulation_kind, code_pair, dequantize, unpack
 
 
 def multiply_groups(
@@ -46,19 +46,17 @@ def multiply_groups(
         part = jnp.squeeze(part, contract)
         return rows.pick(part) if part.shape[0] > 1 else part
 
+    codes = code_pair(left, right, kind)
+    out = rows_by_groups(*codes, rows, options, contract=contract)
     if kind == "int":
-        integers = left.integers(), right.integers()
-        out = rows_by_groups(*integers, rows, options, contract=contract)
         zl, zr = left.zero_point(), right.zero_point()
         if zl is not None:
-            out = out - zl * by_row(jnp.sum(integers[1].astype(jnp.int32), axis=contract, keepdims=True))
+            out = out - zl * by_row(jnp.sum(codes[1].astype(jnp.int32), axis=contract, keepdims=True))
         if zr is not None:
-            out = out - by_row(zr) * jnp.sum(integers[0].astype(jnp.int32), axis=1, keepdims=True)
+            out = out - by_row(zr) * jnp.sum(codes[0].astype(jnp.int32), axis=1, keepdims=True)
         if zl is not None and zr is not None:
             out = out + lhs.shape[1] * zl * by_row(zr)
-        out = summed(out).astype(jnp.float32)
-    else:
-        out = summed(rows_by_groups(left.values(kind), right.values(kind), rows, options, contract=contract))
+    out = summed(out).astype(jnp.float32)
     if (scale := left.scale(is_codes=kind == "int")) is not None:
         out = out * scale
     if (scale := right.scale(is_codes=kind == "int")) is not None:
@@ -88,10 +86,7 @@ def multiply_rows(
     if kind is None or left.has_zero_point or right.has_zero_point:
         out = dot(*dequantize(lhs, rhs))
     else:
-        if kind == "int":
-            out = dot(left.integers(), right.integers()).astype(jnp.float32)
-        else:
-            out = dot(left.values(kind), right.values(kind))
+        out = dot(*code_pair(left, right, kind)).astype(jnp.float32)
         if (scale := right.scale(is_codes=kind == "int")) is not None:
             out = out * scale[None]
         if (scale := left.scale(is_codes=kind == "int")) is not None:

@@ -22,54 +22,49 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from octavo import _sharding
-from octavo._shapes import at_least
 from octavo._typing import Array
-from octavo.ops.operands import Codes, Dims, DotProblem, Split, dequantize
+from octavo.ops.operands import Codes, Dims, DotProblem, Split, at_least, code_pair, dequantize
 
 type IntegerDot = Callable[[Array, Array, Dims], Array]
+
+int32_dot = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.int32)
+"""`lax.dot_general` of int8 codes, unchanged."""
 
 
 class Xla:
     """Any dot. "plain" is XLA's dot, unchanged; "rows" rearranges integer dots; "auto" does so on CPUs."""
 
-    def __init__(self, name: str):
-        self.name = name
-
-    def run(self, p: DotProblem) -> Array:
-        return multiply_codes(p, functools.partial(integer_dot, lowering=self.name))
+    def __init__(self, name: str = "auto", dot: IntegerDot | None = None):
+        self._integer_dot: IntegerDot = dot or functools.partial(integer_dot, lowering=name)
 
     def describe(self, p: DotProblem) -> str:
         if p.split is None:
             return "dequantized"
         return {"int": "int8 -> int32", "native": "float8"}.get(p.split.kind, f"exact in {p.split.kind}")
 
-
-def multiply_codes(p: DotProblem, integer_dot: IntegerDot) -> Array:
-    """The dot of codes with a scaled result, or the dot of dequantized operands."""
-    s, options = p.split, p.options
-    if s is None:
-        lhs, rhs = dequantize(*p.operands)
-        out = float_dot(lhs, rhs, p.dims, options.precision, options.out_sharding, options.accumulator)
-        return out.astype(options.dtype)
-    sharding, is_integer = options.out_sharding, s.kind == "int"
-    has_zero_points = s.left.has_zero_point or s.right.has_zero_point
-    if has_zero_points:
-        sharding = _sharding.plain(sharding)  # an unreduced result supports no subtraction
-    if is_integer:
-        left, right = s.left.integers(), s.right.integers()
-    else:
-        left, right = s.left.values(s.kind), s.right.values(s.kind)
-    if len(s.dims.lhs_batch) > len(p.dims.lhs_batch):
-        left, right, sharding = _split_shardings(left, right, s.dims, p.dims, sharding)
-    if not is_integer:
-        out = float_dot(left, right, s.dims, options.precision, sharding, options.accumulator)
-    elif sharding is not None or _sharding.explicit(left) or _sharding.explicit(right):
-        out = _plain_dot(left, right, s.dims, sharding)
-    else:
-        out = integer_dot(left, right, s.dims)
-    if is_integer and has_zero_points:
-        out = _correct(out, s.left, s.right, s.dims)
-    return scale_result(p, s, out.astype(jnp.float32), is_codes=isinstance(s.kind, str))
+    def run(self, p: DotProblem) -> Array:
+        """The dot of codes with a scaled result, or the dot of dequantized operands."""
+        s, options = p.split, p.options
+        if s is None:
+            lhs, rhs = dequantize(*p.operands)
+            out = float_dot(lhs, rhs, p.dims, options.precision, options.out_sharding, options.accumulator)
+            return out.astype(options.dtype)
+        sharding, is_integer = options.out_sharding, s.kind == "int"
+        has_zero_points = s.left.has_zero_point or s.right.has_zero_point
+        if has_zero_points:
+            sharding = _sharding.plain(sharding)  # an unreduced result supports no subtraction
+        left, right = code_pair(s.left, s.right, s.kind)
+        if len(s.dims.lhs_batch) > len(p.dims.lhs_batch):
+            left, right, sharding = _split_shardings(left, right, s.dims, p.dims, sharding)
+        if not is_integer:
+            out = float_dot(left, right, s.dims, options.precision, sharding, options.accumulator)
+        elif sharding is not None or _sharding.explicit(left) or _sharding.explicit(right):
+            out = int32_dot(left, right, s.dims.numbers, out_sharding=sharding)
+        else:
+            out = self._integer_dot(left, right, s.dims)
+        if is_integer and has_zero_points:
+            out = _correct(out, s.left, s.right, s.dims)
+        return scale_result(p, s, out.astype(jnp.float32), is_codes=isinstance(s.kind, str))
 
 
 def scale_result(p: DotProblem, s: Split, out: Array, *, is_codes: bool) -> Array:
@@ -113,7 +108,7 @@ def _to_result_axes(part: Array, dims: Dims, *, right: bool = False) -> Array:
     batch = dims.rhs_batch if right else dims.lhs_batch
     remaining = dims.rhs_remaining if right else dims.lhs_remaining
     lead, kept = [part.shape[a] for a in batch], [part.shape[a] for a in remaining]
-    long = [a for a in (*batch, *remaining) if at_least(part.shape[a], 2)]
+    long = [a for a in (*batch, *remaining) if part.shape[a] not in (0, 1)]
     if long != sorted(long):
         part = jnp.transpose(part, (*batch, *remaining, *(dims.rhs_contract if right else dims.lhs_contract)))
     others = (1,) * len(dims.lhs_remaining if right else dims.rhs_remaining)
@@ -139,18 +134,17 @@ def _correct(out: Array, left: Codes, right: Codes, dims: Dims) -> Array:
 def integer_dot(lhs: Array, rhs: Array, dims: Dims, *, lowering: str = "auto") -> Array:
     """An int8 x int8 -> int32 dot."""
     if lowering == "plain":
-        return _plain_dot(lhs, rhs, dims)
+        return int32_dot(lhs, rhs, dims.numbers)
     if at_least(math.prod(lhs.shape[a] for a in dims.lhs_remaining), 8):
-        return _plain_dot(*_arrange(lhs, rhs, dims))
+        lhs, rhs, dims = _arrange(lhs, rhs, dims)
+        return int32_dot(lhs, rhs, dims.numbers)
     if lowering == "rows":
         return _few_rows_dot(lhs, rhs, dims)
-    few, plain = (functools.partial(dot, dims=dims) for dot in (_few_rows_dot, _plain_dot))
+    few, plain = (
+        functools.partial(_few_rows_dot, dims=dims),
+        functools.partial(int32_dot, dimension_numbers=dims.numbers),
+    )
     return jax.lax.platform_dependent(lhs, rhs, cpu=few, default=plain)
-
-
-def _plain_dot(lhs: Array, rhs: Array, dims: Dims, out_sharding: Any = None) -> Array:
-    kinds = {"preferred_element_type": jnp.int32, "out_sharding": out_sharding}
-    return jax.lax.dot_general(lhs, rhs, dims.numbers, **kinds)
 
 
 def _arrange(lhs: Array, rhs: Array, dims: Dims) -> tuple[Array, Array, Dims]:
@@ -184,13 +178,12 @@ def _few_rows_dot(lhs: Array, rhs: Array, dims: Dims) -> Array:
     lhs, rhs = lhs.reshape(*lead, rows, k), rhs.reshape(*lead, *((n, k) if is_last else (k, n)))
     swapped = is_last and not lead
     lhs = jnp.pad(lhs, (*[(0, 0)] * first, (0, (4 if swapped and rows <= 4 else 8) - rows), (0, 0)))
-    dot = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.int32)
     if swapped:
         # A row-major matrix needs no repacking if it is the left operand.
-        out = dot(rhs, lhs, (((1,), (1,)), ((), ()))).T
+        out = int32_dot(rhs, lhs, (((1,), (1,)), ((), ()))).T
     else:
         contract = ((first + 1,), (first + 1 if is_last else first,))
-        out = dot(lhs, rhs, (contract, (tuple(range(first)), tuple(range(first)))))
+        out = int32_dot(lhs, rhs, (contract, (tuple(range(first)), tuple(range(first)))))
     return jax.lax.slice_in_dim(out, 0, rows, axis=first).reshape(*batch, *left, *right)
 
 
@@ -273,6 +266,6 @@ def row_major(x: Array, *, platform: str = "cpu", copied: bool = False) -> Array
     Returns:
       The same array.
     """
-    if not at_least(x.size, 2) or _sharding.explicit(x) is not None:
+    if x.size in (0, 1) or _sharding.explicit(x) is not None:
         return x
     return _row_major.bind(x, order=tuple(range(x.ndim)), platform=platform, copied=copied)

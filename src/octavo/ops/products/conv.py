@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from octavo import _sharding
-from octavo._shapes import Shape
-from octavo._typing import Array, DTypeLike, PRNGKeyArray
+from octavo._typing import Array, DTypeLike, PRNGKeyArray, Shape
 from octavo.ops.config import DotConfig
 from octavo.ops.lowerings.conv import convolve, per_example, per_feature
-from octavo.ops.operands import ArrayOrQArray, Dims, MatmulOptions, result_dtype, widen_integer, without_reduced
+from octavo.ops.operands import ArrayOrQArray, Dims, MatmulOptions, result_dtype, widen_integer
 from octavo.ops.product import Product, Scaling, Transpose
 from octavo.ops.products.conv_dims import ConvDims
-from octavo.ops.scales import full_scale, without_scale
+from octavo.ops.quantize import full_scale, without_scale
 from octavo.ops.vjp import Call, quantized_product
 from octavo.qarray import QArray
 
@@ -211,7 +210,8 @@ def conv_general_dilated(
     product = Conv(ConvDims.of(lhs.shape, rhs.shape, *geometry))
     dtype = result_dtype(lhs, rhs, preferred_element_type)
     if config is None:
-        lhs, rhs = without_reduced((lhs, rhs))
+        lhs, rhs = _sharding.without_reduced((lhs, rhs))
         return convolve(lhs, rhs, product.geometry, MatmulOptions(dtype, precision, out_sharding=out_sharding))
+    product.check(config)
     call = Call(product, config, dtype, precision, out_sharding)
     return quantized_product(call, lhs, rhs, key=key, scaling=scaling)

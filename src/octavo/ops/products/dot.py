@@ -10,14 +10,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from octavo import _sharding
-from octavo._shapes import Shape
-from octavo._typing import Array, DTypeLike, PRNGKeyArray
+from octavo._typing import Array, DTypeLike, PRNGKeyArray, Shape
 from octavo.ops.config import DotConfig
 from octavo.ops.lowerings import describe, multiply
 from octavo.ops.lowerings.xla import row_major
-from octavo.ops.operands import SMALLEST_TILE, ArrayOrQArray, Dims, MatmulOptions, result_dtype, without_reduced
+from octavo.ops.operands import SMALLEST_TILE, ArrayOrQArray, Dims, MatmulOptions, result_dtype
 from octavo.ops.product import UNPLACED, Placement, Product, Scaling, Transpose
-from octavo.ops.scales import move_scale
+from octavo.ops.quantize import move_scale
 from octavo.ops.vjp import Call, init_product_scaling, quantized_product
 from octavo.qarray import QArray
 
@@ -163,7 +162,7 @@ def dot_general(
     dtype = result_dtype(lhs, rhs, preferred_element_type)
     if config is None:
         if isinstance(lhs, QArray) or isinstance(rhs, QArray):
-            lhs, rhs = without_reduced((lhs, rhs))
+            lhs, rhs = _sharding.without_reduced((lhs, rhs))
         return multiply(lhs, rhs, dims, MatmulOptions(dtype, precision, out_sharding=out_sharding))
     call = Call(Dot(dims), config, dtype, precision, out_sharding, placement)
     return quantized_product(call, lhs, rhs, key=key, scaling=scaling)

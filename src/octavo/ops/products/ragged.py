@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from octavo._shapes import Shape
-from octavo._typing import Array, PRNGKeyArray
+from octavo._typing import Array, PRNGKeyArray, Shape
 from octavo.calibration import AbsMax
 from octavo.ops.config import DotConfig, Operand
 from octavo.ops.lowerings.grouped import Rows, group_absmax
@@ -23,7 +22,7 @@ from octavo.ops.lowerings.xla import row_major
 from octavo.ops.operands import ArrayOrQArray, Dims, MatmulOptions
 from octavo.ops.product import Product, Transpose, mark
 from octavo.ops.products.conv import NO_SMOOTHING
-from octavo.ops.scales import full_scale, without_scale
+from octavo.ops.quantize import full_scale, without_scale
 from octavo.ops.telemetry import measure_fit
 from octavo.qarray import QArray
 
