@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.numerics import Nearest, Stochastic, formats, get_format, get_rounding, round_to_grid
+from octavo.numerics import Eden, Nearest, Rounding, Stochastic, formats, get_format, get_rounding, round_to_grid
 
 ALL = sorted(formats())
 DRAWS = 20_000
@@ -79,3 +79,15 @@ def test_rounding_up_to_a_float_grid(x):
     assert got >= x
     step = max(2.0 ** (np.floor(np.log2(x)) - 3), 2.0**-9)
     assert got - x < step
+
+
+def test_a_stochastic_rounding_of_ones_own_is_not_to_nearest():
+    """Scaled to the last code and a half, the ends of the range would be biased."""
+
+    class Mine(Rounding):
+        stochastic = True
+
+        def noise(self, key, shape):
+            return jax.random.uniform(key, shape)
+
+    assert [Mine().nearest, Nearest().nearest, Stochastic().nearest, Eden().nearest] == [False, True, False, True]

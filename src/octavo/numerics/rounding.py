@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,15 @@ class Rounding(Config, abc.ABC):
     """Whether it needs a random key."""
 
     nearest: bool = True
-    """Whether codes are rounded to nearest, so that the ends of the range may be rounded to the last code."""
+    """Whether codes are rounded to nearest, so that the ends of the range may be rounded to the last code.
+
+    Not if it is stochastic, unless a class says otherwise.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "nearest" not in vars(cls):
+            cls.nearest = not cls.stochastic
 
     @abc.abstractmethod
     def noise(self, key: PRNGKeyArray | None, shape: Shape) -> Float[Array, "..."] | None:
@@ -46,7 +55,6 @@ class Stochastic(Rounding):
     bits: int = 24
     shared_axes: tuple[int, ...] = ()
     stochastic = True
-    nearest = False
 
     def __post_init__(self):
         if self.bits not in (8, 16, 24):
@@ -80,6 +88,7 @@ class Eden(Rounding):
 
     block: int = 32
     stochastic = True
+    nearest = True
 
     def __post_init__(self):
         if self.block < 2 or self.block & (self.block - 1):
