@@ -302,14 +302,14 @@ class Tiles:
 
 
 def is_eager(*trees: Any) -> bool:
-    """Whether all leaves are arrays with values, so that a function of them runs primitive by primitive.
+    """Whether all leaves are arrays with values, so that a function of them is better compiled as one program.
 
     Quantizing is some thirty primitives, each a program of its own when called eagerly. Compiled as one program they
     take a third of the time or less at the first call and a tenth at later ones. Under a trace they are part of its
-    program.
+    program, and under `jax.disable_jit` nothing is compiled.
     """
     leaves = jax.tree.leaves(trees)
-    return all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves)
+    return not jax.config.jax_disable_jit and all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves)
 
 
 def is_qarray(x: Any) -> bool:
