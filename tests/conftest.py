@@ -34,9 +34,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-# Two thirds of the suite's time is compilation. Workers, subprocesses, later runs and other clones read what was compiled
-# before: the key holds the program, the flags and JAX's version, the directory's name the instructions of the CPU. Tests
-# that read what XLA writes while it compiles switch it off.
+# Two thirds of the suite's time is compilation. Workers, subprocesses, later runs and other clones read what was
+# compiled before: the key holds the program, the flags and JAX's version, the directory's name the instructions of the
+# CPU. Tests that read what XLA writes while it compiles switch it off.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compiled_programs()))
 # Compilation makes and frees millions of small objects. With glibc's cache for more of them than the usual seven of a
 # size, it takes a tenth less CPU time; workers and subprocesses read this when they start.
@@ -44,9 +44,9 @@ os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.tcache_count=8000:glibc.ma
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-import jax
-import pytest
-from hypothesis import settings
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 DATA = Path(__file__).parents[1] / ".cache" / "data"
 # The packages that annotate shapes: checking every call of the others would make tracing a third slower for nothing.
