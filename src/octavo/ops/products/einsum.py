@@ -203,8 +203,8 @@ def _broadcast(x: ArrayOrQArray, term: str, size: dict[str, int], out: str) -> t
             continue
         if c not in out or size[c] % n:
             raise ValueError(
-                f"einsum: index {c!r} has sizes {n} and {size[c]}, and only an index of the result may be shorter, by a "
-                "whole factor: repeat the shorter operand by jnp.repeat before it is quantized"
+                f"einsum: index {c!r} has sizes {n} and {size[c]}, but only an index of the result may be shorter, "
+                "by a whole factor: repeat the shorter operand by jnp.repeat before it is quantized"
             )
         x = _repeat(x, size[c] // n, axis)
     kept = [i for i, c in enumerate(term) if x.shape[i] == size[c]]
