@@ -71,6 +71,25 @@ def test_models_and_outputs_too(capsys, tmp_path):
         open_model("memory://bucket/nothing")
 
 
+def test_errors_of_a_client_name_the_url(store, monkeypatch, capsys, tmp_path):
+    class NoCredentialsError(Exception):
+        """As botocore's, which is no OSError."""
+
+    def find(self, path, **options):
+        raise NoCredentialsError("Unable to locate credentials")
+
+    monkeypatch.setattr(type(store()), "find", find)
+    monkeypatch.chdir(tmp_path)
+    text = f"{URL}/a: the object store raises NoCredentialsError: Unable to locate credentials; check the credentials"
+    with pytest.raises(OSError, match=text):
+        _remote.pull(f"{URL}/a")
+    assert main(["report", f"{URL}/a"]) == 2
+    assert text in capsys.readouterr().err
+    assert train_main(words(base_output_directory=URL)) == 1
+    assert "Unable to locate credentials; check" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_changes_is_uploaded_and_manifests_last(store, monkeypatch):
     fs, order = store(), []
     put = type(fs).put_file
