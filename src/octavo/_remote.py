@@ -6,11 +6,13 @@ a checkpoint in the store is complete or, without a manifest, none.
 """
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +44,30 @@ def local(path: PathLike) -> Path:
 def pull(path: PathLike) -> Path:
     """Download a remote file or directory, and return its local path; other paths are returned as they are."""
     if is_remote(path):
-        _mirror(_normal(path)).pull()
+        with _store_errors(path):
+            _mirror(_normal(path)).pull()
     return local(path)
 
 
 def push(path: PathLike) -> None:
     """Upload what has changed in the local copy of a remote path, and delete what is gone from it."""
     if is_remote(path):
-        _mirror(_normal(path)).push()
+        with _store_errors(path):
+            _mirror(_normal(path)).push()
+
+
+@contextlib.contextmanager
+def _store_errors(path: PathLike) -> Iterator[None]:
+    """Raise errors of a store's client, which have classes of their own, as one that names the URL."""
+    try:
+        yield
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        raise OSError(
+            f"{os.fspath(path)}: the object store raises {type(error).__name__}: {error}; check the credentials and "
+            "the endpoint of its client"
+        ) from error
 
 
 def _normal(path: PathLike) -> str:

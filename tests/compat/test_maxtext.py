@@ -14,6 +14,8 @@ import pytest
 import octavo
 from octavo.compat import aqt, maxtext
 from octavo.rules import dot_config, mixed_precision
+from octavo.train.config import ConfigError, load
+from octavo.train.quantization import training_rules
 from tests.compat.test_aqt import PLAIN, data, off, three
 from tests.docs.test_pages import table
 
@@ -158,9 +160,60 @@ def test_every_name_of_quantizations_py_has_a_row_that_runs():
     space = {"maxtext": maxtext, "aqt": aqt, "octavo": octavo, "jnp": jnp, "nn": nn, "config": seed_config}
     space |= {"q": octavo.quantize(jnp.ones((2, 2)), "int8"), "mixed_precision": mixed_precision}
     for row in rows:
-        assert eval(row[1].strip("`"), space) is not None, row
+        found = eval(row[1].strip("`"), space)
+        assert found is not None, row
+        assert found is not False, row
     public = {name for name in names if not name.startswith("_")}
     assert public <= set(maxtext.__all__)
+
+
+KEYS = """
+act_quantization_calibration_method bwd_quantization_calibration_method constant_bound_config quant_cfg_path
+quantization_local_shard_count use_batch_split_schedule use_qwix_quantization weight_quantization_calibration_method
+weight_sparsity_m weight_sparsity_n weight_sparsity_start_step weight_sparsity_update_step
+int8 intmp fp8 nanoo_fp8 aqt_fp8 aqt_fp8_full te_* int4 fp8_full fp8_gpu fp8_nanoo
+"""
+"""Every key of a configuration that quantizations.py reads, and every value of `quantization` that it knows."""
+
+
+def settings(words, rules):
+    """What a key of the table changes besides the types of the matmuls."""
+    config = dot_config(rules[-1], lhs_weight=False, rhs_weight=True)
+    if "shard_count" in words:
+        assert config.drhs.lhs.tile == 1 / 4
+    if "use_qwix" in words:
+        assert config.dlhs.residual == "reuse"
+        assert not config.stochastic
+    if words == "quantization=int8":
+        assert config.stochastic
+    if "constant_bound" in words:
+        operands = [o for m in (config.fwd, config.dlhs, config.drhs) for o in (m.lhs, m.rhs)]
+        assert [o.calibration.bound for o in operands] == [6, 5, 4, 3, 2, 1]
+    if "calibration_method" in words:
+        found = [repr(o.calibration) for o in (config.fwd.rhs, config.fwd.lhs, config.dlhs.lhs, config.drhs.lhs)]
+        assert found == ["Fixed(low=-224.0, high=224.0)", "Rms(factor=7.0)", *["AbsMax(factor=0.9)"] * 2]
+    if "quant_cfg_path" in words:
+        assert config.fwd.rhs.tile == 64
+
+
+def test_every_key_and_value_of_quantizations_py_has_a_row_that_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bits.json").write_text(json.dumps({maxtext.DEFAULT: {"w_bits": 4, "a_bits": 8, "tile_size": 64}}))
+    rows = [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in table("keys", "from-maxtext.md")]
+    named = {name for row in rows for name in re.findall("`([^`]+)`", row[0])}
+    assert set(KEYS.split()) == named - {'quantization=""'}
+    for _, words, *wanted in (row[:5] for row in rows):
+        config = load(["run_name=a", *words.strip("`").split()], environ={}).config
+        rules = training_rules(config)
+        if not rules:
+            assert wanted == ["float"] * 3
+            continue
+        shapes = {"w": jax.ShapeDtypeStruct((256, 64), jnp.float32)}, jax.ShapeDtypeStruct((64, 256), jnp.float32)
+        (row,) = octavo.plan(lambda params, x: x @ params["w"], rules, *shapes).rows
+        assert [row.fwd, row.dlhs, row.drhs] == wanted, words
+        settings(words.strip("`"), rules)
+    with pytest.raises(ConfigError, match="quantization=int9: did you mean 'int8'"):
+        load(["quantization=int9"], environ={})
 
 
 @pytest.mark.parametrize(
@@ -170,6 +223,37 @@ def test_every_value_of_the_seed_makes_a_quantization(name):
     quant = maxtext.configure_quantization(seed_config(quantization=name))
     assert callable(quant.dot_general_cls(("embed", "mlp")))
     assert quant.einsum(("embed", "mlp")) is not None
+
+
+def test_stored_codes_are_those_of_aqt():
+    """The collection of a model in mode "convert", in structure and values, and what both then serve."""
+    flax = pytest.importorskip("aqt.jax.v2.flax.aqt_flax")
+    x = data((4, 16))[0]
+    params = nn.Dense(8).init(jax.random.key(0), x)
+
+    def dense(mode, ours):
+        if ours:
+            config = types.SimpleNamespace(quantization="int8")
+            return nn.Dense(8, dot_general_cls=maxtext.configure_quantization(config, mode).dot_general_cls())
+        options = {"lhs_freeze_mode": flax.FreezerMode.NONE, "rhs_freeze_mode": flax.FreezerMode.CALIBRATION_AND_VALUE}
+        kind = functools.partial(
+            flax.AqtDotGeneral,
+            theirs.config_v3(drhs_bits=8),
+            rhs_quant_mode=flax.QuantMode[mode.upper()],
+            use_legacy_freezer=False,
+            prng_name=None,
+            **options,
+        )
+        return nn.Dense(8, dot_general_cls=kind)
+
+    outs, frozen = [], []
+    for ours in (True, False):
+        _, stored = dense("convert", ours).apply(params, x, mutable="aqt")
+        frozen.append(stored["aqt"]["AqtDotGeneral_0"]["qrhs"]["frozen"])
+        outs.append(dense("serve", ours).apply({**params, **stored}, x))
+    np.testing.assert_array_equal(frozen[0].qvalue, frozen[1].qvalue)
+    np.testing.assert_array_equal(frozen[0].scale, frozen[1].scale[0])
+    np.testing.assert_allclose(*outs, rtol=1e-6)
 
 
 def test_operations_of_fp8_full():

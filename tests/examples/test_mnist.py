@@ -149,8 +149,8 @@ def test_the_files_of_mnist(tmp_path, capsys):
 
 @pytest.mark.data("mnist")
 def test_mnist_itself_calibrated_and_served():
-    """Of 10,000 digits, a share of 0.9 has a standard error of 0.3 %; the bounds allow four of these."""
+    """Seeds 0 to 4: float 86.8 to 89.9 % (sigma 1.5), int8 87.8 to 89.7 %; pairs differ by 0.6 (one sigma)."""
     options = [f"data={DATA / 'mnist'}", "examples=1000", "epochs=2", "batch=50", "calibrate=2"]
     found = {name: mnist.main([f"quantization={name}", *options])[0] for name in ("float", "int8")}
-    assert all(run.served == run.trained > 88 for run in found.values())
-    assert abs(found["int8"].served - found["float"].served) < 1.2
+    assert all(run.served == run.trained > 84 for run in found.values())
+    assert abs(found["int8"].served - found["float"].served) < 1.8

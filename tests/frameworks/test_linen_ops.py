@@ -448,7 +448,7 @@ def test_a_weight_that_is_rotated_or_masked_before_it_is_rounded_is_served_as_it
 
 
 class TestMaxTextModes:
-    """`configure_quantization(config, mode)` of seed 002: train, convert once, serve without the float kernel."""
+    """`configure_quantization(config, mode)`, as in MaxText: train, convert once, serve without the float kernel."""
 
     class Model(nn.Module):
         quant: object

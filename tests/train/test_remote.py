@@ -1,6 +1,7 @@
 """Runs, checkpoints, models and reports in object stores, here in fsspec's `memory://`."""
 
 import json
+import sys
 
 import fsspec
 import numpy as np
@@ -23,6 +24,9 @@ def store(monkeypatch):
     """An empty store, and no local copies; `store()` forgets the copies, as on another machine."""
     fs = fsspec.filesystem("memory")
     fs.store.clear()
+    for scheme, package in (("s3", "s3fs"), ("gs", "gcsfs")):  # missing here, whether they are installed or not
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, scheme, raising=False)
 
     def forget():
         _remote._mirror.cache_clear()
@@ -67,6 +71,25 @@ def test_models_and_outputs_too(capsys, tmp_path):
         open_model("memory://bucket/nothing")
 
 
+def test_errors_of_a_client_name_the_url(store, monkeypatch, capsys, tmp_path):
+    class NoCredentialsError(Exception):
+        """As botocore's, which is no OSError."""
+
+    def find(self, path, **options):
+        raise NoCredentialsError("Unable to locate credentials")
+
+    monkeypatch.setattr(type(store()), "find", find)
+    monkeypatch.chdir(tmp_path)
+    text = f"{URL}/a: the object store raises NoCredentialsError: Unable to locate credentials; check the credentials"
+    with pytest.raises(OSError, match=text):
+        _remote.pull(f"{URL}/a")
+    assert main(["report", f"{URL}/a"]) == 2
+    assert text in capsys.readouterr().err
+    assert train_main(words(base_output_directory=URL)) == 1
+    assert "Unable to locate credentials; check" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_changes_is_uploaded_and_manifests_last(store, monkeypatch):
     fs, order = store(), []
     put = type(fs).put_file
@@ -101,6 +124,16 @@ def test_a_checkpoint_in_a_store(store):
     fs = store()
     assert {name.split("/")[2] for name in files(fs)} == {"2"}
     np.testing.assert_array_equal(load(_remote.pull(url)).state["w"], state["w"])
+
+
+@pytest.mark.standard_promotion
+def test_a_run_is_in_a_store_and_nowhere_else(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(small(steps=1, base_output_directory=URL), log=lambda text: None)
+    fs = store()
+    assert {"test/config.yml", "test/metrics.jsonl", "test/checkpoints/1/manifest.json"} <= files(fs)
+    assert open_model(f"{URL}/test").origin["step"] == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
-"""Runs, checkpoints and models in an S3 server on loopback, moto's: `pip install s3fs moto[server]`.
+"""Runs, checkpoints and models in an S3 server on loopback, moto's: `pip install s3fs 'moto[s3]' flask flask-cors`.
 
-These are not among the test dependencies, because the server needs a hundred packages.
+These are not among the test dependencies: they are thirty packages of 95 MB, and hold python-dateutil back. What a
+store has to do is tested in `memory://` by default (test_remote.py).
 """
 
 import fsspec
@@ -14,7 +15,7 @@ from octavo.train import train
 from tests.train.common import small
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-WHY = "an S3 server needs 'pip install s3fs moto[server]'"
+WHY = "an S3 server needs s3fs, moto[s3], flask and flask-cors: pip install them"
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ All are bit-exact for integers. Forcing a lowering that does not apply raises, w
 import math
 
 import jax
+import jax.numpy as jnp
 
 from octavo._names import unknown_name
 from octavo._typing import Array
@@ -51,10 +52,17 @@ def multiply(lhs: ArrayOrQArray, rhs: ArrayOrQArray, dims: Dims, options: Matmul
         lhs, rhs = (x.dequantize(options.dtype) if isinstance(x, QArray) else x for x in (lhs, rhs))
     if not isinstance(lhs, QArray) and not isinstance(rhs, QArray):
         check_name(options.lowering)
+        lhs, rhs = (_in_bytes(x) for x in (lhs, rhs))
         kinds = {"precision": options.precision, "preferred_element_type": options.dtype}
         return jax.lax.dot_general(lhs, rhs, dims.numbers, **kinds, out_sharding=options.out_sharding)
     problem = DotProblem(lhs, rhs, dims, options)
     return choose(problem).run(problem)
+
+
+def _in_bytes(x: Array) -> Array:
+    """int8 for narrower integers, of which XLA has no dot on CPUs and GPUs."""
+    narrow = jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8
+    return x.astype(jnp.int8) if narrow else x
 
 
 def choose(p: DotProblem) -> Lowering:

@@ -35,7 +35,8 @@ def einsum(
 
     Operands may be QArrays in any mix with arrays; with a `config`, float operands of every pairwise contraction are
     quantized, the one that comes first in the call being its lhs. Steps that contract nothing (an outer product, a
-    diagonal, a sum over an index of one operand) are no matmul and stay in float.
+    diagonal, a sum over an index of one operand) are no matmul and stay in float. As in Qwix, an index of the result
+    may be shorter in one operand, by a whole factor: its values are repeated, as keys are for groups of heads.
 
     Args:
       subscripts: as in `jax.numpy.einsum`.
@@ -123,7 +124,8 @@ def pairwise(
         dtypes = [x.dtype for x in arrays]
         preferred_element_type = widen_integer(dtypes[0] if len(set(dtypes)) == 1 else jnp.result_type(*dtypes))
     kinds = {"precision": precision, "preferred_element_type": preferred_element_type}
-    pool = [_Term(_drop_ones(x, term, terms, arrays), i) for i, (term, x) in enumerate(zip(terms, arrays, strict=True))]
+    sizes = _sizes(terms, arrays)
+    pool = [_Term(_broadcast(x, term, sizes, out), i) for i, (term, x) in enumerate(zip(terms, arrays, strict=True))]
     steps = _path([p.indices for p in pool], out, [p.x.shape for p in pool], optimize)
     for step, pair in enumerate(steps):
         first, second = sorted((pool[i] for i in pair), key=lambda p: p.place)
@@ -178,24 +180,45 @@ def _from_lists(parts: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
     return text if out is None else f"{text}->{name(out)}", tuple(pairs[::2])
 
 
-def _drop_ones(
-    x: ArrayOrQArray, term: str, terms: list[str], operands: list[ArrayOrQArray]
-) -> tuple[ArrayOrQArray, str]:
-    """Take the diagonal of repeated indices, and drop axes of size one that are larger in other operands."""
+def _sizes(terms: list[str], operands: list[ArrayOrQArray]) -> dict[str, int]:
+    """The size of each index: the largest of its axes."""
+    size: dict[str, int] = {}
+    for term, array in zip(terms, operands, strict=True):
+        for c, n in zip(term, array.shape, strict=True):
+            size[c] = max(size.get(c, 1), n)
+    return size
+
+
+def _broadcast(x: ArrayOrQArray, term: str, size: dict[str, int], out: str) -> tuple[ArrayOrQArray, str]:
+    """Take the diagonal of repeated indices, drop axes of size one, and repeat the values of shorter ones.
+
+    Qwix also repeats along contracted axes, where sizes that differ are hardly meant.
+    """
     if len(set(term)) < len(term):
         unique = "".join(dict.fromkeys(term))
         x, term = jnp.einsum(f"{term}->{unique}", _float(x)), unique
-    size = {}
-    for other, array in zip(terms, operands, strict=True):
-        for c, n in zip(other, array.shape, strict=True):
-            size[c] = max(size.get(c, 1), n)
-    for c, n in zip(term, x.shape, strict=True):
-        if n not in (1, size[c]):
-            raise ValueError(f"einsum: index {c!r} has sizes {n} and {size[c]}")
+    for axis, c in enumerate(term):
+        n = x.shape[axis]
+        if n in (1, size[c]):
+            continue
+        if c not in out or size[c] % n:
+            raise ValueError(
+                f"einsum: index {c!r} has sizes {n} and {size[c]}, but only an index of the result may be shorter, "
+                "by a whole factor: repeat the shorter operand by jnp.repeat before it is quantized"
+            )
+        x = _repeat(x, size[c] // n, axis)
     kept = [i for i, c in enumerate(term) if x.shape[i] == size[c]]
     if len(kept) < len(term):
         x = x[tuple(slice(None) if i in kept else 0 for i in range(len(term)))]
     return x, "".join(term[i] for i in kept)
+
+
+def _repeat(x: ArrayOrQArray, count: int, axis: int) -> ArrayOrQArray:
+    """`jnp.repeat`; each scale of a QArray is that of a longer tile then."""
+    if not isinstance(x, QArray):
+        return jnp.repeat(x, count, axis=axis)
+    x = x.unpack()
+    return x.replace(qvalue=jnp.repeat(x.qvalue, count, axis=axis))
 
 
 def _path(terms: list[str], out: str, shapes: list[tuple[int, ...]], optimize: Any) -> list[tuple[int, ...]]:
