@@ -11,6 +11,7 @@ They are Octavo's own functions and classes, which take Qwix's arguments.
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.compat.qwix import contrib
 from octavo.frameworks import WithAux, quantize_model, quantize_params
 from octavo.frameworks.nnx import QuantStat
 from octavo.frameworks.prequantized import flatten_prequantized, process_prequantized_params
@@ -33,6 +34,7 @@ __all__ = [
     "QuantizationRule",
     "WithAux",
     "apply_lora_to_model",
+    "contrib",
     "conv_general_dilated",
     "dequantize",
     "dot",
