@@ -311,6 +311,7 @@ def test_the_training_page_line_by_line(row):
 def test_every_public_name_of_qwix_has_a_row():
     peer = importlib.import_module("qwix")
     importlib.import_module("qwix.pallas")
+    importlib.import_module("octavo.compat.qwix.pallas")
     names = {name for name in dir(peer) if not name.startswith("_")}
     here = {name: line for cell, line in rows("names").items() for name in cell.replace("`", "").split(", ")}
     assert set(here) == names

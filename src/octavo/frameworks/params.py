@@ -160,8 +160,8 @@ def _variables(path: tuple[Any, ...], leaf: Any) -> list[tuple[tuple[Any, ...], 
     if not isinstance(leaf, WithAux):
         return [(path, leaf)]
     parts = jax.tree_util.tree_leaves_with_path(WithAux(leaf.array, leaf.how))
-    beside = [((*path[:-1], f"{path[-1]}_{name}"), x) for name, x in leaf.companions.items()]
-    return beside + [((*path, *(entry.name for entry in inner)), x) for inner, x in parts]
+    stored = [((*path[:-1], f"{path[-1]}_{name}"), x) for name, x in leaf.companions.items()]
+    return stored + [((*path, *(entry.name for entry in inner)), x) for inner, x in parts]
 
 
 def _static_range(path: tuple[Any, ...], stats: dict[str, Any], place: Any, allow_extra: bool) -> dict[Any, Any]:

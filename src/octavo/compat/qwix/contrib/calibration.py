@@ -88,7 +88,7 @@ class CalibrationProvider(QuantizationProvider, metaclass=abc.ABCMeta):
 
 
 class SinglePassCalibrationProvider(CalibrationProvider, metaclass=abc.ABCMeta):
-    """Adds up what `compute_stats` returns for each batch.
+    """Sums what `compute_stats` returns for each batch.
 
     >>> class Largest(SinglePassCalibrationProvider):
     ...     def get_rule_type(self):

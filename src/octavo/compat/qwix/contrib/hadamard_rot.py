@@ -36,8 +36,8 @@ def hadamard_rotate_inputs(
     >>> x, w = jnp.ones((3, 8)), jnp.ones((8, 2))
     >>> flips = {"row_sign_flip": True, "col_sign_flip": True}
     >>> x, w, _ = hadamard_rotate_inputs(x, w, jax.random.key(0), **flips, lhs_reduction_dim=1, rhs_reduction_dim=0)
-    >>> (x @ w)[0].tolist()
-    [8.0, 8.0]
+    >>> bool(jnp.allclose(x @ w, 8))
+    True
     """
     for name, axis in (("lhs_reduction_dim", lhs_reduction_dim), ("rhs_reduction_dim", rhs_reduction_dim)):
         if not isinstance(axis, int):
