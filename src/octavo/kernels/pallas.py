@@ -85,7 +85,7 @@ def pallas_call(
         pairs = [_blocked(x, block) for x, block in zip(given, blocks, strict=True)]
         flat, tree = jax.tree.flatten([pair.arrays for pair in pairs])
         flat_specs = tree.flatten_up_to([pair.specs for pair in pairs])
-        inputs = {"grid": spec.grid, "in_specs": flat_specs, "out_specs": spec.out_specs}
+        inputs: dict[str, Any] = {"grid": spec.grid, "in_specs": flat_specs, "out_specs": spec.out_specs}
         inputs |= {"scratch_shapes": spec.scratch_shapes}
         if scalars:
             inputs["num_scalar_prefetch"] = scalars
@@ -185,11 +185,12 @@ def dot_general(
         preferred_element_type: The dtype of the result; by default that of the dequantized operands.
         **kwargs: Other arguments of `jax.lax.dot_general`.
     """
-    operands = [x[...] if isinstance(x, QArrayRef) else x for x in (lhs, rhs)]
+    operands: list[Any] = [x[...] if isinstance(x, QArrayRef) else x for x in (lhs, rhs)]
     result = preferred_element_type or jnp.result_type(*(x.dtype for x in operands))
     if not any(isinstance(x, QArray) for x in operands):
-        return jax.lax.dot_general(*operands, dimension_numbers, preferred_element_type=result, **kwargs)
+        return jax.lax.dot_general(operands[0], operands[1], dimension_numbers, preferred_element_type=result, **kwargs)
     contract, batch = (tuple(map(tuple, axes)) for axes in dimension_numbers)
+    numbers: Any = (contract, batch)
     counts = [_tile_count(operands, axes) for axes in zip(*contract, strict=True)]
     codes, scales = zip(*map(_codes, operands), strict=True)
     if all(jnp.issubdtype(x.dtype, jnp.integer) for x in codes):
@@ -201,7 +202,7 @@ def dot_general(
     acc: Any = None
     for tile in itertools.product(*map(range, counts)):
         parts = [_tile(x, axes, tile, counts) for x, axes in zip(codes, contract, strict=True)]
-        out = jax.lax.dot_general(*parts, (contract, batch), preferred_element_type=total, **kwargs)
+        out = jax.lax.dot_general(parts[0], parts[1], numbers, preferred_element_type=total, **kwargs)
         out = out.astype(jnp.float32)
         for side, scale in enumerate(scales):
             if scale is not None:
