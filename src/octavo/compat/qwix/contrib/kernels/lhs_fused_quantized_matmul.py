@@ -42,8 +42,9 @@ def lhs_fused_quantized_matmul(
     """The matmul of x, quantized like y with `sm` scales along its rows and those of y's contraction, and codes y.
 
     >>> y = jnp.ones((4, 2), jnp.int8)
-    >>> lhs_fused_quantized_matmul(jnp.ones((2, 4)), y, jnp.ones((1, 1)), bm=2, bk=4, bn=2, sm=1)[0].tolist()
-    [4.0, 4.0]
+    >>> out = lhs_fused_quantized_matmul(jnp.ones((2, 4)), y, jnp.ones((1, 1)), bm=2, bk=4, bn=2, sm=1)
+    >>> bool(jnp.allclose(out, 4, rtol=0.01))
+    True
     """
     del bm, bk, bn, accum_dtype
     tiles = {0: x.shape[0] // sm, 1: x.shape[1] // sy.shape[0]}
