@@ -238,8 +238,8 @@ def test_smooth_quant_quantizes_activations():
     np.testing.assert_allclose(kernel.inv_sq_scale, 1 / scale, rtol=1e-6)
     close_to_float(out, 0.03)
     low = ours.quantize_model(Model(), sq.SqInferenceProvider(rules))
-    text = str(jax.make_jaxpr(lambda p: low.apply({"params": p}, X))(params))
-    assert text.count("preferred_element_type=int32") >= 3 or "i8[" in text
+    text = jax.jit(lambda p: low.apply({"params": p}, X)).lower(params).as_text()
+    assert len(re.findall(r"dot_general .*xi8>, tensor<\d+x\d+xi8>\) -> tensor<\d+x\d+xi32>", text)) == 3
 
 
 def test_smooth_quant_needs_symmetric_activations():
@@ -327,6 +327,15 @@ def test_losses_are_the_error_of_the_outputs():
     error = (got.dequantize() - KERNEL) @ X.T
     np.testing.assert_allclose(2 * jnp.sum(losses), jnp.sum(error**2), rtol=1e-3)
     assert jnp.sum(error**2) < jnp.sum(((how.quantize(KERNEL).dequantize() - KERNEL) @ X.T) ** 2)
+
+
+@pytest.mark.parametrize("options", [{"qtype": "int8", "calibration_method": "minmax"}, {"qtype": "nf4"}])
+def test_gptq_of_asymmetric_and_table_formats(options):
+    """Qwix raises for both."""
+    how = padded_ptq.HowToQuantize(channelwise_axes=(0,), **options)
+    got, _ = gptq_core.quantize_weight(KERNEL, X.T @ X, how)
+    errors = [jnp.sum(((q.dequantize() - KERNEL) @ X.T) ** 2) for q in (got, how.quantize(KERNEL))]
+    assert errors[0] < errors[1]
 
 
 def test_awq_and_qep_cores_are_those_of_qwix():
