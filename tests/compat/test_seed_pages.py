@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import pkgutil
 import types
 from pathlib import Path
 
@@ -312,6 +311,7 @@ def test_the_training_page_line_by_line(row):
 def test_every_public_name_of_qwix_has_a_row():
     peer = importlib.import_module("qwix")
     importlib.import_module("qwix.pallas")
+    importlib.import_module("octavo.compat.qwix.pallas")
     names = {name for name in dir(peer) if not name.startswith("_")}
     here = {name: line for cell, line in rows("names").items() for name in cell.replace("`", "").split(", ")}
     assert set(here) == names
@@ -319,10 +319,3 @@ def test_every_public_name_of_qwix_has_a_row():
         missing = "| not " in line
         assert hasattr(qwix, name) != (missing or "in `octavo.compat.qwix`" in line), line
         assert hasattr(compat, name) != missing, line
-
-
-def test_every_module_of_contrib_has_a_row():
-    contrib = importlib.import_module("qwix.contrib")
-    there = {found.name for found in pkgutil.iter_modules(contrib.__path__) if not found.name.endswith("_test")}
-    there |= {path.parent.name for path in Path(contrib.__path__[0]).glob("*/*.py")}
-    assert {name for cell in rows("contrib") for name in cell.replace("`", "").split(", ")} == there

@@ -25,7 +25,10 @@ PARTS_OF_NAMES = {"told", "laid", "brought", "settled", "beside", "ways", "refus
 OPTIONS = {"how", "where"}
 """Names that no argument has: it is named after its type."""
 
+_CONTRIB = "src/octavo/compat/qwix/contrib"
 ALLOWED = {
+    # Arguments and fields of Qwix's functions.
+    **{f"{_CONTRIB}/{name}.py": {"how"} for name in ("awq_core", "calibration", "gptq_core", "padded_ptq")},
     "src/octavo/frameworks/params.py": {"how"},  # the field of Qwix's WithAux
     "src/octavo/ptq/statistics.py": {"where"},
 }

@@ -17,7 +17,7 @@ from flax.core import lift
 from flax.linen import transforms
 
 from octavo._tree import unflatten_paths
-from octavo.frameworks.linen_state import PARAMS, host, leaf_names, plain, replace_leaf, static_scales
+from octavo.frameworks.linen_state import PARAMS, companions, host, leaf_names, plain, replace_leaf, static_scales
 from octavo.frameworks.module_call import unmatched_policy
 from octavo.frameworks.params import scale_params
 from octavo.qarray import Quantizer
@@ -182,8 +182,12 @@ class _Call:
                 # Of parameters, only those that the provider has added are state.
                 used = {c: v for c, v in module.variables.items() if c != PARAMS or self.provider.overrides}
                 state = {c: self._nest(plain(v)) for c, v in used.items()}
-                state = merge_state(state, {QUANT_STATS: self._nest(static_scales(module.variables.get(PARAMS, {})))})
+                stored = module.variables.get(PARAMS, {})
+                state = merge_state(state, {QUANT_STATS: self._nest(static_scales(stored))})
                 inputs = plain(variables), rngs, *args
+                if getattr(self.provider, "creates_state", False):
+                    state = merge_state(nest_state(low._initial(inputs, kwargs)), state)
+                    state = merge_state(state, {PARAMS: self._nest(companions(stored))})
                 out, after = low._run(low._trace(inputs, kwargs), state, self._key(), self._updates())
                 new.update(after)
                 return keep_as_gradient(out, self._unused(pure, inputs, kwargs, state))

@@ -69,6 +69,18 @@ def static_scales(params: Any) -> dict[str, Any]:
     return found
 
 
+def companions(params: Any) -> dict[str, Any]:
+    """The arrays that are stored with quantized parameters, as parameters of their own."""
+    found: dict[str, Any] = {}
+    for name, value in params.items():
+        if isinstance(value, Mapping):
+            if inner := companions(value):
+                found[name] = inner
+        elif isinstance(value, WithAux):
+            found |= {f"{name}_{part}": meta.unbox(x) for part, x in value.companions.items()}
+    return found
+
+
 def _to_state_dict(x: WithAux | QArray) -> dict[str, Any]:
     if isinstance(x, WithAux):
         return {"array": serialization.to_state_dict(x.array)}

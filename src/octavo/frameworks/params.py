@@ -65,6 +65,15 @@ class WithAux:
         """The parameter in float."""
         return self._plain.dequantize()
 
+    def replace(self, **changes: Any) -> "WithAux":
+        """The same with another array or quantizer."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def companions(self) -> dict[str, Any]:
+        """Arrays that a subclass stores with the parameter: state of its operation, named `<parameter>_<name>`."""
+        return {}
+
 
 def _value(x: Any) -> Any:
     """The array in a box or a variable of Flax."""
@@ -116,9 +125,9 @@ def quantize_params(
     >>> params["w"].array.scale.shape, params["b"].shape
     ((1, 2), (2,))
     """
-    given, wanted = _by_path(params), _by_path(abstract_quantized_params, only_params=False)
+    given, wanted = leaves_by_path(params), leaves_by_path(abstract_quantized_params, only_params=False)
     places = {_text(path): leaf for path, leaf in wanted.items()}
-    known = {_text(path) for path in _by_path(abstract_quantized_params)}
+    known = {_text(path) for path in leaves_by_path(abstract_quantized_params)}
     extra = sorted({_text(path) for path in given} - known)
     if extra and not allow_extra_params:
         raise ValueError(
@@ -130,7 +139,7 @@ def quantize_params(
         if _text(path) in places:
             result[path] = _converted(_text(path), leaf, places[_text(path)], donate)
     stats: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for path, leaf in _by_path(quant_stats or {}).items():
+    for path, leaf in leaves_by_path(quant_stats or {}).items():
         if _text(path) in places:
             result[path] = leaf
         else:
@@ -150,8 +159,9 @@ def _variables(path: tuple[Any, ...], leaf: Any) -> list[tuple[tuple[Any, ...], 
     """The variables of an NNX parameter, by path."""
     if not isinstance(leaf, WithAux):
         return [(path, leaf)]
-    parts = jax.tree_util.tree_leaves_with_path(leaf)
-    return [((*path, *(entry.name for entry in inner)), x) for inner, x in parts]
+    parts = jax.tree_util.tree_leaves_with_path(WithAux(leaf.array, leaf.how))
+    stored = [((*path[:-1], f"{path[-1]}_{name}"), x) for name, x in leaf.companions.items()]
+    return stored + [((*path, *(entry.name for entry in inner)), x) for inner, x in parts]
 
 
 def _static_range(path: tuple[Any, ...], stats: dict[str, Any], place: Any, allow_extra: bool) -> dict[Any, Any]:
@@ -209,13 +219,13 @@ def _quantize(x: Any, quantizer: Quantizer) -> QArray:
     return quantizer.quantize(jnp.asarray(x))
 
 
-def _by_path(tree: Any, *, only_params: bool = True) -> dict[tuple[Any, ...], Any]:
+def leaves_by_path(tree: Any, *, only_params: bool = True) -> dict[tuple[Any, ...], Any]:
     """Leaves by their keys; Flax boxes around leaves (variables, partitioning) are not part of a path."""
     nnx = sys.modules.get("flax.nnx")
     if _is_nnx(tree):
         assert nnx is not None
         stored = {path: x.unboxed() for path, x in nnx.iter_graph(tree) if isinstance(x, WithAux)}
-        found = _by_path(nnx.state(tree), only_params=only_params)
+        found = leaves_by_path(nnx.state(tree), only_params=only_params)
         return {path: x for path, x in found.items() if path[:-2] not in stored} | stored
     if nnx is not None and isinstance(tree, nnx.State) and only_params:
         others = [v for _, v in nnx.to_flat_state(tree) if isinstance(v, nnx.Variable) and not isinstance(v, nnx.Param)]

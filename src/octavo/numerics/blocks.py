@@ -1,6 +1,7 @@
 """Block formats: a small element, a tile that shares a scale, and a scale that is itself low-precision.
 
-The MX formats follow the OCP Microscaling Formats (MX) Specification v1.0: 32 elements share a power of two (e8m0).
+The MX formats follow the OCP Microscaling Formats (MX) Specification v1.0: 32 elements share a power of two (e8m0);
+mxfp8_16 has 16 of them, which the specification does not.
 NVFP4 has 16 e2m1 elements share an e4m3 scale, and all blocks of a tensor also share one float32 scale.
 """
 
@@ -124,6 +125,7 @@ def block_formats() -> list[BlockFormat]:
     double = {"scale_dtype": "float8_e3m4", "scale_rounding": "nearest", "outer": True}
     return [
         BlockFormat(name="mxfp8", element=e(4, 3, "fn", "float8_e4m3fn")),
+        BlockFormat(name="mxfp8_16", element=e(4, 3, "fn", "float8_e4m3fn"), tile=16),
         BlockFormat(name="mxfp8_e5m2", element=e(5, 2, "ieee", "float8_e5m2")),
         BlockFormat(name="mxfp6", element=e(2, 3)),
         BlockFormat(name="mxfp6_e3m2", element=e(3, 2)),

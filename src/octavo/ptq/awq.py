@@ -20,7 +20,8 @@ from octavo.ptq.smooth import Fold, apply_folds, fold_statistics
 from octavo.ptq.statistics import Statistics
 from octavo.qarray import Quantizer
 
-_ALPHAS = tuple(float(a) for a in np.linspace(0, 1, 20))
+_GRID = 20
+"""The number of exponents that are tried."""
 
 
 def awq(
@@ -61,7 +62,7 @@ def awq(
     for fold in folds:
         names = [name for name in fold.weights if name in quantizers]
         factors.append(
-            _best_factor(
+            best_factor(
                 [leaves[name] for name in names],
                 [quantizers[name] for name in names],
                 [found[name] for name in names],
@@ -71,11 +72,13 @@ def awq(
     return apply_folds(params, folds, factors, found)
 
 
-def _best_factor(
+def best_factor(
     weights: Sequence[Array],
     quantizers: Sequence[Quantizer],
     statistics: Sequence[Statistics],
     mean: Float[Array, "s k"],
+    *,
+    grid: int = _GRID,
 ) -> Float[Array, "s k"]:
     """The factor of each input with the least error, for each matrix of a stack by itself."""
 
@@ -92,6 +95,6 @@ def _best_factor(
             total = total + jnp.sum((stats.hessian @ off) * off, axis=(1, 2))
         return total, factor
 
-    tried = [error(jnp.float32(alpha)) for alpha in _ALPHAS]
+    tried = [error(jnp.float32(alpha)) for alpha in np.linspace(0, 1, grid)]
     best = jnp.argmin(jnp.stack([total for total, _ in tried]), axis=0)
     return jnp.take_along_axis(jnp.stack([factor for _, factor in tried]), best[None, :, None], axis=0)[0]

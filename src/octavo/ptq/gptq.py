@@ -22,7 +22,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from octavo._typing import Array, Float
+from octavo._typing import Array, Bool, Float
 from octavo.numerics import Format
 from octavo.ptq.scales import Scales
 
@@ -93,12 +93,9 @@ def _gptq(
 ):
     def one(args: tuple[Array, Array, Scales, Array | None]) -> Array:
         w, h, s, moved = args
-        diagonal = jnp.diagonal(h)
-        unused = diagonal <= 0
+        by_size = jnp.argsort(-jnp.diagonal(h)) if order else jnp.arange(len(w))
+        h, unused = damped(h, damping)
         w = jnp.where(unused[:, None], 0, w)
-        added = jnp.where(unused, 1, damping * jnp.mean(diagonal))
-        h = jnp.where(unused[:, None] | unused[None], 0, h) + jnp.diag(added)
-        by_size = jnp.argsort(-diagonal) if order else jnp.arange(len(w))
         factor = inverse_factor(h[by_size][:, by_size])
         correction = None
         if moved is not None:
@@ -108,6 +105,17 @@ def _gptq(
         return rounded[jnp.argsort(by_size)]
 
     return jax.lax.map(one, (weights, hessian, scales, drift), batch_size=batch)
+
+
+def damped(hessian: Float[Array, "k k"], damping: float) -> tuple[Float[Array, "k k"], Bool[Array, " k"]]:
+    """A Hessian with a share of the mean of its diagonal added, so that it has an inverse; and which inputs are unused.
+
+    An input that is always zero has no say in the inverse.
+    """
+    diagonal = jnp.diagonal(hessian)
+    unused = diagonal <= 0
+    added = jnp.where(unused, 1, damping * jnp.mean(diagonal))
+    return jnp.where(unused[:, None] | unused[None], 0, hessian) + jnp.diag(added), unused
 
 
 def inverse_factor(hessian: Float[Array, "k k"]) -> Float[Array, "k k"]:

@@ -11,7 +11,9 @@ They are Octavo's own functions and classes, which take Qwix's arguments.
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.compat.qwix import contrib
 from octavo.frameworks import WithAux, quantize_model, quantize_params
+from octavo.frameworks.litert import OdmlConversionProvider, OdmlQatProvider
 from octavo.frameworks.nnx import QuantStat
 from octavo.frameworks.prequantized import flatten_prequantized, process_prequantized_params
 from octavo.lora import LoraProvider, LoraRule, apply_lora_to_model
@@ -24,6 +26,8 @@ __all__ = [
     "BoxedParamProvider",
     "LoraProvider",
     "LoraRule",
+    "OdmlConversionProvider",
+    "OdmlQatProvider",
     "PtqProvider",
     "QArray",
     "QtProvider",
@@ -33,6 +37,7 @@ __all__ = [
     "QuantizationRule",
     "WithAux",
     "apply_lora_to_model",
+    "contrib",
     "conv_general_dilated",
     "dequantize",
     "dot",

@@ -1,0 +1,1 @@
+"""The modules of `qwix.contrib.kernels`: their matmuls by `octavo.dot_general`, on any platform."""
