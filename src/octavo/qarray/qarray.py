@@ -309,7 +309,9 @@ def is_eager(*trees: Any) -> bool:
     program, and under `jax.disable_jit` nothing is compiled.
     """
     leaves = jax.tree.leaves(trees)
-    return not jax.config.jax_disable_jit and all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves)
+    return not jax.config.jax_disable_jit and all(
+        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves
+    )
 
 
 def is_qarray(x: Any) -> bool:
