@@ -86,7 +86,8 @@ def scale_tiles(case: Case, letters: str, right: bool) -> list[int]:
     tile = fmt.tile if fmt.tile is not None else case["tile"]
     extent = []
     for letter in letters:
-        whole = letter in contracted or (case["per_tensor"] and fmt.tile is None)
+        # Only values of a tile share the scale of a block, also where a second axis is contracted.
+        whole = fmt.tile is None and (letter in contracted or case["per_tensor"])
         extent.append(sizes[letter] if whole else 1)
         if tile is not None and contracted and letter == contracted[-1]:
             extent[-1] = min(tile, sizes[letter])
