@@ -1,12 +1,14 @@
 """Random cases against independent references, for as long as you like.
 
     python -m tests.fuzz [products programs ...] [--seconds 60] [--seed 0]
+    python -m tests.fuzz kills --cases 20
 
 Exits with 1 at the first defect, and prints the command that repeats it.
 """
 
 import argparse
 import json
+import math
 import sys
 import time
 
@@ -18,6 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"which of {', '.join(FUZZERS)}; all by default")
     parser.add_argument("--seconds", type=float, default=60, help="the time for each")
+    parser.add_argument("--cases", type=int, help="the number of cases for each, however long they take")
     parser.add_argument("--seed", type=int, default=None, help="the current time by default")
     parser.add_argument("--case", type=json.loads, help="repeat one case")
     args = parser.parse_args()
@@ -33,7 +36,7 @@ def main() -> int:
     seed = int(time.time()) if args.seed is None else args.seed
     defects = 0
     for name in names:
-        counts, found = fuzz(FUZZERS[name], args.seconds, seed)
+        counts, found = fuzz(FUZZERS[name], math.inf if args.cases else args.seconds, seed, most=args.cases)
         kinds = ", ".join(f"{label} {n:,}" for label, n in sorted(counts.items()))
         print(f"{name}: seed {seed}, {counts.total():,} cases without a defect ({kinds})", flush=True)
         if found is not None:

@@ -67,6 +67,36 @@ def test_quantizing_again_and_again_keeps_nothing():
     assert growth(50) < 50 * 10
 
 
+def test_a_jit_that_is_made_in_each_call_is_freed_after_it():
+    bodies = []
+
+    def fn(params, x):
+        def body(params, x):
+            return x @ params["w"]
+
+        bodies.append(weakref.ref(body))
+        return jax.jit(body)(params, x)
+
+    low = octavo.quantized(fn, INT8)
+    for _ in range(3):
+        low(PARAMS, X)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(5):
+        low(PARAMS, X)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 5 * 20, "programs of jits that are gone are kept"
+    assert [body() for body in bodies] == [None] * 8
+    kept = jax.jit(lambda params, x: x @ params["w"])
+    traced = []
+    low = octavo.quantized(lambda params, x: traced.append(1) or kept(params, x), INT8)
+    low(PARAMS, X)
+    (programs,) = low._cache.values()
+    low(PARAMS, X)
+    assert [len(each) for each in low._cache.values()] == [1], "a jit that lives on is compiled once"
+    assert next(iter(low._cache.values())) is programs
+
+
 @pytest.mark.slow
 def test_ten_thousand_functions_are_quantized_in_flat_memory():
     requantize(2500)

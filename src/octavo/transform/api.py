@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -122,7 +123,7 @@ class Quantized:
         self._options: dict[str, Any] = {"strict_paths": strict_paths, "root": root, "modules": modules, "host": host}
         self._options["shardings"] = dict(shardings or {})
         self._names = names
-        self._cache: dict[Any, Any] = {}
+        self._cache: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
         if hasattr(fn, "__name__"):
             functools.update_wrapper(self, fn, updated=())
 

@@ -2,6 +2,7 @@
 
 import contextvars
 import dataclasses
+import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -70,7 +71,8 @@ class Context:
     dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The dtypes of parameters by name."""
     sites: dict[Any, Site] = dataclasses.field(default_factory=dict)
-    cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    cache: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
+    """The jitted forms of nested jits by their bodies, which are new objects wherever a function makes its jit."""
 
     def updates(self, path: str) -> bool:
         """Whether the statistics of a module are updated."""

@@ -188,7 +188,7 @@ def _drop_ones(
     size = {}
     for other, array in zip(terms, operands, strict=True):
         for c, n in zip(other, array.shape, strict=True):
-            size[c] = max(size.get(c, 1), n)
+            size[c] = n if size.get(c, 1) == 1 else size[c]
     for c, n in zip(term, x.shape, strict=True):
         if n not in (1, size[c]):
             raise ValueError(f"einsum: index {c!r} has sizes {n} and {size[c]}")
