@@ -9,8 +9,11 @@ Exits with 1 at the first defect, and prints the command that repeats it.
 import argparse
 import json
 import math
+import os
 import sys
 import time
+
+import jax
 
 from tests.fuzz import FUZZERS
 from tests.fuzz.runner import failure, fuzz
@@ -24,6 +27,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="the current time by default")
     parser.add_argument("--case", type=json.loads, help="repeat one case")
     args = parser.parse_args()
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", 8)
     if unknown := set(args.names) - set(FUZZERS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(FUZZERS)}")
     names = args.names or list(FUZZERS)

@@ -1,6 +1,8 @@
 """Nothing outlives its function: constants that are closed over, programs, rules of other threads."""
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 
@@ -95,6 +97,17 @@ def test_a_jit_that_is_made_in_each_call_is_freed_after_it():
     low(PARAMS, X)
     assert [len(each) for each in low._cache.values()] == [1], "a jit that lives on is compiled once"
     assert next(iter(low._cache.values())) is programs
+
+
+def inner_jit(params, x):
+    return jax.jit(jnp.matmul)(x, params["w"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda low: pickle.loads(pickle.dumps(low))], ids=["copy", "pickle"])
+def test_a_function_that_has_run_is_copied_without_its_programs(copied):
+    low = octavo.quantized(inner_jit, INT8)
+    expected = low(PARAMS, X)
+    np.testing.assert_array_equal(copied(low)(PARAMS, X), expected)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ QArrays, adds inputs and outputs for state, and keeps to JAX's public interface.
 import dataclasses
 import math
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from octavo.qarray import QArray, shardings
 from octavo.transform import jaxpr
-from octavo.transform.frame import Frame, Key, Value
+from octavo.transform.frame import Frame, Key, Programs, Value
 from octavo.transform.jaxpr import Equation, Jaxpr, scope
 from octavo.transform.rearrange import as_array
 from octavo.transform.weights import ACTIVATION, Origin, combine, layer_origin
@@ -91,7 +91,7 @@ def _state(rewrite: Any, eqn: Equation, values: list[Value], frame: Frame) -> di
     context = frame.context
     if not context.provider.stateful or context.init:
         return {}
-    init = dataclasses.replace(context, init=True, update=False, sites={}, cache=weakref.WeakKeyDictionary())
+    init = dataclasses.replace(context, init=True, update=False, sites={}, cache=Programs())
 
     def run(data):
         inner = frame.inner("", context=init, counters=dict(frame.counters), state={}, key=None)
@@ -119,7 +119,7 @@ def _jitted(eqn: Equation, origins: list[Origin], frame: Frame, keys: tuple[Key,
     if cached in known:
         return known[cached]
     # Only a call of this body traces it again. A reference would keep it in the cache for good.
-    fn = Body(eqn, weakref.proxy(body), origins, frame)
+    fn = Body(eqn, cast(Jaxpr, weakref.proxy(body)), origins, frame)
     options = jaxpr.jit_options(eqn)
     if options.get("in_shardings") is not None:
         options["in_shardings"] = (*options["in_shardings"], None, None)

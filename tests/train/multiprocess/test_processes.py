@@ -111,8 +111,8 @@ def test_killed_during_a_save(tmp_path, killed):
     with CheckpointManager(checkpoints) as manager:
         step = manager.restore().step
     assert (
-        f"process {1 - killed} of 2 lost the others at step {step + 5}: one of them ended or cannot be reached. Start all "
-        f"processes again with the same command: the run resumes from the checkpoint of step {step}. ("
+        f"process {1 - killed} of 2 lost the others at step {step + 5}: one of them ended or cannot be reached. "
+        f"Start all processes again with the same command: the run resumes from the checkpoint of step {step}. ("
     ) in together.text(1 - killed)
 
 
