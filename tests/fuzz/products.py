@@ -98,8 +98,11 @@ def operand(case: Case, letters: str, right: bool, quantized: bool) -> tuple[np.
     """An operand and its dequantized value, in float64."""
     rng = np.random.default_rng([case["seed"], right])
     x = np.float32(rng.standard_normal([case["sizes"][letter] for letter in letters]))
-    if not quantized:
+    used = sum(case["groups"]) if case["op"] == "ragged" and not right else len(x)
+    if not quantized or not used:
         return x, x.astype(np.float64)
+    # Rows of no group do not count for the range of the tensor.
+    x, unused = x[:used], 10 * x[used:]
     fmt, extent = octavo.get_format(case["format"]), scale_tiles(case, letters, right)
     largest = np.zeros(x.shape, bool)
     for tile in groups(x.shape, extent):
@@ -109,7 +112,7 @@ def operand(case: Case, letters: str, right: bool, quantized: bool) -> tuple[np.
     x = np.where(largest, np.abs(x), np.float32(0.9) * x)
     code, _ = quantize_dequantize(x, fmt, extent)
     x = np.where(largest, x, np.float32((x + code) / 2))
-    return x, quantize_dequantize(x, fmt, extent)[0]
+    return tuple(np.concatenate([part, unused]) for part in (x, quantize_dequantize(x, fmt, extent)[0]))
 
 
 def reference(case: Case, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
