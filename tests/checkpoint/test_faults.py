@@ -11,10 +11,19 @@ import sys
 import tempfile
 import time
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
-from octavo.checkpoint import CheckpointError, CheckpointManager, CheckpointWarning, manifest
+from octavo.checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+    CheckpointWarning,
+    PeerLostError,
+    manifest,
+    multiprocess,
+)
 
 SAVER = pathlib.Path(__file__).with_name("saver.py")
 
@@ -288,3 +297,32 @@ def test_a_read_only_directory_can_be_read(nobody):
         assert manager.all_steps() == [1]
     with pytest.raises(CheckpointError, match=rf"{nobody}/new cannot be created: \[Errno 13\]"):
         CheckpointManager(nobody / "new")
+
+
+@pytest.mark.parametrize("error", [ValueError, jax.errors.JaxRuntimeError])
+def test_a_process_that_is_gone_is_an_error_of_its_own(monkeypatch, error):
+    def fail(_):
+        raise error("UNKNOWN: Gloo AllGather failed: connection reset by peer")
+
+    monkeypatch.setattr(multiprocess, "is_multiprocess", lambda: True)
+    monkeypatch.setattr(multihost_utils, "process_allgather", fail)
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", fail)
+    with pytest.raises(PeerLostError, match="connection reset by peer"):
+        multiprocess.raise_on_all(None)
+    with pytest.raises(PeerLostError, match="connection reset by peer"):
+        multiprocess.broadcast(3)
+
+
+def test_the_step_to_resume_from_is_that_of_the_last_complete_save(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.resume_step() is None
+        for step in (1, 2):
+            manager.save(step, {"w": np.ones(3)})
+        manager.wait_until_finished()
+        assert manager.resume_step() == 2
+        # Killed before the rename, and in the middle of the save after it.
+        (tmp_path / "2").rename(tmp_path / "2.saving")
+        (tmp_path / "3.saving").mkdir()
+        assert (manager.latest_step(), manager.resume_step()) == (1, 2)
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.restore().step == 2

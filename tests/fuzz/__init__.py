@@ -2,8 +2,9 @@
 
 from tests.fuzz.checkpoints import CHECKPOINTS
 from tests.fuzz.configs import CONFIGS
+from tests.fuzz.kills import KILLED
 from tests.fuzz.products import PRODUCTS
 from tests.fuzz.programs import PROGRAMS
 from tests.fuzz.quantizers import QUANTIZERS
 
-FUZZERS = {fuzzer.name: fuzzer for fuzzer in (QUANTIZERS, PRODUCTS, PROGRAMS, CONFIGS, CHECKPOINTS)}
+FUZZERS = {fuzzer.name: fuzzer for fuzzer in (QUANTIZERS, PRODUCTS, PROGRAMS, CONFIGS, CHECKPOINTS, KILLED)}

@@ -86,7 +86,8 @@ def scale_tiles(case: Case, letters: str, right: bool) -> list[int]:
     tile = fmt.tile if fmt.tile is not None else case["tile"]
     extent = []
     for letter in letters:
-        whole = letter in contracted or (case["per_tensor"] and fmt.tile is None)
+        # Only values of a tile share the scale of a block, also where a second axis is contracted.
+        whole = fmt.tile is None and (letter in contracted or case["per_tensor"])
         extent.append(sizes[letter] if whole else 1)
         if tile is not None and contracted and letter == contracted[-1]:
             extent[-1] = min(tile, sizes[letter])
@@ -97,8 +98,11 @@ def operand(case: Case, letters: str, right: bool, quantized: bool) -> tuple[np.
     """An operand and its dequantized value, in float64."""
     rng = np.random.default_rng([case["seed"], right])
     x = np.float32(rng.standard_normal([case["sizes"][letter] for letter in letters]))
-    if not quantized:
+    used = sum(case["groups"]) if case["op"] == "ragged" and not right else len(x)
+    if not quantized or not used:
         return x, x.astype(np.float64)
+    # Rows of no group do not count for the range of the tensor.
+    x, unused = x[:used], 10 * x[used:]
     fmt, extent = octavo.get_format(case["format"]), scale_tiles(case, letters, right)
     largest = np.zeros(x.shape, bool)
     for tile in groups(x.shape, extent):
@@ -108,7 +112,7 @@ def operand(case: Case, letters: str, right: bool, quantized: bool) -> tuple[np.
     x = np.where(largest, np.abs(x), np.float32(0.9) * x)
     code, _ = quantize_dequantize(x, fmt, extent)
     x = np.where(largest, x, np.float32((x + code) / 2))
-    return x, quantize_dequantize(x, fmt, extent)[0]
+    return tuple(np.concatenate([part, unused]) for part in (x, quantize_dequantize(x, fmt, extent)[0]))
 
 
 def reference(case: Case, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Random JAX programs under random rules: what a rule matches is quantized, the rest is not, and nothing is silent.
 
-A program is a tree of layers: matmuls, nested jits, loops, branches, rematerialization, vmaps and functions with
-derivatives of their own. The number of integer dots in the quantized program, counted by a walk of its jaxpr, must be
-that of the matched weights; a rule that matches no matmul must raise; values and gradients stay near those in float.
+A program is a tree of layers: matmuls, nested jits, loops, branches, rematerialization, vmaps, shard_map over all
+devices (eight, unless XLA_FLAGS says otherwise) and functions with derivatives of their own. The number of integer dots
+in the quantized program, counted by a walk of its jaxpr, must be that of the matched weights; a rule that matches no
+matmul must raise; values and gradients stay near those in float.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ import octavo
 from tests.fuzz.runner import Case, DefectError, Fuzzer
 
 WIDTH = 8
-CONTAINERS = ("jit", "remat", "fori", "vmap", "custom_vjp", "scan_body")
+ROWS = 8
+CONTAINERS = ("jit", "remat", "fori", "vmap", "custom_vjp", "custom_jvp", "scan_body", "shard_map")
+OPAQUE = ("custom_vjp", "custom_jvp")
 
 
 def draw(rng: np.random.Generator) -> Case:
@@ -37,8 +40,10 @@ def draw_layers(rng: np.random.Generator, depth: int) -> list[Any]:
 def draw_layer(rng: np.random.Generator, depth: int) -> list[Any]:
     kinds = ["dense", "dense", "einsum", "tanh", "scan"]
     if depth < 2:
-        kinds += ["jit", "jit", "remat", "fori", "vmap", "custom_vjp", "cond", "scan_body"]
+        kinds += ["cond", "jit", *CONTAINERS]
     kind = str(rng.choice(kinds))
+    if kind == "shard_map":
+        depth = 1  # it holds no other container: meshes do not nest, and rows cannot be sharded twice
     if kind in ("dense", "einsum", "scan"):
         return [kind, int(rng.integers(3))]
     if kind == "tanh":
@@ -55,7 +60,7 @@ def weights(layers: list[Any], opaque: bool = False) -> Iterator[str]:
             yield f"w{args[0]}"
         elif kind == "scan":
             yield f"s{args[0]}"
-        elif kind != "tanh" and not (opaque and kind == "custom_vjp"):
+        elif kind != "tanh" and not (opaque and kind in OPAQUE):
             for inner in args:
                 yield from weights(inner, opaque)
 
@@ -87,8 +92,28 @@ def custom_vjp(params, x, layers):
     return opaque(params, x)
 
 
+def custom_jvp(params, x, layers):
+    @jax.custom_jvp
+    def opaque(params, x):
+        return run(layers, params, x)
+
+    opaque.defjvp(lambda primals, tangents: jax.jvp(lambda p, x: run(layers, p, x), primals, tangents))
+    return opaque(params, x)
+
+
+def shard_map(params, x, layers):
+    if x.ndim != 2 or x.shape[0] % jax.device_count():
+        return run(layers, params, x)
+    mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, everywhere = jax.sharding.PartitionSpec("rows"), jax.sharding.PartitionSpec()
+    shards = jax.shard_map(lambda p, x: run(layers, p, x), mesh=mesh, in_specs=(everywhere, rows), out_specs=rows)
+    return shards(params, x)
+
+
 def cond(params, x, yes, no):
-    return jax.lax.cond(x.sum() > 0, lambda p, x: run(yes, p, x), lambda p, x: run(no, p, x), params, x)
+    # The predicate has no rounding error, which might choose another branch than in float.
+    positive = params["w0"][0, 0] > 0
+    return jax.lax.cond(positive, lambda p, x: run(yes, p, x), lambda p, x: run(no, p, x), params, x)
 
 
 _LAYERS = {
@@ -96,6 +121,8 @@ _LAYERS = {
     "einsum": einsum,
     "scan": scan,
     "custom_vjp": custom_vjp,
+    "custom_jvp": custom_jvp,
+    "shard_map": shard_map,
     "cond": cond,
     "tanh": lambda params, x: jnp.tanh(x),
     "jit": lambda params, x, layers: jax.jit(lambda p, x: run(layers, p, x))(params, x),
@@ -130,7 +157,7 @@ def check(case: Case) -> str:
     params = {f"w{i}": rng.standard_normal((WIDTH, WIDTH)) / 2 for i in range(3)}
     params |= {f"s{i}": rng.standard_normal((2, WIDTH, WIDTH)) / 2 for i in range(3)}
     params = {name: jnp.asarray(value, jnp.float32) for name, value in params.items()}
-    x = jnp.asarray(rng.standard_normal((4, WIDTH)), jnp.float32)
+    x = jnp.asarray(rng.standard_normal((ROWS, WIDTH)), jnp.float32)
 
     def program(params, x):
         return run(layers, params, x)
@@ -155,7 +182,7 @@ def check(case: Case) -> str:
     error = float(jnp.linalg.norm(got - want) / (jnp.linalg.norm(want) + 1e-6))
     if not error < 0.2:
         raise DefectError(f"the relative error is {error:.3g}")
-    if case.get("export"):
+    if case.get("export") and "shard_map" not in str(layers):  # exported for 8 devices, it is called on as many only
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, x))
         out = export.export(jax.jit(low))(*shapes).call(params, x)
         if not jnp.linalg.norm(out - want) <= 0.2 * jnp.linalg.norm(want) + 1e-6:

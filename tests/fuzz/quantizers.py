@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import octavo
+from octavo.numerics import BlockFormat
 from tests.fuzz.runner import Case, DefectError, Fuzzer
-from tests.reference import quantize_dequantize
+from tests.reference import groups, ideal_scale, outer_scale, quantize_dequantize, stored_zero_point
 
 FORMATS = [name for name in octavo.formats() if octavo.get_format(name).tile is None]
-# The reference has no integers with scales that are quantized themselves; tests/numerics/test_blocks.py has those.
-BLOCKS = [
-    name for name in octavo.formats() if octavo.get_format(name).tile is not None and not name.endswith("_double")
-]
+BLOCKS = [name for name in octavo.formats() if octavo.get_format(name).tile is not None]
 DTYPES = ("float32", "bfloat16", "float16")
 SIZES = (1, 2, 3, 5, 16, 31, 32, 33, 64)
 
@@ -77,7 +75,7 @@ def check(case: Case) -> str:
         sizes[axis] = min(tile, x.shape[axis])
     x64 = x.astype(np.float64)
     want, scales = quantize_dequantize(x64, fmt, sizes, scale_dtype=q.scale.dtype, asymmetric=case["asymmetric"])
-    if near_another_scale(x64, fmt, sizes):
+    if near_another_scale(x64, fmt, sizes, case["asymmetric"]):
         return "scale on a boundary"
     slack = 4e-6 * scales * max(fmt.bound, 1)
     worse = np.abs(got - x64) - np.abs(want - x64) - slack
@@ -89,21 +87,22 @@ def check(case: Case) -> str:
     return "blocks" if fmt.tile is not None else "values"
 
 
-def near_another_scale(x: np.ndarray, fmt: octavo.Format, sizes: list[int]) -> bool:
-    """Whether rounding in float32 may choose another low-precision scale than float64 does."""
-    if fmt.tile is None:
+def near_another_scale(x: np.ndarray, fmt: octavo.Format, sizes: list[int], asymmetric: bool = False) -> bool:
+    """Whether rounding in float32 may choose another low-precision scale or zero point than float64 does."""
+    if not isinstance(fmt, BlockFormat):
         return False
-    from tests.reference import groups
-
-    largest = np.array([np.abs(x[tile]).max() for tile in groups(x.shape, sizes)]) / fmt.bound
-    nudged = [np.asarray(largest * f, np.float32) for f in (1 - 1e-5, 1 + 1e-5)]
-    dtype = jnp.dtype(fmt.scale_dtype)
+    ideal, lowest = np.array([ideal_scale(x[tile], fmt, asymmetric=asymmetric) for tile in groups(x.shape, sizes)]).T
+    nudged = [np.asarray(ideal * f, np.float32) for f in (1 - 1e-5, 1 + 1e-5)]
     if fmt.scale_dtype == "float8_e8m0fnu":
         low, high = (np.ceil(np.log2(n, where=n > 0, out=np.zeros_like(n))) for n in nudged)
         return bool((low != high).any())
-    outer = np.float32(np.abs(x).max() / (fmt.bound * fmt.largest_scale)) if fmt.outer else np.float32(1)
-    low, high = ((n / (outer or 1)).astype(dtype).astype(np.float32) for n in nudged)
-    return bool((low != high).any())
+    outer = outer_scale(x, fmt, sizes, asymmetric=asymmetric)
+    low, high = ((n / outer).astype(jnp.dtype(fmt.scale_dtype)).astype(np.float32) for n in nudged)
+    if (low != high).any():
+        return True
+    tiles = [(bottom, scale * outer) for bottom, scale in zip(lowest, low, strict=True) if scale and asymmetric]
+    points = [{stored_zero_point(fmt, bottom, scale * f) for f in (1 - 1e-5, 1 + 1e-5)} for bottom, scale in tiles]
+    return any(len(point) > 1 for point in points)
 
 
 def shrink(case: Case) -> Iterator[Case]:

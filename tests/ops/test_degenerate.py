@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import octavo
+from octavo import DotConfig
 from octavo.rules import dot_config
 from tests.arrays import normal
 from tests.cases import REPRESENTATIVE, slow_except
@@ -79,6 +80,34 @@ def test_arrays_without_elements(recipe, shapes):
     np.testing.assert_array_equal(out, jnp.zeros((x.shape[0], 16)))
     np.testing.assert_array_equal(dw, jnp.zeros(w.shape))
     assert dx.shape == x.shape
+
+
+EMPTY = {
+    "ab,bc->ac": ((0, 64), (64, 4)),
+    "abc,cd->abd": ((2, 0, 64), (64, 3)),
+    "abc,acd->abd": ((0, 2, 64), (0, 64, 3)),
+    "ab,cb->ca": ((4, 0), (3, 0)),
+}
+
+
+@pytest.mark.parametrize("subscripts", EMPTY)
+@pytest.mark.parametrize("qtype", ["int8", "nvfp4"])
+def test_einsum_with_an_axis_of_size_zero(subscripts, qtype):
+    config, operands = DotConfig.qt(qtype), [jnp.ones(shape) for shape in EMPTY[subscripts]]
+    run = lambda a, b: octavo.einsum(subscripts, a, b, config=config)  # noqa: E731
+    np.testing.assert_array_equal(run(*operands), jnp.einsum(subscripts, *operands))
+    gradients = jax.grad(lambda a, b: run(a, b).sum(), argnums=(0, 1))(*operands)
+    assert tuple(g.shape for g in gradients) == EMPTY[subscripts]
+    with pytest.raises(ValueError, match="index 'b' has sizes"):
+        octavo.einsum("ab,bc->ac", jnp.ones((2, 3)), jnp.ones((0, 4)), config=config)
+
+
+def test_the_outer_product_of_a_float_array_and_a_qarray():
+    x, q = jnp.arange(1.0, 5), octavo.quantize(jnp.arange(1.0, 9), "int8")
+    for subscripts, operands in (("i,j->ij", (x, q)), ("i,j->ji", (q, x)), ("i,j->ij", (q, q))):
+        floats = [o.dequantize() if isinstance(o, octavo.QArray) else o for o in operands]
+        got = octavo.einsum(subscripts, *operands)
+        np.testing.assert_allclose(got, jnp.einsum(subscripts, *floats), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", octavo.formats())

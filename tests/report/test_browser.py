@@ -53,8 +53,10 @@ def pages(tmp_path_factory):
     from tests.report.test_page import planned
 
     planned(folder / "int8")
+    planned(samples.train(folder / "long"), long=True)
     found = {
         "training": render(folder / "int8"),
+        "long plan": render(folder / "long"),
         "comparison": render(folder / "three"),
         "conversion": render(folder / "int4"),
         "evaluation": render(folder / "low"),
@@ -139,6 +141,20 @@ def test_fits_a_phone(visit, name):
     assert page.evaluate("document.documentElement.scrollWidth") <= 360, "an opened table widens the page"
     sizes = page.locator("svg:visible text").evaluate_all("els => els.map(e => e.getBoundingClientRect().height)")
     assert min(sizes) > 10, "a label too small to read"
+
+
+@pytest.mark.parametrize("width", [1280, 1440])
+def test_a_plan_of_long_rows_is_shown_whole(visit, width):
+    page = visit("long plan", viewport={"width": width, "height": 900})
+    table = page.get_by_role("table", name="matmuls are quantized")
+    assert table.get_by_role("columnheader").count() == 12
+    boxes = table.locator("th, td").evaluate_all("els => els.map(e => e.getBoundingClientRect().toJSON())")
+    assert min(box["left"] for box in boxes) >= 0
+    assert max(box["right"] for box in boxes) <= width
+    assert table.evaluate("e => e.scrollWidth - e.parentElement.clientWidth") <= 0, "a part has to be scrolled to"
+    cut = "els => els.filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent)"
+    assert table.locator("th, td").evaluate_all(cut) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -1,5 +1,6 @@
 """The page about a run says what the run's files say, whatever of them is there."""
 
+import dataclasses
 import json
 import re
 
@@ -9,6 +10,7 @@ import pytest
 
 import octavo
 from octavo.hlo import Collective, Communication
+from octavo.inspect import Plan
 from octavo.report import tables, write_report
 from octavo.report.run import read_run
 from octavo.train.metrics import MetricWriter
@@ -32,11 +34,18 @@ def make(directory, *, scale=1.0, seconds=0.1, steps=40, memory=None, losses=Non
     return directory
 
 
-def planned(directory):
+def planned(directory, long=False):
+    """Write a plan; with `long`, one with the paths and shapes of a decoder, and with collectives."""
     loss = lambda params, x: jnp.mean((x @ params["mlp"]["w"] @ params["logits_dense"]["w"]) ** 2)  # noqa: E731
     w, x = jax.ShapeDtypeStruct((32, 32), jnp.float32), jax.ShapeDtypeStruct((8, 32), jnp.float32)
     params, rules = {"mlp": {"w": w}, "logits_dense": {"w": w}}, octavo.recipe("int8")
-    (directory / "plan.json").write_text(octavo.plan(loss, rules, params, x).to_json())
+    plan = octavo.plan(loss, rules, params, x)
+    if long:
+        path, shapes = "decoder/dense_layers_10/self_attention/query", "(8,2048,4096) x (4096,32,128)"
+        row = dataclasses.replace(plan.rows[0], path=path, shapes=shapes, times=32, fwd="float8_e4m3fn x float8_e4m3fn")
+        plan = Plan([row, dataclasses.replace(plan.rows[-1], path=path)], plan.rules)
+        plan = plan.with_communication(Communication((Collective("all-reduce", "f32", (8,), 8),), ()))
+    (directory / "plan.json").write_text(plan.to_json())
     step = jax.value_and_grad(octavo.quantized(loss, rules))
     (directory / "verify.json").write_text(octavo.verify(step, params, x).to_json())
 

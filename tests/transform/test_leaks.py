@@ -1,6 +1,8 @@
 """Nothing outlives its function: constants that are closed over, programs, rules of other threads."""
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 
@@ -65,6 +67,47 @@ def test_quantizing_again_and_again_keeps_nothing():
     # JAX's own caches are bounded, and far from full here: what they keep of a function is a few hundred objects.
     jax.clear_caches()
     assert growth(50) < 50 * 10
+
+
+def test_a_jit_that_is_made_in_each_call_is_freed_after_it():
+    bodies = []
+
+    def fn(params, x):
+        def body(params, x):
+            return x @ params["w"]
+
+        bodies.append(weakref.ref(body))
+        return jax.jit(body)(params, x)
+
+    low = octavo.quantized(fn, INT8)
+    for _ in range(3):
+        low(PARAMS, X)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(5):
+        low(PARAMS, X)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 5 * 20, "programs of jits that are gone are kept"
+    assert [body() for body in bodies] == [None] * 8
+    kept = jax.jit(lambda params, x: x @ params["w"])
+    traced = []
+    low = octavo.quantized(lambda params, x: traced.append(1) or kept(params, x), INT8)
+    low(PARAMS, X)
+    (programs,) = low._cache.values()
+    low(PARAMS, X)
+    assert [len(each) for each in low._cache.values()] == [1], "a jit that lives on is compiled once"
+    assert next(iter(low._cache.values())) is programs
+
+
+def inner_jit(params, x):
+    return jax.jit(jnp.matmul)(x, params["w"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda low: pickle.loads(pickle.dumps(low))], ids=["copy", "pickle"])
+def test_a_function_that_has_run_is_copied_without_its_programs(copied):
+    low = octavo.quantized(inner_jit, INT8)
+    expected = low(PARAMS, X)
+    np.testing.assert_array_equal(copied(low)(PARAMS, X), expected)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import octavo
 from octavo.rules import dot_config
 from tests.arrays import normal
+from tests.cases import REPRESENTATIVE, slow_except
 from tests.ops.walk import dot_types
 
 INT8 = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
@@ -555,6 +556,18 @@ def test_forward_mode_raises_with_the_reason(mode):
     message = r"no forward-mode derivative .* use jax.vjp, jax.grad or jax.jacrev|no second derivative"
     with pytest.raises(NotImplementedError, match=message):
         FORWARD_MODES[mode](lambda params: low(params, jnp.ones((2, 4))), {"w": jnp.eye(4)})
+
+
+@pytest.mark.parametrize("name", slow_except(REPRESENTATIVE, [name for name in octavo.recipes() if name != "intmp"]))
+def test_forward_mode_raises_and_debug_nans_is_silent_in_every_recipe(name):
+    params, x = {"w": jnp.eye(64) + 0.1}, jnp.ones((4, 64))
+    low = octavo.quantized(lambda params, x: x @ params["w"], name)
+    state = low.init(params, x)
+    run = lambda params: low.stateful(state, key=jax.random.key(0))(params, x)[0].sum()  # noqa: E731
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        jax.jvp(jax.jit(run), (params,), (params,))
+    with jax.debug_nans(True):
+        jax.jit(jax.grad(run))(params)
 
 
 @pytest.mark.parametrize("rule", [INT8, "mxfp8"], ids=["int8", "mxfp8"])

@@ -11,3 +11,7 @@ class CheckpointWarning(UserWarning):
 
 class DamagedError(CheckpointError):
     """A file of a checkpoint is missing, truncated or changed."""
+
+
+class PeerLostError(CheckpointError):
+    """Another process of the run ended, or cannot be reached, while all of them save or restore."""

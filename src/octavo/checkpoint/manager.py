@@ -192,6 +192,14 @@ class CheckpointManager:
         """The last of the steps."""
         return max(self.all_steps(), default=None)
 
+    def resume_step(self) -> int | None:
+        """The step that another manager of this directory would restore: an interrupted save counts if it is complete.
+
+        Unlike `latest_step`, it does not raise the error of a failed save.
+        """
+        complete = [step for step in self._steps.all("saving") if self._steps.is_intact(step, "saving", contents=True)]
+        return max([*self._steps.intact(), *complete], default=None)
+
     def wait_until_finished(self) -> None:
         """Wait until asynchronous saves are on disk; raise their errors."""
         if self._thread is not None:

@@ -4,11 +4,12 @@ All processes call each of these functions at the same point of their programs.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 
-from octavo.checkpoint.errors import CheckpointError
+from octavo.checkpoint.errors import CheckpointError, PeerLostError
 
 _MAX_TEXT = 4096
 
@@ -25,11 +26,9 @@ def raise_on_all(problem: BaseException | None) -> None:
         if problem is not None:
             raise problem
         return
-    from jax.experimental import multihost_utils
-
     text = "" if problem is None else str(problem) or type(problem).__name__
     data = np.frombuffer(text.encode()[:_MAX_TEXT].ljust(_MAX_TEXT, b"\0"), np.uint8)
-    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in multihost_utils.process_allgather(data)]
+    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in _collective("process_allgather", data)]
     for number, other in enumerate(texts):
         if other:
             origin = "" if number == jax.process_index() else f"process {number}: "
@@ -54,6 +53,14 @@ def on_primary[T](call: Callable[[], T]) -> T | None:
 
 def broadcast(number: int) -> int:
     """The number of process 0, on all processes."""
+    return int(_collective("broadcast_one_to_all", np.int32(number)))
+
+
+def _collective(name: str, data: np.ndarray | np.integer) -> Any:
+    """A function of `multihost_utils`; raises a PeerLostError if another process is gone."""
     from jax.experimental import multihost_utils
 
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    try:
+        return getattr(multihost_utils, name)(data)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # reading a failed result raises a ValueError
+        raise PeerLostError(str(error)) from error

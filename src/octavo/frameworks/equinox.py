@@ -13,6 +13,7 @@ from octavo._tree import path_str
 from octavo.frameworks.module_call import ModuleCall, method_classes, public_methods, unmatched_policy
 from octavo.frameworks.params import is_stored
 from octavo.qarray import QArray, Quantizer
+from octavo.transform.frame import Programs
 from octavo.transform.provider import QuantizationProvider
 from octavo.transform.site import Site
 
@@ -22,7 +23,7 @@ class Family:
 
     def __init__(self, provider: QuantizationProvider, methods: Collection[str]):
         self.provider, self.methods = provider, tuple(methods)
-        self.cache: dict[Any, Any] = {}
+        self.cache = Programs()
         self.classes: dict[tuple[type, str], tuple[type, type]] = {}
 
     def of(self, cls: type, path: str) -> tuple[type, type]:

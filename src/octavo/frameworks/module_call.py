@@ -12,6 +12,7 @@ import numpy as np
 from octavo.frameworks.params import is_stored, unwrap
 from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
+from octavo.transform.frame import Programs
 from octavo.transform.jaxpr import FROM_ROOT
 from octavo.transform.provider import module_path
 from octavo.transform.state import GRADIENT_STATE, keep_as_gradient, unused_state
@@ -50,7 +51,7 @@ class ModuleCall:
         names: Sequence[str | None],
         modules: Iterable[str],
         provider: QuantizationProvider,
-        cache: dict[Any, Any],
+        cache: Programs,
         on_unmatched: str = "ignore",
     ):
         self.fn, self.inputs = fn, unwrap(tree)

@@ -24,6 +24,7 @@ from octavo.frameworks.nnx_state import (
     updating,
 )
 from octavo.frameworks.params import WithAux, is_stored
+from octavo.transform.frame import Programs
 from octavo.transform.provider import QuantizationProvider
 from octavo.transform.site import Site
 from octavo.transform.state import find_state, nest_state
@@ -39,7 +40,7 @@ class Family:
 
     def __init__(self, provider: QuantizationProvider, methods: Collection[str]):
         self.provider, self.methods = provider, tuple(methods)
-        self.cache: dict[Any, Any] = {}
+        self.cache = Programs()
         self.classes: dict[type, tuple[type, type]] = {}
 
     def of(self, cls: type) -> tuple[type, type]:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from octavo import _remote
-from octavo.checkpoint import CheckpointError, CheckpointManager
+from octavo.checkpoint import CheckpointError, CheckpointManager, PeerLostError
 from octavo.hlo import read_communication
 from octavo.rules import Schedule
 from octavo.train import distributed
@@ -197,12 +197,12 @@ class _Run:
         """Train until the last step, a target or a signal."""
         try:
             reason = self.steps(stop)
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, PeerLostError) as error:
             if not self.multiprocess:
                 raise
-            raise distributed.connection_lost(self.trainer.now, self.saved_step, error) from error
+            raise distributed.connection_lost(self.trainer.now, self.checkpoints.resume_step(), error) from error
         except CheckpointError as error:
-            back = distributed.resume_point(self.saved_step)
+            back = distributed.resume_point(self.checkpoints.resume_step())
             raise CheckpointError(f"{error}. The same command resumes from {back}") from error
         return Outcome(self.trainer.now, reason, self.loss, self.eval_loss)
 

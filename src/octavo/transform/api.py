@@ -13,7 +13,7 @@ import numpy as np
 from octavo._typing import PRNGKeyArray
 from octavo.qarray import QArray, Quantizer, is_qarray
 from octavo.transform.evaluate import evaluate
-from octavo.transform.frame import Context, Frame, Host, Key, Value
+from octavo.transform.frame import Context, Frame, Host, Key, Programs, Value
 from octavo.transform.jaxpr import KERNELS, Jaxpr
 from octavo.transform.provider import QtProvider, QuantizationProvider, tracing
 from octavo.transform.site import Site, float_note, site_quantizer
@@ -119,7 +119,7 @@ class Quantized:
         self._options: dict[str, Any] = {"strict_paths": strict_paths, "root": root, "modules": modules, "host": host}
         self._options["shardings"] = dict(shardings or {})
         self._names = names
-        self._cache: dict[Any, Any] = {}
+        self._cache = Programs()
         if hasattr(fn, "__name__"):
             functools.update_wrapper(self, fn, updated=())
 

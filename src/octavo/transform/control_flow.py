@@ -6,7 +6,8 @@ QArrays, adds inputs and outputs for state, and keeps to JAX's public interface.
 
 import dataclasses
 import math
-from typing import Any
+import weakref
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from octavo.qarray import QArray, shardings
 from octavo.transform import jaxpr
-from octavo.transform.frame import Frame, Key, Value
+from octavo.transform.frame import Frame, Key, Programs, Value
 from octavo.transform.jaxpr import Equation, Jaxpr, scope
 from octavo.transform.rearrange import as_array
 from octavo.transform.weights import ACTIVATION, Origin, combine, layer_origin
@@ -90,7 +91,7 @@ def _state(rewrite: Any, eqn: Equation, values: list[Value], frame: Frame) -> di
     context = frame.context
     if not context.provider.stateful or context.init:
         return {}
-    init = dataclasses.replace(context, init=True, update=False, sites={}, cache={})
+    init = dataclasses.replace(context, init=True, update=False, sites={}, cache=Programs())
 
     def run(data):
         inner = frame.inner("", context=init, counters=dict(frame.counters), state={}, key=None)
@@ -113,10 +114,12 @@ def _jitted(eqn: Equation, origins: list[Origin], frame: Frame, keys: tuple[Key,
     """The jitted form of a nested jit, cached so that equal calls compile once."""
     body, context = eqn.params["jaxpr"], frame.context
     place = (frame.scope, scope(eqn), tuple(sorted(frame.counters.items())), frame.manual_axes, frame.trips)
-    cached = (body, tuple(origins), place, keys, context.update, eqn.params["name"])
-    if cached in context.cache:
-        return context.cache[cached]
-    fn = Body(eqn, body, origins, frame)
+    known = context.cache.setdefault(body, {})
+    cached = (tuple(origins), place, keys, context.update, eqn.params["name"])
+    if cached in known:
+        return known[cached]
+    # Only a call of this body traces it again. A reference would keep it in the cache for good.
+    fn = Body(eqn, cast(Jaxpr, weakref.proxy(body)), origins, frame)
     options = jaxpr.jit_options(eqn)
     if options.get("in_shardings") is not None:
         options["in_shardings"] = (*options["in_shardings"], None, None)
@@ -128,8 +131,8 @@ def _jitted(eqn: Equation, origins: list[Origin], frame: Frame, keys: tuple[Key,
         return fn(data, state, key)
 
     flat.__name__ = flat.__qualname__ = eqn.params["name"]
-    context.cache[cached] = jax.jit(flat, **options), fn
-    return context.cache[cached]
+    known[cached] = jax.jit(flat, **options), fn
+    return known[cached]
 
 
 def _remat(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:

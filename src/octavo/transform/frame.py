@@ -2,6 +2,7 @@
 
 import contextvars
 import dataclasses
+import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,6 +12,19 @@ import jax
 from octavo._typing import PRNGKeyArray
 from octavo.transform.site import Site
 from octavo.transform.weights import Origin
+
+
+class Programs(weakref.WeakKeyDictionary[Any, dict[Any, Any]]):
+    """The jitted forms of nested jits by their bodies; a copy or a pickle is empty.
+
+    A function that makes a jit in each call has a new body each time, so that bodies must not be kept.
+    """
+
+    def __reduce__(self) -> tuple[type["Programs"], tuple[()]]:
+        return Programs, ()
+
+    def __deepcopy__(self, memo: Any) -> "Programs":
+        return Programs()
 
 
 class Value(NamedTuple):
@@ -70,7 +84,7 @@ class Context:
     dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The dtypes of parameters by name."""
     sites: dict[Any, Site] = dataclasses.field(default_factory=dict)
-    cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    cache: Programs = dataclasses.field(default_factory=Programs)
 
     def updates(self, path: str) -> bool:
         """Whether the statistics of a module are updated."""

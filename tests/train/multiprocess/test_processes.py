@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from octavo.checkpoint import load
+from octavo.checkpoint import CheckpointManager, load
 from octavo.train.metrics import read_metrics
 from octavo.train.run import train
 from octavo.train.trainer import Trainer
@@ -96,6 +96,24 @@ def test_killed_and_asked_to_stop(tmp_path):
     assert "saved; the same command resumes" in again.text(0)
     stopped = load(tmp_path / "test" / "checkpoints").step
     assert len(losses(tmp_path)) == stopped > step + 10
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_killed_during_a_save(tmp_path, killed):
+    """The process that remains names the checkpoint from which the run resumes."""
+    together = launch(2, tmp_path, steps=100_000, checkpoint_period=5, log_period=5, per_device_batch_size=4)
+    together.wait_for(r"completed step: 10,")
+    checkpoints, deadline = tmp_path / "test" / "checkpoints", time.monotonic() + 60
+    while not list(checkpoints.glob("*.saving")):
+        assert time.monotonic() < deadline, together.everything()
+    together.all[killed].kill()
+    assert together.statuses(timeout=90)[1 - killed] != 0
+    with CheckpointManager(checkpoints) as manager:
+        step = manager.restore().step
+    assert (
+        f"process {1 - killed} of 2 lost the others at step {step + 5}: one of them ended or cannot be reached. "
+        f"Start all processes again with the same command: the run resumes from the checkpoint of step {step}. ("
+    ) in together.text(1 - killed)
 
 
 def test_the_first_process_is_killed(tmp_path):

@@ -181,12 +181,12 @@ def _from_lists(parts: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
 
 
 def _sizes(terms: list[str], operands: list[ArrayOrQArray]) -> dict[str, int]:
-    """The size of each index: the largest of its axes."""
-    size: dict[str, int] = {}
+    """The size of each index: the largest of its axes, or 0 if one is empty and none is longer than 1."""
+    found: dict[str, set[int]] = {}
     for term, array in zip(terms, operands, strict=True):
         for c, n in zip(term, array.shape, strict=True):
-            size[c] = max(size.get(c, 1), n)
-    return size
+            found.setdefault(c, set()).add(n)
+    return {c: 0 if sizes <= {0, 1} and 0 in sizes else max(sizes) for c, sizes in found.items()}
 
 
 def _broadcast(x: ArrayOrQArray, term: str, size: dict[str, int], out: str) -> tuple[ArrayOrQArray, str]:
@@ -201,7 +201,7 @@ def _broadcast(x: ArrayOrQArray, term: str, size: dict[str, int], out: str) -> t
         n = x.shape[axis]
         if n in (1, size[c]):
             continue
-        if c not in out or size[c] % n:
+        if c not in out or not n or size[c] % n:
             raise ValueError(
                 f"einsum: index {c!r} has sizes {n} and {size[c]}, but only an index of the result may be shorter, "
                 "by a whole factor: repeat the shorter operand by jnp.repeat before it is quantized"
