@@ -79,3 +79,13 @@ def test_an_exported_program_has_no_custom_call_of_the_cpu_kernels():
     same_when_exported(octavo.dot, x, q, tolerance=1e-3)  # float sums in another order
     levels = octavo.quantize(jnp.eye(512, 256), "int4_double", tiled_axes={0: octavo.get_format("int4_double").tile})
     same_when_exported(octavo.dot, x, levels.pack(0), tolerance=1e-3)
+
+
+@pytest.mark.parametrize(("subscripts", "last"), [("bi,io,bo->bo", (8, 4)), ("bi,io,zo->bo", (1, 4))])
+def test_an_einsum_of_three_operands_takes_a_symbolic_batch(subscripts, last):
+    weight, x = octavo.quantize(jnp.ones((64, 4)), "int8", channelwise_axes=(1,)), jnp.ones((8, 64))
+    scale = jnp.arange(float(np.prod(last))).reshape(last)
+    program = jax.jit(lambda x, scale: octavo.einsum(subscripts, x, weight, scale))
+    shape = (ANY.shape[0] if last[0] == 8 else 1, 4)
+    exported = export.export(program)(ANY, jax.ShapeDtypeStruct(shape, jnp.float32))
+    np.testing.assert_array_equal(exported.call(x, scale), program(x, scale))

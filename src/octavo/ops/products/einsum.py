@@ -186,7 +186,7 @@ def _sizes(terms: list[str], operands: list[ArrayOrQArray]) -> dict[str, int]:
     for term, array in zip(terms, operands, strict=True):
         for c, n in zip(term, array.shape, strict=True):
             found.setdefault(c, set()).add(n)
-    return {c: 0 if sizes <= {0, 1} and 0 in sizes else max(sizes) for c, sizes in found.items()}
+    return {c: max(sizes - {1} or {1}) for c, sizes in found.items()}
 
 
 def _broadcast(x: ArrayOrQArray, term: str, size: dict[str, int], out: str) -> tuple[ArrayOrQArray, str]:
@@ -226,7 +226,9 @@ def _path(terms: list[str], out: str, shapes: list[tuple[int, ...]], optimize: A
     if len(terms) <= 2:
         return [tuple(range(len(terms)))] if len(terms) == 2 else []
     kind = {True: "optimal", False: "greedy", "auto": "optimal"}.get(optimize, optimize)
-    dummies = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
+    # A symbolic size stands for a batch: it counts as a large one.
+    numbers = [tuple(n if isinstance(n, int) else 1024 for n in shape) for shape in shapes]
+    dummies = [np.broadcast_to(np.float32(0), shape) for shape in numbers]
     present = "".join(c for c in out if any(c in t for t in terms))
     path, _ = np.einsum_path(f"{','.join(terms)}->{present}", *dummies, optimize=(kind, 2**60))
     steps = [tuple(p) for p in path[1:]]
