@@ -13,8 +13,9 @@ def did_you_mean(name: Any, known: Iterable[str], *, most: int = 1, cutoff: floa
     >>> did_you_mean("conv", ["dot_general", "einsum"])
     ''
     """
-    near = difflib.get_close_matches(str(name).lower(), list(known), n=most, cutoff=cutoff)
-    return f"did you mean {', '.join(map(repr, near))}? " if near else ""
+    names = {other.lower(): other for other in known}
+    near = difflib.get_close_matches(str(name).lower(), names, n=most, cutoff=cutoff)
+    return f"did you mean {', '.join(repr(names[other]) for other in near)}? " if near else ""
 
 
 def unknown_name(name: Any, known: Iterable[str]) -> str:

@@ -211,6 +211,7 @@ def test_qep_is_that_of_qwix():
     same_codes(mine.params, wanted.params)
 
 
+@pytest.mark.slow
 def test_gptq_serves_a_linen_model():
     rules = [
         gptq.GptqRule(module_path="up|down", weight_qtype="int4", tile_size=4),
@@ -253,6 +254,7 @@ def test_smooth_quant_needs_symmetric_activations():
             model.apply(variables, X, mutable="quant_stats")
 
 
+@pytest.mark.slow
 def test_nnx_models_are_calibrated_and_served():
     model = Linear()
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -282,6 +284,7 @@ def test_qep_says_what_it_needs():
         qep.quantize(Model(), [X], [gptq.GptqRule(weight_qtype="int4")], variables=variables)
 
 
+@pytest.mark.slow
 def test_qep_corrects_for_earlier_weights():
     """The outputs are nearer to those of float than without the correction."""
     variables = Model().init(KEY, X)
@@ -320,6 +323,7 @@ def test_gptq_core_is_that_of_qwix():
     np.testing.assert_allclose(values, codes * scale, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_losses_are_the_error_of_the_outputs():
     hessian = X.T @ X
     how = padded_ptq.HowToQuantize(qtype="int4", channelwise_axes=(0,), tiled_axes={1: 4})
@@ -338,6 +342,7 @@ def test_gptq_of_asymmetric_and_table_formats(options):
     assert errors[0] < errors[1]
 
 
+@pytest.mark.slow
 def test_awq_and_qep_cores_are_those_of_qwix():
     from qwix._src.core import qarray
 
@@ -370,6 +375,7 @@ def test_hadamard_rotation_keeps_the_matmul(flips):
         hadamard_rot.hadamard_rotate_inputs(X[:, :8], KERNEL, KEY, **options)
 
 
+@pytest.mark.slow
 def test_uneven_tiles_are_those_of_padded_ptq():
     from qwix._src.core import qarray
 

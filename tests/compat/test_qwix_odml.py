@@ -71,8 +71,9 @@ def composites(lib, mode, variables, **options):
 NUMBER = re.compile(r"-?\d\.\d+(?:[eE][-+]?\d+)?")
 
 
-@pytest.mark.parametrize("per_tensor", slow_except([False], [False, True]))
-@pytest.mark.parametrize("mode", slow_except(["dynamic"], MODES))
+@pytest.mark.slow
+@pytest.mark.parametrize("per_tensor", [False, True])
+@pytest.mark.parametrize("mode", MODES)
 def test_the_converted_program_is_that_of_qwix(mode, per_tensor, variables):
     got, out = composites(ours, mode, variables, disable_per_channel_weights=per_tensor)
     wanted, wanted_out = composites(qwix, mode, variables, disable_per_channel_weights=per_tensor)

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import octavo.compat.qwix.pallas as ours
+from tests.cases import slow_except
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -47,8 +48,8 @@ def matmul(lib, x, w, block=(8, 16, 12), numbers=NUMBERS):
     )(x, w)
 
 
-@pytest.mark.parametrize("qtype", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("tiles", [None, 8, 16])
+@pytest.mark.parametrize("qtype", slow_except(("int8",), ("int8", "float8_e4m3fn")))
+@pytest.mark.parametrize("tiles", slow_except((8,), (None, 8, 16)))
 def test_a_blocked_matmul_is_that_of_qwix(tiles, qtype):
     x, w = quantized(ours, tiles, qtype)
     got = matmul(ours, x, w)
