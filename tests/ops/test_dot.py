@@ -572,6 +572,25 @@ def test_tpus_round_and_measure_delayed_operands_in_one_pass():
     assert all("f32[]" in kind or "f32[1" in kind for kind in codes), codes
 
 
+@pytest.mark.slow
+@pytest.mark.compiler("tpu")
+def test_tpus_measure_cotangents_where_attention_writes_them():
+    from octavo.hlo import compile_for, get_accelerator, read_cost
+
+    config = DotConfig.qt()
+
+    def gradients(x, weights, scores, values):
+        dot = lambda x, weights: [dot_general(x, w, PLAIN, config=config) for w in weights]  # noqa: E731
+        heads = [jnp.einsum("nts,snh->tnh", p, values) for p in scores]
+        return jax.vjp(dot, x, weights)[1]([g.reshape(len(g), -1) for g in heads])
+
+    x, w = (jax.ShapeDtypeStruct((n, 512), jnp.bfloat16) for n in (1024, 512))
+    scores, values = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4, 1024, 1024), (1024, 4, 128)))
+    ops = read_cost(compile_for(get_accelerator("v6e"), gradients, x, [w, w], [scores, scores], values)).ops
+    assert any("_product_bwd" in op.site for op in ops)
+    assert not [op for op in ops if "_product_bwd" in op.site and op.site.endswith("reduce_max")]
+
+
 def test_the_first_step_of_delayed_scaling_has_the_initial_range():
     tracker = AmaxHistory(length=3, initial=8.0)
     operand = Operand("int8", per_tensor=True, tracker=tracker)
