@@ -268,7 +268,7 @@ def test_nnx_models_are_calibrated_and_served():
         stats = nnx.to_pure_dict(nnx.state(calibrated, ours.QuantStat))
         low = ours.quantize_model(model, serving([rule]), X)
         nnx.update(low, module.quantize_params(params, low, stats))
-        np.testing.assert_allclose(low(X), model(X), atol=0.1)
+        np.testing.assert_allclose(low(X), model(X), atol=0.05)  # of values up to 5
 
 
 def test_qep_says_what_it_needs():
@@ -317,7 +317,7 @@ def test_gptq_core_is_that_of_qwix():
     assert np.mean(np.asarray(got.qvalue) != np.asarray(wanted.qvalue)) < 0.15  # of the largest weight of a row
     np.testing.assert_allclose(got.scale, wanted.scale, rtol=1e-5)
     assert losses.shape == wanted_losses.shape
-    np.testing.assert_allclose(jnp.sum(losses), jnp.sum(wanted_losses), rtol=0.2)
+    np.testing.assert_allclose(jnp.sum(losses), jnp.sum(wanted_losses), rtol=0.05)
     scale, zero_point = gptq_core.find_params(w, how)
     codes, values = gptq_core.quantize(w, "int8", scale, zero_point)
     np.testing.assert_allclose(values, codes * scale, rtol=1e-6)
@@ -386,10 +386,10 @@ def test_uneven_tiles_are_those_of_padded_ptq():
     got, wanted = padded_ptq.quantize(x, how), theirs.quantize(x, qarray.HowToQuantize(**options))
     assert got.shape == wanted.original_shape == (4, 11)
     np.testing.assert_allclose(got.scale, wanted.scale, rtol=1e-6)
-    np.testing.assert_allclose(padded_ptq.dequantize(got), x, atol=0.1)  # Qwix's raises: its scales do not tile codes
+    np.testing.assert_allclose(padded_ptq.dequantize(got), x, atol=0.01)  # Qwix's raises: its scales do not tile codes
     numbers = (((1,), (1,)), ((), ()))
     out = padded_ptq.dot_general(X[:2, :11], got, numbers)
-    np.testing.assert_allclose(out, theirs.dot_general(X[:2, :11], wanted, numbers), atol=0.2)
+    np.testing.assert_allclose(out, theirs.dot_general(X[:2, :11], wanted, numbers), rtol=1e-5, atol=1e-5)
     for shape, tiles in (((5, 6), {0: 4}), ((7, 6), {0: 2, 1: 0.5})):
         assert padded_ptq.get_padded_shape(shape, tiles) == theirs.get_padded_shape(shape, tiles)
 
@@ -432,7 +432,7 @@ def test_kernels_compute_the_matmul_of_codes():
     assert qmm.can_use_qmm_in_dot_general(x, y, (((1,), (0,)), ((), ())), config=qmm.QuantizedMatmulConfig(32, 16, 6))
     assert not qmm.can_use_qmm_in_dot_general(X, y, (((1,), (0,)), ((), ())), config=qmm.QuantizedMatmulConfig())
     out = fused.lhs_fused_quantized_matmul(X, y.qvalue, y.scale, **blocks, sm=32)
-    np.testing.assert_allclose(out, X @ KERNEL.T, atol=0.5)
+    np.testing.assert_allclose(out, x.dequantize() @ y.dequantize(), rtol=1e-4, atol=1e-4)
 
 
 def test_modules_are_those_of_the_release():
