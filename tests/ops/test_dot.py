@@ -574,7 +574,8 @@ def test_tpus_round_and_measure_delayed_operands_in_one_pass():
 
 @pytest.mark.slow
 @pytest.mark.compiler("tpu")
-def test_tpus_measure_cotangents_where_attention_writes_them():
+@pytest.mark.parametrize("tokens", [1024, 2048])
+def test_tpus_measure_cotangents_where_attention_writes_them(tokens):
     from octavo.hlo import compile_for, get_accelerator, read_cost
 
     config = DotConfig.qt()
@@ -584,11 +585,24 @@ def test_tpus_measure_cotangents_where_attention_writes_them():
         heads = [jnp.einsum("nts,snh->tnh", p, values) for p in scores]
         return jax.vjp(dot, x, weights)[1]([g.reshape(len(g), -1) for g in heads])
 
-    x, w = (jax.ShapeDtypeStruct((n, 512), jnp.bfloat16) for n in (1024, 512))
-    scores, values = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4, 1024, 1024), (1024, 4, 128)))
+    x, w = (jax.ShapeDtypeStruct((n, 512), jnp.bfloat16) for n in (tokens, 512))
+    scores, values = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4, tokens, tokens), (tokens, 4, 128)))
     ops = read_cost(compile_for(get_accelerator("v6e"), gradients, x, [w, w], [scores, scores], values)).ops
     assert any("_product_bwd" in op.site for op in ops)
     assert not [op for op in ops if "_product_bwd" in op.site and op.site.endswith("reduce_max")]
+    measured = [op.type.count("f32[") for op in ops if f"bf16[4,128,{tokens}]" in op.type and "f32[" in op.type]
+    # Large ones each in its own matmul, small ones together in the last.
+    assert measured == ([2, 2] if tokens * 512 >= octavo.ops.vjp.LARGE else [4])
+
+
+def test_own_values_are_a_barrier_on_tpus_only():
+    from octavo.ops.lowerings.xla import own_values
+
+    x, scale = jnp.arange(6.0).reshape(2, 3), jnp.ones(3)
+    traced = jax.jit(jax.vmap(lambda x, y: own_values(x, -y), in_axes=(0, None), out_axes=[0, None])).trace(x, scale)
+    texts = [traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("tpu", "cpu", "cuda")]
+    assert ["optimization_barrier" in text for text in texts] == [True, False, False]
+    jax.tree.map(np.testing.assert_array_equal, jax.vmap(own_values, (0, None), [0, None])(x, scale), [x, scale])
 
 
 def test_the_first_step_of_delayed_scaling_has_the_initial_range():

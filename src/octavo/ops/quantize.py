@@ -24,6 +24,8 @@ class Scaled(NamedTuple):
 
     value: Array
     scale: Array
+    negated: Array | None = None
+    """Minus the scale, if it is an expression of its own."""
 
     def product(self) -> Array:
         return self.value.astype(jnp.float32) * _sharding.reshard_for_broadcast(self.scale, self.value)
@@ -68,7 +70,8 @@ def _quantize_operand(
     if isinstance(x, Scaled) and dynamic:
         # -(g s) has the range of g s. XLA fuses this multiplication into the reduction; if it were the same expression
         # as the one that is rounded, g s would be materialized in float32 for both uses.
-        bounds = measured = quantizer.measure(Scaled(x.value, row_major(-x.scale)).product(), witness=x.value)
+        negated = -x.scale if x.negated is None else x.negated
+        bounds = measured = quantizer.measure(Scaled(x.value, row_major(negated)).product(), witness=x.value)
         array = _in_rows(x, operand, batch).product()
     elif operand.tracker is not None:
         # Codes that do not depend on these bounds are rounded in the pass that measures them: TPU's compiler joins both
@@ -109,7 +112,7 @@ def _in_rows(x: Any, operand: Operand, batch: Axes) -> Any:
     if not plain or value.dtype.itemsize > 2 or is_eager(value):
         return x
     value = row_major(value, platform="tpu", copied=True)
-    return Scaled(value, x.scale) if isinstance(x, Scaled) else value
+    return x._replace(value=value) if isinstance(x, Scaled) else value
 
 
 def fake_quant_operand(operand: Operand | None, x: ArrayOrQArray) -> ArrayOrQArray:

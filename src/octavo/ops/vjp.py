@@ -11,17 +11,21 @@ from jax.ad_checkpoint import checkpoint_name
 
 from octavo import _sharding
 from octavo._typing import Array, PRNGKeyArray
-from octavo.calibration import Bounds
-from octavo.ops.config import DotConfig, Matmul, Operand
-from octavo.ops.operands import ArrayOrQArray, MatmulOptions
+from octavo.calibration import AbsMax, Bounds
+from octavo.ops.config import DotConfig, Matmul
+from octavo.ops.lowerings.xla import own_values
+from octavo.ops.operands import ArrayOrQArray, MatmulOptions, at_least
 from octavo.ops.product import UNPLACED, Placement, Product, Scaling, Transpose, mark, reverse_only
-from octavo.ops.quantize import fake_quant_operand, gradient_mask, materialize, quantize_operands, smooth
+from octavo.ops.quantize import Scaled, fake_quant_operand, gradient_mask, materialize, quantize_operands, smooth
 from octavo.ops.sparsity import nm_mask
 from octavo.ops.telemetry import telemetry_operands
 from octavo.qarray import QArray
 
 RESIDUAL = "octavo_residual"
 """The `checkpoint_name` of residuals, for rematerialization policies."""
+
+LARGE = 2**20
+"""Cotangents of at least this size have scales of their own on TPUs."""
 
 ERROR_FEEDBACK = "error_feedback"
 """The key in a scaling for error feedback: each device's rounding error of a reduced gradient."""
@@ -202,14 +206,20 @@ def _product_bwd(call: Call, residuals: Any, g: Array):
     g, shardings = _once_differentiable(_sharding.without_reduced(g), *probes), call.operand_shardings
     g = materialize(g, call.config.drhs.lhs)
     gradients, given = [], _shared_scaling(call.config, scaling)
-    for of_lhs, residual, probe, mask, wanted in zip((True, False), (rhs, lhs), like, masks, shardings, strict=True):
-        if probe is None:  # a QArray
+    both = [
+        None if probe is None else _use_residual(call, of_lhs, g, residual, extra)
+        for of_lhs, residual, probe in zip((True, False), (rhs, lhs), like, strict=True)
+    ]
+    if at_least(g.size, LARGE) and at_least(lhs.size - g.size, 0) and _measures_cotangent(call.config):
+        both = _own_scales(both)
+    for of_lhs, operands, probe, mask, wanted in zip((True, False), both, like, masks, shardings, strict=True):
+        if operands is None:  # of a QArray
             gradients.append(None)
             continue
         # A masked gradient is reduced first: the values of an unreduced array cannot be masked.
         sharding = _sharding.gradient_sharding(wanted if mask is None else _sharding.plain(wanted))
         operand_keys = keys[2:4] if of_lhs else keys[4:6]
-        grad, more = _gradient(call, of_lhs, g, residual, extra, operand_keys, given, probe.dtype, sharding)
+        grad, more = _gradient(call, of_lhs, operands, extra, operand_keys, given, probe.dtype, sharding)
         seen = seen | more
         grad = grad.astype(probe.dtype)
         if mask is not None:
@@ -237,8 +247,7 @@ def _shared_scaling(config: DotConfig, scaling: Scaling) -> Scaling:
 def _gradient(
     call: Call,
     of_lhs: bool,
-    g: Any,
-    residual: ArrayOrQArray,
+    operands: tuple[Any, ArrayOrQArray, Matmul],
     extra: Any,
     keys: Any,
     scaling: Scaling,
@@ -247,8 +256,7 @@ def _gradient(
 ):
     """One of the two gradients, and the bounds and telemetry measured for it."""
     config, transpose, (gather, reduction) = call.config, call.product.transpose(of_lhs), call.placement
-    matmul, forward, name = (config.dlhs, config.fwd.rhs, "dlhs") if of_lhs else (config.drhs, config.fwd.lhs, "drhs")
-    g, residual, matmul = _use_residual(transpose, matmul, forward, g, residual, extra)
+    name, (g, residual, matmul) = "dlhs" if of_lhs else "drhs", operands
     residual = transpose.arrange_residual(residual)
     if matmul.smooth is not None:
         g, residual = smooth(g, residual, transpose.dims, matmul.smooth)
@@ -273,9 +281,11 @@ def _gradient(
 
 
 def _use_residual(
-    transpose: Transpose, matmul: Matmul, forward: Operand | None, g: Array, residual: ArrayOrQArray, extra: Any
+    call: Call, of_lhs: bool, g: Array, residual: ArrayOrQArray, extra: Any
 ) -> tuple[Any, ArrayOrQArray, Matmul]:
     """The cotangent, the residual as an operand, and the config of what remains to be quantized."""
+    config, transpose = call.config, call.product.transpose(of_lhs)
+    matmul, forward = (config.dlhs, config.fwd.rhs) if of_lhs else (config.drhs, config.fwd.lhs)
     if not isinstance(residual, QArray):
         return g, residual, matmul.replace(rhs=None) if matmul.residual == "reuse" else matmul
     if matmul.residual != "reuse":
@@ -285,6 +295,28 @@ def _use_residual(
         # A scale along the contraction that cannot be moved: requantize along the new contraction.
         return g, residual.dequantize(transpose.residual_dtype), matmul.replace(rhs=matmul.rhs or forward)
     return *folded, matmul.replace(rhs=None)
+
+
+def _measures_cotangent(config: DotConfig) -> bool:
+    """Whether the range of the cotangent is measured for both gradients, before it is rounded."""
+    operands = (config.dlhs.lhs, config.drhs.lhs)
+    return not config.tracked and all(x is not None and isinstance(x.calibration, AbsMax) for x in operands)
+
+
+def _own_scales(both: list[Any]) -> list[Any]:
+    """The operands of both gradients, as `_use_residual` returns them, with scales that no other matmul shares on TPUs.
+
+    The matmuls of q, k and v have one input, whose scale is moved into the cotangents of all three. If it is one value,
+    TPU's compiler measures and rounds them in common fusions, for which all three are kept in HBM. If each matmul has
+    its own, it takes one after the other, and they stay in VMEM: 5 % of a Llama-1B layer. That loses in small matmuls,
+    and in those that widen: the cotangents of gate and up are computed together.
+    """
+    cotangents = [operands[0] for operands in both if operands is not None]
+    if len(cotangents) < 2 or not all(isinstance(g, Scaled) for g in cotangents):
+        return both
+    scales = [g.scale for g in cotangents]
+    owned = own_values(*scales, *(-scale for scale in scales))
+    return [(Scaled(both[n][0].value, owned[n], owned[n + 2]), *both[n][1:]) for n in range(2)]
 
 
 def _updated_scaling(config: DotConfig, scaling: Scaling, seen: dict[str, Bounds]) -> Scaling:

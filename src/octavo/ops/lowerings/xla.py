@@ -269,3 +269,18 @@ def row_major(x: Array, *, platform: str = "cpu", copied: bool = False) -> Array
     if x.size in (0, 1) or _sharding.explicit(x) is not None:
         return x
     return _row_major.bind(x, order=tuple(range(x.ndim)), platform=platform, copied=copied)
+
+
+_own_values = core.Primitive("octavo_own_values")
+_own_values.multiple_results = True
+_own_values.def_impl(lambda *arrays: list(arrays))
+_own_values.def_abstract_eval(lambda *arrays: list(arrays))
+mlir.register_lowering(_own_values, lambda ctx, *arrays: arrays)
+_barrier = mlir.lower_fun(lambda *arrays: jax.lax.optimization_barrier(arrays), multiple_results=True)
+mlir.register_lowering(_own_values, _barrier, platform="tpu")
+batching.primitive_batchers[_own_values] = lambda args, dims: (_own_values.bind(*args), dims)
+
+
+def own_values(*arrays: Array) -> list[Array]:
+    """The same arrays, of which a TPU program shares none with expressions elsewhere that are equal; else a no-op."""
+    return _own_values.bind(*arrays)
