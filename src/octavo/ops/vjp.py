@@ -1,6 +1,7 @@
 """One custom_vjp for every bilinear operation, whose six operands are quantized according to a DotConfig."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -210,7 +211,7 @@ def _product_bwd(call: Call, residuals: Any, g: Array):
         None if probe is None else _use_residual(call, of_lhs, g, residual, extra)
         for of_lhs, residual, probe in zip((True, False), (rhs, lhs), like, strict=True)
     ]
-    if at_least(g.size, LARGE) and at_least(lhs.size - g.size, 0) and _measures_cotangent(call.config):
+    if at_least(g.size, LARGE) and at_least(math.prod(lhs.shape) - g.size, 0) and _measures_cotangent(call.config):
         both = _own_scales(both)
     for of_lhs, operands, probe, mask, wanted in zip((True, False), both, like, masks, shardings, strict=True):
         if operands is None:  # of a QArray
