@@ -25,7 +25,7 @@ REFUSED = {
     "too long": ({"x": entry()}, 9, "the header declares 8 bytes of tensors but 9 bytes follow"),
     "wrong size": ({"x": entry(shape=(3,))}, 8, r"of F32 \[3\] needs 12 bytes but has 8"),
     "half a byte": ({"x": entry("F4", (3,), (0, 1))}, 1, r"of F4 \[3\] needs 1.5 bytes but has 1"),
-    "dtype": ({"x": entry("F33")}, 8, "unknown dtype 'F33'; Known: BF16, BOOL"),
+    "dtype": ({"x": entry("F33")}, 8, "unknown dtype 'F33'; did you mean 'F32', .* Known: BF16, BOOL"),
     "no dtype": ({"x": entry(None)}, 8, "unknown dtype None"),
     "negative": ({"x": entry(shape=(-1, -2))}, 8, r"the shape \[-1, -2\], not a list of up to 64 sizes"),
     "bool": ({"x": entry(shape=(True, 2))}, 8, "not a list of up to 64 sizes"),
