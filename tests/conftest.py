@@ -78,6 +78,21 @@ def _promotion(request):
             yield
 
 
+def mappings():
+    """How many memory mappings this process has; Linux allows 65,530, and each compiled program takes several."""
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs():
+    """Compiled programs are freed before they exhaust the mappings, which crashes XLA in the next compilation."""
+    yield
+    if mappings() > 15_000:
+        jax.clear_caches()
+        gc.collect()
+
+
 @pytest.fixture
 def registries(monkeypatch):
     """What a test registers is gone after it: a worker runs many files."""
