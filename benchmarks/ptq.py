@@ -5,10 +5,10 @@ python benchmarks/ptq.py --model .cache/data/stories15m
 python benchmarks/ptq.py --model .cache/data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --data book.txt --text other.txt
     [--llama PYTHON]
 
-Without --data and --text, the model tells 40 texts itself: 24 for the calibration, 16 for the evaluation. Recipes that
+Without --data and --text, the model tells texts itself: 24 for the calibration (--told), 16 for the evaluation. Recipes that
 begin with gguf: are GGUF files with an importance matrix of the same text, such as gguf:q4_k_m; those that begin with
 llama: are quantized by llama.cpp itself with the same matrix. PYTHON is an interpreter that has cyllama and numpy. A
-recipe of several formats ends with its budget, such as int3,int4,int8:gptq@4.5.
+recipe of several formats ends with its budget, such as int3,int4,int8:gptq@4.5; one with +300 is distilled for 300 steps.
 """
 
 import argparse
@@ -156,8 +156,9 @@ def as_recipe(source, recipe: str, calibration, head: str, budgets: dict):
     """A model converted by a recipe, and the bits per quantized weight."""
     from octavo.pretrained import PretrainedModel, convert_model, weight_rules
     from octavo.pretrained.budgeted import budget_options, budget_rules
-    from octavo.pretrained.calibrated import calibrated_codes, split_method
+    from octavo.pretrained.calibrated import calibrated_codes, distilled, split_method
 
+    recipe, _, steps = recipe.partition("+")
     recipe, _, bits = recipe.partition("@")
     plain, method = split_method(recipe)
     options = {"scale_dtype": "bfloat16"}
@@ -168,12 +169,14 @@ def as_recipe(source, recipe: str, calibration, head: str, budgets: dict):
         rules = weight_rules(plain, source.config, head=head)
     codes = calibrated_codes(source, rules, calibration, method=method, **options) if method else None
     params, _ = convert_model(source, rules, codes=codes, **options)
+    if steps:
+        params = distilled(source, params, rules, calibration, steps=int(steps))
     stored = [q for q in params.values() if hasattr(q, "qtype")]
     size = 8 * sum(q.nbytes for q in stored) / sum(q.size for q in stored)
     return PretrainedModel.from_params(source.config, params, tokenizer=source.tokenizer, origin=source.origin), size
 
 
-def model(path: str, data: str, text: str, recipes: list[str], head: str, llama: str | None) -> None:
+def model(path: str, data: str, text: str, recipes: list[str], head: str, llama: str | None, count: int) -> None:
     """Perplexity and KL of a model in several recipes, against float."""
     from octavo.pretrained import CalibrationData, open_model
     from octavo.serve.evaluate import evaluate
@@ -182,8 +185,8 @@ def model(path: str, data: str, text: str, recipes: list[str], head: str, llama:
     if data and text:
         texts = [Path(name).read_text(encoding="utf-8") for name in (data, text)]
     else:
-        told = tell(source, 40)
-        texts = ["\n\n".join(part) for part in (told[:24], told[24:])]
+        told = tell(source, count + 16)
+        texts = ["\n\n".join(part) for part in (told[:count], told[count:])]
     ids, calibration = source.tokenizer.encode(texts[1]), CalibrationData(texts[0])
     print(f"{source.describe()}; {len(ids)} tokens")
     print(f"{'recipe':26} {'bits':>6} {'perplexity %':>16} {'KL':>18} {'same top %':>11} {'CPU s':>8}")
@@ -213,12 +216,13 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--data", help="the calibration text")
     parser.add_argument("--text", help="the text of the evaluation")
+    parser.add_argument("--told", type=int, default=24, help="texts for the calibration that the model tells")
     parser.add_argument("--recipes", default=" ".join(RECIPES))
     parser.add_argument("--llama", metavar="PYTHON", help="an interpreter that has cyllama and numpy")
     parser.add_argument("--head", default="float", help="the format of the embedding table and the logits")
     args = parser.parse_args()
     if args.model:
-        model(args.model, args.data, args.text, args.recipes.split(), args.head, args.llama)
+        model(args.model, args.data, args.text, args.recipes.split(), args.head, args.llama, args.told)
     else:
         layer(args.inputs, args.outputs)
 

@@ -21,6 +21,7 @@ from octavo.pretrained import (
 )
 from octavo.pretrained.calibrated import calibrated_codes
 from octavo.pretrained.native import write_model
+from octavo.qarray import QArray
 from octavo.serve import Engine, SamplingParams
 from octavo.serve.evaluate import evaluate
 from tests.pretrained.conftest import SMALL, source_of
@@ -59,11 +60,36 @@ def test_the_command_calibrates(folder, capsys):
     assert found["low"] < 0.7 * found["plain"]
 
 
+@pytest.mark.slow
+def test_distillation_trains_scales_and_keeps_codes(folder, capsys):
+    words = ["quantize", str(folder / "float"), "int3:search", "--data", str(folder / "text.txt"), "--quiet"]
+    assert main([*words[:3], str(folder / "before"), *words[3:], "--data-tokens", "1024"]) == 0
+    assert main([*words[:3], str(folder / "after"), *words[3:], "--data-tokens", "1024", "--distill", "40"]) == 0
+    before, after, source = (open_model(folder / name) for name in ("before", "after", "float"))
+    moved = []
+    for path, leaf in before.leaves.items():
+        old, new = leaf.load(), after.leaves[path].load()
+        assert old.dtype == new.dtype
+        if isinstance(old, QArray):
+            np.testing.assert_array_equal(old.qvalue, new.qvalue, err_msg=path)
+            assert old.scale.dtype == new.scale.dtype
+            moved.append(bool(np.any(old.scale != new.scale)))
+    assert all(moved)
+    assert len(moved) > 7
+    ids = source.tokenizer.encode(TEXT)[1024:1536]
+    kl = [evaluate(model, ids, against=source, layers=False).kl.mean for model in (before, after)]
+    assert kl[1] < 0.8 * kl[0]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["int4:gptq"], "int4:gptq calibrates on text that the model would read: pass --data FILE"),
-        (["int4", "--data", "text.txt"], "--data is for a recipe with a method, such as int4:gptq"),
+        (["int4:gptq"], "int4:gptq needs text that the model would read: pass --data FILE"),
+        (["int4", "--distill", "3"], "--distill needs text that the model would read: pass --data FILE"),
+        (["int4", "--distill", "-3", "--data", "text.txt"], "at least 1: got -3"),
+        (["int8", "--distill", "3", "--data", "text.txt", "--format", "gguf"], "--distill is not for --format gguf"),
+        (["recipe:int8", "--distill", "3", "--data", "text.txt"], "these rules quantize activations"),
+        (["int4", "--data", "text.txt"], "--data is for a recipe with a method, such as int4:gptq, and for --distill"),
         (["int4:gptq", "--data", "none.txt"], "--data: "),
         (["int4:gptq", "--data", "short.txt"], "the calibration text has 6 tokens, less than one window of 256"),
         (["int4:gptk", "--data", "text.txt"], "gptk"),

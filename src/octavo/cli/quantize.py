@@ -18,7 +18,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "model card. Unless the recipe calibrates on data, the model is not run, and peak memory is little more than "
         "the size of the result. " + MODEL,
         epilog="Examples: octavo quantize model.gguf int4 small; octavo quantize runs/mine trained served; "
-        "octavo quantize model.gguf int4:gptq small --data book.txt; "
+        "octavo quantize model.gguf int4:gptq small --data book.txt --distill 300; "
         "octavo quantize hf-folder int8 out.gguf --format gguf. Exit status 2: the model, the recipe or the output "
         "path is invalid.",
     )
@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         default="",
         help="the dtype of scales (default: bfloat16, for other programs float16, and with trained rules float32)",
     )
-    parser.add_argument("--data", metavar="FILE", help="the calibration text of a recipe such as int4:gptq")
+    parser.add_argument("--data", metavar="FILE", help="the text of a recipe such as int4:gptq, and of --distill")
     parser.add_argument(
         "--data-tokens", type=int, metavar="N", default=1 << 15, help="tokens of the calibration text (default 32768)"
     )
@@ -75,6 +75,13 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         help="bits per weight of the layers, for a recipe of several formats, such as int3,int4,int8:gptq: each weight "
         "gets the format that costs least of the KL divergence",
     )
+    parser.add_argument(
+        "--distill",
+        type=int,
+        metavar="STEPS",
+        default=0,
+        help="then train scales, norms and biases on the text of --data for the outputs of the float model; codes stay",
+    )
     add_adapter(parser)
     parser.add_argument("--force", action="store_true", help="replace what is at OUT")
     parser.add_argument("--quiet", action="store_true", help="do not print a line for each parameter")
@@ -86,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
     from octavo import _remote
     from octavo.pretrained import CalibrationData, Request, export_model
 
+    if args.distill < 0:
+        return fail("quantize --distill", ValueError(f"the number of steps, at least 1: got {args.distill}"))
     try:
         _remote.check(args.out)
     except ValueError as error:
@@ -107,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
         imatrix=args.imatrix,
         bits=args.bits,
         checkpoint=args.checkpoint,
+        distill=args.distill,
     )
     try:
         source = open_source(args)
@@ -138,5 +148,6 @@ def _options(args: argparse.Namespace) -> list[str]:
     given += [("--data", Path(args.data).name, "")] if args.data else []
     given += [("--adapter", Path(args.adapter).name, "")] if args.adapter else []
     given += [("--imatrix", args.imatrix.name, "")] if args.imatrix else []
+    given += [("--distill", str(args.distill), "0")]
     given += [("--bits", f"{args.bits:g}", "")] if args.bits else []
     return [word for name, value, default in given if value != default for word in (name, value)]

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from octavo._tree import flatten_paths
+from octavo._tree import flatten_paths, unflatten_paths
 from octavo.models.fused_weights import FUSED
 from octavo.pretrained.convert import logits, pack, param_quantizers, signal_to_noise
 from octavo.pretrained.model import PretrainedModel
 from octavo.pretrained.names import EMBEDDING
-from octavo.ptq import Fold, awq, collect_statistics, method_names, quantize_weights
+from octavo.ptq import Fold, awq, collect_statistics, distill, method_names, quantize_weights
 from octavo.qarray import is_qarray
 from octavo.rules import QuantizationRule
 
@@ -116,6 +116,28 @@ def calibrated_codes(
         codes = done.array.astype(jnp.float32)
         found[path] = pack(codes, quantizers[path])._map(np.asarray), signal_to_noise(floats[path], codes)
     return found
+
+
+def distilled(
+    source: PretrainedModel,
+    params: dict[str, Any],
+    rules: Sequence[QuantizationRule],
+    data: CalibrationData,
+    *,
+    steps: int,
+    log: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Converted parameters by path, with scales, norms and biases trained for the outputs of the float model."""
+    if any(rule.act_qtype is not None for rule in rules):
+        raise ValueError(
+            "--distill trains the scales of weights, and these rules quantize activations: train with them"
+        )
+    batches = data.batches(source)
+    batches = [batch for batch in batches if len(batch) == len(batches[0])]
+    low = unflatten_paths({path: x._map(jnp.asarray) if is_qarray(x) else x for path, x in params.items()})
+    run = functools.partial(logits, source.config)
+    trained = flatten_paths(distill(run, float_params(source), low, batches, steps=steps, log=log), is_qarray)
+    return {path: x._map(np.asarray) if is_qarray(x := trained[path]) else np.asarray(x) for path in params}
 
 
 def _stages(names: Iterable[str]) -> list[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 from octavo._io import atomic_write
 from octavo._names import did_you_mean
 from octavo.pretrained.budgeted import budget_options, budget_rules
-from octavo.pretrained.calibrated import CalibrationData, calibrated_codes, split_method
+from octavo.pretrained.calibrated import CalibrationData, calibrated_codes, distilled, split_method
 from octavo.pretrained.card import model_card
 from octavo.pretrained.convert import Summary, convert_model
 from octavo.pretrained.model import PretrainedModel
@@ -32,6 +32,7 @@ class Request:
       imatrix: An importance matrix for K-quants in GGUF: read, or with `data` written.
       bits: The mean of bits per weight of the layers, for a recipe of several formats such as `int3,int4,int8:gptq`.
       checkpoint: A directory for the statistics of the calibration, from which an interrupted one resumes.
+      distill: Steps of training scales and norms on `data` for the outputs of the float model.
     """
 
     recipe: str
@@ -44,6 +45,7 @@ class Request:
     imatrix: Path | None = None
     bits: float | None = None
     checkpoint: Path | None = None
+    distill: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +93,15 @@ def converting(
         recipe, method = split_method(request.recipe)
         trained = recipe == TRAINED or recipe.startswith("recipe:")
         scales = request.scale_dtype or (None if trained else scale_dtype)
-        if (method or request.bits) and request.data is None:
-            raise ValueError(f"{request.recipe} calibrates on text that the model would read: pass --data FILE")
-        if request.data is not None and not method:
-            raise ValueError(f"--data is for a recipe with a method, such as {request.recipe}:gptq")
+        if (method or request.bits or request.distill) and request.data is None:
+            raise ValueError(
+                f"{'--distill' if request.distill else request.recipe} needs text that the model would read: pass "
+                "--data FILE"
+            )
+        if request.data is not None and not (method or request.distill):
+            raise ValueError(
+                f"--data is for a recipe with a method, such as {request.recipe}:gptq, and for --distill STEPS"
+            )
         if request.imatrix is not None:
             raise ValueError("--imatrix is for K-quants in GGUF files: add --format gguf")
         options: dict[str, Any] = {"scale_dtype": scales, "log": request.log}
@@ -111,6 +118,9 @@ def converting(
             options["checkpoint"] = request.checkpoint
             codes = calibrated_codes(source, rules, request.data, method=method, **options)
         params, summary = convert_model(source, rules, scale_dtype=scales, log=request.log, codes=codes)
+        if request.distill:
+            assert request.data is not None
+            params = distilled(source, params, rules, request.data, steps=request.distill, log=request.log)
         if request.replace and out.exists():
             shutil.rmtree(out) if out.is_dir() else out.unlink()
         done = Export(summary, params, rules, request.command, costs)

@@ -229,6 +229,9 @@ def _tokenizer_metadata(source: PretrainedModel) -> dict[str, Any]:
 
 
 def _export(source: PretrainedModel, out: Path, request: Request) -> Export:
+    if request.distill or request.bits:
+        option = "--distill" if request.distill else "--bits"
+        raise ValueError(f"{option} is not for --format gguf, whose blocks have scales of their own: leave it out")
     matrix = _importance(source, request)
     summary = write_model(source, request.recipe, out, head=request.head, log=request.log, importance=matrix)
     # Blocks are encoded while the file is written, so stored parameters are read back from it.

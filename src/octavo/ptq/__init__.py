@@ -7,6 +7,7 @@ calibration data collects the statistics of all inputs; scales are searched and 
 from octavo.ptq.api import quantize, quantize_weights
 from octavo.ptq.awq import awq
 from octavo.ptq.budget import assign
+from octavo.ptq.distillation import distill
 from octavo.ptq.gptq import gptq
 from octavo.ptq.low_rank import eora
 from octavo.ptq.methods import QuantizedWeight, method_names, quantize_weight
@@ -25,6 +26,7 @@ __all__ = [
     "assign",
     "awq",
     "collect_statistics",
+    "distill",
     "eora",
     "gptq",
     "load_statistics",
