@@ -5,10 +5,10 @@ python benchmarks/ptq.py --model .cache/data/stories15m
 python benchmarks/ptq.py --model .cache/data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --data book.txt --text other.txt
     [--llama PYTHON]
 
-Without --data and --text, the model tells texts itself: 24 for the calibration (--told), 16 for the evaluation. Recipes that
-begin with gguf: are GGUF files with an importance matrix of the same text, such as gguf:q4_k_m; those that begin with
-llama: are quantized by llama.cpp itself with the same matrix. PYTHON is an interpreter that has cyllama and numpy. A
-recipe of several formats ends with its budget, such as int3,int4,int8:gptq@4.5; one with +300 is distilled for 300 steps.
+Without --data and --text, the model tells texts itself: 24 for the calibration (--told) and 16 for the evaluation.
+Recipes that begin with gguf: are GGUF files with an importance matrix of the same text, such as gguf:q4_k_m; those that
+begin with llama: are quantized by llama.cpp itself with the same matrix. PYTHON is an interpreter that has cyllama and
+numpy. A recipe of several formats ends with its budget, such as int3,int4,int8:gptq@4.5; +300 distills for 300 steps.
 """
 
 import argparse

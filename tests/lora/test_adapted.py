@@ -129,3 +129,36 @@ def test_adapters_that_do_not_fit(made):
         adapted(decoder, RULE.replace(rank=1))(adapters, params, x)
     with pytest.raises(ValueError, match=r"the state has no params/out_lora_a"):
         adapted(decoder, RULE)({"layers": adapters["layers"]}, params, x)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_loftq_is_the_alternation_of_quantization_and_truncated_svd(made, steps):
+    params, x, _ = made
+    rule = LoraRule(rank=2, alpha=6.0, weight_qtype="int3", tile_size=4)
+    tuned = adapted(decoder, rule)
+    adapters, low = tuned.init_loftq(params, x, steps=steps)
+    assert jax.tree.map(jnp.shape, adapters) == jax.tree.map(jnp.shape, tuned.init(KEY, params, x))
+    merged, _ = tuned.merge(adapters, low, x)
+    plain = octavo.convert(decoder, params, x, rules=rule)
+    for path, matrix in (("kernel", (3, 8, 8)), ("heads", (3, 8, 8)), ("out", (1, 5, 8))):
+        weight, own, q, p = (t["layers"][path] if path != "out" else t[path] for t in (params, merged, low, plain))
+        weight, own, q, p = (np.asarray(t).reshape(matrix) for t in (weight, own, q.dequantize(), p.dequantize()))
+        # What the last truncated decomposition leaves of W - Q is the sum of the other singular values.
+        left = np.linalg.svd(weight - q, compute_uv=False)[:, 2:]
+        np.testing.assert_allclose(np.sum((weight - own) ** 2), np.sum(left**2), rtol=1e-4)
+        if steps == 1:
+            np.testing.assert_array_equal(q, p)
+        assert np.sum((weight - own) ** 2) < 0.6 * np.sum((weight - p) ** 2)
+    np.testing.assert_allclose(tuned(adapters, low, x), decoder(merged, x), rtol=1e-4, atol=1e-4)
+
+
+def test_loftq_refuses_what_it_cannot_quantize(made):
+    params, x, _ = made
+    with pytest.raises(ValueError, match="has no weight_qtype in its rule"):
+        adapted(decoder, LoraRule(rank=2, alpha=6.0)).init_loftq(params, x)
+    rule = LoraRule(rank=2, alpha=6.0, weight_qtype="int3", tile_size=4)
+    low = octavo.convert(decoder, params, x, rules=rule)
+    with pytest.raises(ValueError, match="is quantized already"):
+        adapted(decoder, rule).init_loftq(low, x)
+    with pytest.raises(ValueError, match="steps=0: LoftQ has at least one"):
+        adapted(decoder, rule).init_loftq(params, x, steps=0)

@@ -339,6 +339,10 @@ CONFLICTS = [
         "lora_rank=2 has small gradients, which are reduced in float, but gradient_reduce_dtype=int8",
     ),
     ({"lora_weight_qtype": "nf4"}, "lora_weight_qtype=nf4 is for adapters, but lora_rank=0"),
+    (
+        {"lora_rank": 2, "load_parameters_path": "m", "lora_init": "loftq"},
+        'lora_init=loftq makes up for the quantization of weights, but lora_weight_qtype=""',
+    ),
     ({"distillation_weight": 0.5}, 'distillation_weight=0.5 needs a teacher, but distillation_teacher=""'),
     ({"distillation_teacher": "m"}, "distillation_teacher=m has no effect with distillation_weight=0:"),
 ]

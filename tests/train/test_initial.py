@@ -155,6 +155,23 @@ def test_adapters_train_while_packed_weights_stay(files, tmp_path):
 
 
 @pytest.mark.slow
+def test_loftq_begins_nearer_to_the_float_model(files, tmp_path):
+    options = {"lora_rank": 4, "lora_weight_qtype": "int3", "lora_tile_size": 16}
+    kernels = []
+    for init in ("zeros", "loftq"):
+        place = tmp_path / init
+        said: list[str] = []
+        config = started(files / "hf", base_output_directory=str(place), steps=1, lora_init=init, **options)
+        train(config.replace(learning_rate=1e-9), log=said.append)
+        assert (place / "test" / "adapter").exists() == (init == "zeros")
+        assert any("no adapter for PEFT" in line for line in said) == (init == "loftq")
+        kernels.append(open_model(place / "test").leaves["decoder/layers_2/mlp/wo/kernel"].load())
+    kernel = open_model(files / "hf").leaves["decoder/layers_2/mlp/wo/kernel"].load()
+    errors = [np.sum((kernel - other) ** 2) for other in kernels]
+    assert errors[1] < 0.75 * errors[0]
+
+
+@pytest.mark.slow
 def test_adapters_on_a_mesh_have_the_loss_of_one_device(files):
     options = {"lora_rank": 2, "lora_weight_qtype": "int8", "per_device_batch_size": 4}
     one = Trainer(started(files / "hf", **options))

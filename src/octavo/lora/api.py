@@ -11,7 +11,8 @@ from octavo._tree import flatten_paths, path_str, unflatten_paths
 from octavo._typing import Array, PRNGKeyArray
 from octavo.frameworks import quantize_model
 from octavo.frameworks.model import framework_of
-from octavo.lora.layout import Layout, adapter_names, to_stored, weight_side
+from octavo.lora.layout import Layout, adapter_names, stored_shape, to_stored, weight_side
+from octavo.lora.loftq import loftq
 from octavo.lora.provider import PARAMS, LoraProvider
 from octavo.lora.rule import LoraRule
 from octavo.qarray import QArray, is_qarray
@@ -103,6 +104,20 @@ class Adapted:
         """New adapters for arguments of these shapes: nested dictionaries like the parameters."""
         return self.low.init_random(key, *args, **kwargs).get(PARAMS, {})
 
+    def init_loftq(self, params: Any, *args: Any, steps: int = 4, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+        """Adapters that make up for the quantization of their weights (LoftQ), and the parameters with these quantized.
+
+        Args:
+          params: The first argument of the function, in float.
+          *args: Its other arguments, of which only the shapes matter.
+          steps: How often weights are quantized and adapters fitted, in turn.
+          **kwargs: Its arguments by keyword.
+        """
+        quantizers = self.low.stored_quantizers(params, *args, **kwargs)
+        adapters, low = loftq(self.low.sites(params, *args, **kwargs), params, quantizers, steps=steps)
+        placed = jax.tree_util.tree_map_with_path(lambda path, x: low.get(path_str(path), x), params)
+        return adapters, placed
+
     def __call__(self, adapters: Any, *args: Any, key: PRNGKeyArray | None = None, **kwargs: Any) -> Any:
         """The function with these adapters; with a random `key`, their inputs have dropout."""
         return self.low.stateful({PARAMS: adapters}, key=key)(*args, **kwargs)[0]
@@ -157,7 +172,7 @@ def weight_deltas(sites: Iterable[Site], adapters: Any) -> dict[str, Array]:
         if not origin.is_stored or origin.axes is None:
             raise ValueError(f"{site.leaf!r} is not used as it is stored, so its adapter cannot be merged")
         axes = origin.axes
-        shape = _stored_shape(axes)
+        shape = stored_shape(axes)
 
         def delta(a: Array, b: Array, layout: Layout = layout, axes: Any = axes, shape: Any = shape) -> Array:
             return to_stored(layout.delta(a, b), axes, shape)
@@ -167,13 +182,6 @@ def weight_deltas(sites: Iterable[Site], adapters: Any) -> dict[str, Array]:
             delta = jax.vmap(delta)
         found[site.leaf] = delta(a, b) * rule.scale
     return found
-
-
-def _stored_shape(axes: Any) -> tuple[int, ...]:
-    sizes: dict[int, int] = {}
-    for factor in (f for axis in axes for f in axis):
-        sizes[factor.axis] = sizes.get(factor.axis, 1) * factor.size
-    return tuple(sizes[axis] for axis in sorted(sizes))
 
 
 def split_adapters(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

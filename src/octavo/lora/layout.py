@@ -122,5 +122,27 @@ def to_stored(delta: Array, axes: tuple[tuple[Factor, ...], ...], shape: tuple[i
     """
     factors = [factor for axis in axes for factor in axis]
     split = delta.reshape([factor.size for factor in factors])
-    order = sorted(range(len(factors)), key=lambda i: (factors[i].axis, -factors[i].stride))
-    return split.transpose(order).reshape(shape)
+    return split.transpose(_stored_order(factors)).reshape(shape)
+
+
+def from_stored(x: Array, axes: tuple[tuple[Factor, ...], ...], shape: tuple[int, ...]) -> Array:
+    """The inverse of `to_stored`: `shape` is that of the operand."""
+    factors = [factor for axis in axes for factor in axis]
+    order = _stored_order(factors)
+    return (
+        x.reshape([factors[i].size for i in order])
+        .transpose([order.index(i) for i in range(len(order))])
+        .reshape(shape)
+    )
+
+
+def _stored_order(factors: list[Factor]) -> list[int]:
+    return sorted(range(len(factors)), key=lambda i: (factors[i].axis, -factors[i].stride))
+
+
+def stored_shape(axes: tuple[tuple[Factor, ...], ...]) -> tuple[int, ...]:
+    """The shape of the parameter of an operand, without the axis of stacked layers."""
+    sizes: dict[int, int] = {}
+    for factor in (f for axis in axes for f in axis):
+        sizes[factor.axis] = sizes.get(factor.axis, 1) * factor.size
+    return tuple(sizes[axis] for axis in sorted(sizes))

@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 
-from octavo._tree import path_str
+from octavo._tree import flatten_paths, path_str
 from octavo.lora import LoraProvider, LoraRule
+from octavo.lora.loftq import loftq
 from octavo.numerics import get_format
+from octavo.qarray import QArray
 from octavo.train.config import Config
 from octavo.transform import quantized
 
@@ -50,17 +52,23 @@ class AdapterLoss:
         """New adapters for these parameters."""
         return self.low.init_random(key, params, *args)["params"]
 
+    def init_loftq(self, params: Any, *args: Any) -> tuple[dict[str, Any], Any]:
+        """Adapters that make up for the quantization of their weights, and the parameters as they are kept."""
+        quantizers = self.low.stored_quantizers(params, *args)
+        adapters, low = loftq(self.low.sites(params, *args), params, quantizers, steps=4)
+        return adapters, self._place(low, params)
+
     def freeze(self, params: Any, *args: Any) -> Any:
         """The parameters as they are kept: those with an adapter in the format of the rule."""
-        quantizers = self.low.stored_quantizers(params, *args)
+        quantizers, leaves = self.low.stored_quantizers(params, *args), flatten_paths(params)
+        return self._place({path: q.quantize(leaves[path]) for path, q in quantizers.items()}, params)
 
-        def frozen(path: Any, leaf: Any) -> Any:
-            if (quantizer := quantizers.get(path_str(path))) is None:
-                return leaf
-            codes = quantizer.quantize(leaf)
-            return codes.pack() if self.pack else codes
+    def _place(self, low: Mapping[str, QArray], params: Any) -> Any:
+        def place(path: Any, leaf: Any) -> Any:
+            codes = low.get(path_str(path))
+            return leaf if codes is None else codes.pack() if self.pack else codes
 
-        return jax.tree_util.tree_map_with_path(frozen, params)
+        return jax.tree_util.tree_map_with_path(place, params)
 
     def stateful(
         self, state: Mapping[str, Any] | None = None, *, step: Any, key: Any = None, update: bool = True

@@ -208,8 +208,11 @@ class Program:
         loss, frozen, key = self.train_step.loss, {}, jax.random.key(self.config.init_weights_seed)
         if self.adapter_loss is not None:
             arguments = microbatch, jnp.float32(1), jnp.float32(1)
-            frozen = self.adapter_loss.freeze(params, *arguments)
-            params = self.adapter_loss.init_adapters(key, params, *arguments)
+            if self.config.lora_init == "loftq":
+                params, frozen = self.adapter_loss.init_loftq(params, *arguments)
+            else:
+                frozen = self.adapter_loss.freeze(params, *arguments)
+                params = self.adapter_loss.init_adapters(key, params, *arguments)
         return TrainState(
             step=jnp.int32(0),
             params=params,

@@ -251,6 +251,10 @@ _LORA = (
         "{lora_rank} has small gradients, which are reduced in float, but {gradient_reduce_dtype}",
     ),
     Conflict(lambda c: c.lora_weight_qtype and not c.lora_rank, "{lora_weight_qtype} is for adapters, but {lora_rank}"),
+    Conflict(
+        lambda c: c.lora_init == "loftq" and not c.lora_weight_qtype,
+        "{lora_init} makes up for the quantization of weights, but {lora_weight_qtype}",
+    ),
 )
 
 _DISTILLATION = (

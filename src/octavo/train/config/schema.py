@@ -291,6 +291,10 @@ class Config(octavo._config.Config):
         "", "format of those weights, as nf4 for QLoRA; empty: weight_dtype",
         check=checks.check_format, hint="a number format",
     )  # fmt: skip
+    lora_init: str = _lora(
+        "zeros", "adapters begin without effect, or as what quantization loses of their weights",
+        choices=("zeros", "loftq"),
+    )  # fmt: skip
     lora_tile_size: int = _lora(64, "weights that share a scale; 0: one scale per channel", low=0)
 
     distillation_weight: float = _distillation(

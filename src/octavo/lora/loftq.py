@@ -1,0 +1,85 @@
+"""LoftQ: adapters that begin as what quantization loses of their weights.
+
+Li et al., LoftQ: LoRA-Fine-Tuning-Aware Quantization (arXiv 2310.08659): from A B = 0, repeat
+
+    Q = quantize(W - A B),  A B = the nearest matrix of rank r to W - Q
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from octavo._tree import flatten_paths, unflatten_paths
+from octavo._typing import Array
+from octavo.lora.layout import Layout, adapter_names, from_stored, stored_shape, to_stored, weight_side
+from octavo.lora.rule import LoraRule
+from octavo.qarray import QArray, Quantizer
+from octavo.transform import Site
+
+
+def loftq(
+    sites: Iterable[Site], params: Any, quantizers: Mapping[str, Quantizer], *, steps: int
+) -> tuple[dict[str, Any], dict[str, QArray]]:
+    """Adapters, and the quantized weights that they belong to, by path."""
+    if steps < 1:
+        raise ValueError(f"steps={steps}: LoftQ has at least one")
+    adapters: dict[str, Any] = {}
+    low: dict[str, QArray] = {}
+    weights = flatten_paths(params, lambda x: isinstance(x, QArray))
+    for site in sites:
+        rule = site.rule
+        if not isinstance(rule, LoraRule) or not site.is_adapted or site.leaf in low:
+            continue
+        weight, origin, layout = weights[site.leaf], site.origins[weight_side(site)], Layout.of(site)
+        if isinstance(weight, QArray) or site.leaf not in quantizers:
+            raise ValueError(
+                f"LoftQ quantizes float weights, but {site.leaf!r} "
+                + ("is quantized already" if isinstance(weight, QArray) else "has no weight_qtype in its rule")
+            )
+        if not origin.is_stored or origin.axes is None or (layout.keeps_axes and layout.batch):
+            raise ValueError(
+                f"LoftQ needs weights that are matrices as they are stored, and {site.leaf!r} is none: leave its path "
+                "out of the rule"
+            )
+        low[site.leaf], pair = _alternate(weight, quantizers[site.leaf], layout, origin.axes, rule, steps=steps)
+        path, *names = adapter_names(site)
+        adapters |= {f"{path}/{name}" if path else name: x for name, x in zip(names, pair, strict=True)}
+    return unflatten_paths(adapters), low
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), static_argnames="steps")
+def _alternate(
+    weight: Array, quantizer: Quantizer, layout: Layout, axes: Any, rule: LoraRule, *, steps: int
+) -> tuple[QArray, tuple[Array, Array]]:
+    """The quantized weight and its adapter after so many steps."""
+    shape = stored_shape(axes)
+    stacked = weight.reshape(-1, *shape)  # layers
+    stack = weight.shape[: weight.ndim - len(shape)]
+
+    def factors(error: Array) -> tuple[Array, Array]:
+        """a and b for an error in the layout of the parameter."""
+        order = (*layout.batch, *layout.contracting, *layout.rest)
+        sizes = [math.prod(layout.sizes(axes)) for axes in (layout.batch, layout.contracting, layout.rest)]
+        matrices = from_stored(error, axes, layout.shape).transpose(order).reshape(sizes)
+        left, values, right = jnp.linalg.svd(matrices, full_matrices=False)
+        root = jnp.sqrt(values[:, : rule.rank] / rule.scale)
+        a, b = left[:, :, : rule.rank] * root[:, None, :], root[:, :, None] * right[:, : rule.rank]
+        if layout.keeps_axes:
+            kept = [i for i in order if i not in layout.rest]
+            a = a.reshape(*layout.sizes(tuple(kept)), rule.rank).transpose(*(kept.index(i) for i in sorted(kept)), -1)
+        a_shape, b_shape = layout.shapes(rule.rank)
+        return a.reshape(a_shape), b.reshape(b_shape)
+
+    def product(a: Array, b: Array) -> Array:
+        return to_stored(layout.delta(a, b), axes, shape) * rule.scale
+
+    delta = jnp.zeros_like(stacked)
+    for _ in range(steps):
+        codes = quantizer.quantize((stacked - delta).reshape(weight.shape).astype(weight.dtype))
+        a, b = jax.vmap(factors)(stacked.astype(jnp.float32) - codes.dequantize(jnp.float32).reshape(stacked.shape))
+        delta = jax.vmap(product)(a, b)
+    return codes, (a.reshape(*stack, *a.shape[1:]), b.reshape(*stack, *b.shape[1:]))
