@@ -8,7 +8,8 @@ python benchmarks/ptq.py --model .cache/data/smollm2/SmolLM2-135M-Instruct.Q4_1.
 Without --data and --text, the model tells texts itself: 24 for the calibration (--told) and 16 for the evaluation.
 Recipes that begin with gguf: are GGUF files with an importance matrix of the same text, such as gguf:q4_k_m; those that
 begin with llama: are quantized by llama.cpp itself with the same matrix. PYTHON is an interpreter that has cyllama and
-numpy. A recipe of several formats ends with its budget, such as int3,int4,int8:gptq@4.5; +300 distills for 300 steps.
+numpy. A recipe of several formats ends with its budget, such as int3,int4,int8:gptq@4.5; +300 distills for 300 steps,
+and rotated: before a recipe rotates the model first.
 """
 
 import argparse
@@ -154,10 +155,12 @@ def by_llama(source, kind: str, calibration, python: str):
 
 def as_recipe(source, recipe: str, calibration, head: str, budgets: dict):
     """A model converted by a recipe, and the bits per quantized weight."""
-    from octavo.pretrained import PretrainedModel, convert_model, weight_rules
+    from octavo.pretrained import PretrainedModel, convert_model, rotated, weight_rules
     from octavo.pretrained.budgeted import budget_options, budget_rules
     from octavo.pretrained.calibrated import calibrated_codes, distilled, split_method
 
+    if recipe.startswith("rotated:"):
+        source, recipe = rotated(source), recipe.removeprefix("rotated:")
     recipe, _, steps = recipe.partition("+")
     recipe, _, bits = recipe.partition("@")
     plain, method = split_method(recipe)

@@ -82,6 +82,11 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         default=0,
         help="then train scales, norms and biases on the text of --data for the outputs of the float model; codes stay",
     )
+    parser.add_argument(
+        "--rotate",
+        action="store_true",
+        help="first rotate hidden states and values, as QuaRot does: weights without outliers, and the same logits",
+    )
     add_adapter(parser)
     parser.add_argument("--force", action="store_true", help="replace what is at OUT")
     parser.add_argument("--quiet", action="store_true", help="do not print a line for each parameter")
@@ -91,7 +96,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Convert as the arguments say, and return the exit status."""
     from octavo import _remote
-    from octavo.pretrained import CalibrationData, Request, export_model
+    from octavo.pretrained import CalibrationData, Request, export_model, rotated
 
     if args.distill < 0:
         return fail("quantize --distill", ValueError(f"the number of steps, at least 1: got {args.distill}"))
@@ -120,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
     )
     try:
         source = open_source(args)
+        if args.rotate:
+            source = rotated(source)
         print(source.describe(), flush=True)
         done = export_model(args.format, source, out, request)
         page = _report(source, done, out, request)
@@ -150,4 +157,5 @@ def _options(args: argparse.Namespace) -> list[str]:
     given += [("--imatrix", args.imatrix.name, "")] if args.imatrix else []
     given += [("--distill", str(args.distill), "0")]
     given += [("--bits", f"{args.bits:g}", "")] if args.bits else []
-    return [word for name, value, default in given if value != default for word in (name, value)]
+    flags = ["--rotate"] if args.rotate else []
+    return flags + [word for name, value, default in given if value != default for word in (name, value)]

@@ -34,6 +34,7 @@ def loftq(
         rule = site.rule
         if not isinstance(rule, LoraRule) or not site.is_adapted or site.leaf in low:
             continue
+        assert site.leaf is not None
         weight, origin, layout = weights[site.leaf], site.origins[weight_side(site)], Layout.of(site)
         if isinstance(weight, QArray) or site.leaf not in quantizers:
             raise ValueError(
@@ -77,9 +78,12 @@ def _alternate(
     def product(a: Array, b: Array) -> Array:
         return to_stored(layout.delta(a, b), axes, shape) * rule.scale
 
-    delta = jnp.zeros_like(stacked)
-    for _ in range(steps):
+    def step(delta: Array) -> tuple[QArray, Array, Array]:
         codes = quantizer.quantize((stacked - delta).reshape(weight.shape).astype(weight.dtype))
-        a, b = jax.vmap(factors)(stacked.astype(jnp.float32) - codes.dequantize(jnp.float32).reshape(stacked.shape))
-        delta = jax.vmap(product)(a, b)
+        left = stacked.astype(jnp.float32) - codes.dequantize(jnp.float32).reshape(stacked.shape)
+        return codes, *jax.vmap(factors)(left)
+
+    codes, a, b = step(jnp.zeros_like(stacked))
+    for _ in range(steps - 1):
+        codes, a, b = step(jax.vmap(product)(a, b))
     return codes, (a.reshape(*stack, *a.shape[1:]), b.reshape(*stack, *b.shape[1:]))

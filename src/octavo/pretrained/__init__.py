@@ -7,6 +7,7 @@ from octavo.pretrained.calibrated import CalibrationData
 from octavo.pretrained.convert import Summary, convert_model, param_quantizers
 from octavo.pretrained.export import Export, Request, export_model, exporters, register_exporter
 from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, model_formats, open_model, register_format
+from octavo.pretrained.rotation import rotated
 from octavo.pretrained.weight_rules import weight_rules
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "read_adapter",
     "register_exporter",
     "register_format",
+    "rotated",
     "weight_rules",
     "with_adapter",
     "write_adapter",

@@ -1,0 +1,79 @@
+"""A rotated model computes the same logits, and has no outliers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from octavo.models import apply
+from octavo.pretrained import PretrainedModel, convert_model, rotated, weight_rules
+from octavo.pretrained.rotation import random_rotation
+from octavo.serve.evaluate import evaluate
+from tests.pretrained.conftest import SMALL, source_of
+
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_mlp_dim": 24, "shared_experts": 1, "shared_gate": True}
+CASES = {
+    "llama": {},
+    "biases": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "gated_mlp": False, "emb_dim": 48},
+    "qwen3": {"qk_norm": True, "tied_logits": False, "num_kv_heads": 1},
+    "experts": {**EXPERTS, "first_dense_layers": 1},
+}
+
+
+def perturbed(config):
+    """A model whose norms and biases are not ones and zeros."""
+    source = source_of(config)
+    rng = np.random.default_rng(0)
+    params = {
+        path: leaf.load() + 0.3 * rng.normal(size=leaf.shape).astype(np.float32) * (len(leaf.shape) < 2)
+        for path, leaf in source.leaves.items()
+    }
+    return PretrainedModel.from_params(config, params, tokenizer=source.tokenizer, origin=source.origin)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_the_same_and_weights_are_not(case):
+    source = perturbed(SMALL.replace(**CASES[case]))
+    low = rotated(source)
+    tokens = jnp.arange(24).reshape(2, 12) % 256
+    expected, found = (jax.jit(apply, static_argnums=0)(s.config, s.params(), tokens)[0] for s in (source, low))
+    np.testing.assert_allclose(found, expected, atol=2e-5 * float(jnp.abs(expected).max()))
+    assert not low.config.tied_logits
+    same = {path for path, leaf in source.leaves.items() if np.array_equal(leaf.load(), low.leaves[path].load())}
+    kept = ("query/bias", "key/bias", "wi_0/bias", "query_norm/scale", "key_norm/scale")
+    assert all(path.endswith(kept) for path in same)
+
+
+@pytest.mark.parametrize("size", [1, 6, 16, 36])
+def test_rotations_are_orthogonal_and_spread_every_axis(size):
+    q = random_rotation(size, seed=1)
+    np.testing.assert_allclose(q.T @ q, np.eye(size), atol=1e-12)
+    assert not np.array_equal(q, random_rotation(size, seed=2)) or size == 1
+    if size == 16:
+        np.testing.assert_allclose(np.abs(q), 0.25)
+
+
+def test_outliers_of_the_hidden_states_cost_less_after_rotation():
+    source = perturbed(SMALL)
+    params = {path: np.array(leaf.load()) for path, leaf in source.leaves.items()}
+    # A channel of the residual stream that all writers make large and all readers scale down.
+    for path, value in params.items():
+        if path.endswith(("/wo/kernel", "/out/kernel", "embedding")):
+            value[..., 5] *= 30
+        elif path.endswith(("query/kernel", "key/kernel", "value/kernel", "wi_0/kernel", "wi_1/kernel")):
+            value[5] *= 30
+    source = PretrainedModel.from_params(source.config, params, tokenizer=source.tokenizer, origin=source.origin)
+    ids, kl = [7 * i % 256 for i in range(400)], []
+    for model in (source, rotated(source)):
+        rules = weight_rules("int4:g64", model.config, head="float")
+        low, _ = convert_model(model, rules)
+        quantized = PretrainedModel.from_params(model.config, low, tokenizer=source.tokenizer, origin=source.origin)
+        kl.append(evaluate(quantized, ids, against=source, layers=False).kl.mean)
+    assert kl[1] < 0.5 * kl[0]
+
+
+def test_other_norms_are_refused():
+    with pytest.raises(ValueError, match=r"norm='layer': only models with RMS norms before attention"):
+        rotated(source_of(SMALL.replace(norm="layer")))
+    with pytest.raises(ValueError, match="norm_place='post'"):
+        rotated(source_of(SMALL.replace(norm_place="post")))
