@@ -64,6 +64,8 @@ def test_a_float_model_goes_to_hugging_face_and_back(config, tmp_path):
 def test_codes_go_to_the_layouts_of_others_and_back(small, tmp_path, method, asked):
     params, _ = convert_model(small, weight_rules(asked, small.config, head="float"))
     write_huggingface(small, params, tmp_path, method=method)
+    # Tied logits are a module of transformers that would have codes otherwise.
+    assert "lm_head" in str(json.loads((tmp_path / "config.json").read_text())["quantization_config"])
     found = open_model(tmp_path)
     for path, value in params.items():
         back = found.leaves[path].load()

@@ -116,7 +116,8 @@ def write_huggingface(
     described = describe_model(source, "float32")
     places = ARCHITECTURES[described["model_type"]].huggingface_names.places(abstract_params(config), config)
     tensors: dict[str, np.ndarray] = {}
-    schemes: dict[str, Scheme | None] = {}
+    # The matmul of tied logits is a module of its own in transformers, which reads the embedding table.
+    schemes: dict[str, Scheme | None] = {"lm_head": None} if config.tied_logits else {}
     shared: dict[str, list[tuple[Place, np.ndarray]]] = {}
     for path, place in places.items():
         value = params[path]
