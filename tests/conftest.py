@@ -88,7 +88,7 @@ def mappings():
 def _programs():
     """Compiled programs are freed before they exhaust the mappings, which crashes XLA in the next compilation."""
     yield
-    if mappings() > 15_000:
+    if mappings() > 30_000:
         jax.clear_caches()
         gc.collect()
 
