@@ -49,19 +49,20 @@ BASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A matmul of two arrays of a shape, by AQT and by Octavo; `gradients`: those of both are compared too."""
+    """A matmul of two arrays of a shape, by AQT and by Octavo; `gradients`: of which operands they are compared."""
 
     theirs: Callable
     ours: Callable
     shape: str
-    gradients: bool = True
+    gradients: tuple[int, ...] = (0, 1)
 
     def run(self, function, x, w, g):
         """The value, and the gradients for the cotangent g."""
         if not self.gradients:
             return (function(x, w),)
         out, vjp = jax.vjp(function, x, w)
-        return out, *vjp(g)
+        found = vjp(g)
+        return out, *(found[operand] for operand in self.gradients)
 
 
 def make(base):
@@ -192,7 +193,7 @@ def smoothed(base, alpha):
         factor = (jnp.max(jnp.abs(x), axis=0) / jnp.max(jnp.abs(w), axis=1)) ** alpha
         return their_config(x / factor, w * factor[:, None], PLAIN)
 
-    return Case(by_hand, lambda x, w: octavo.dot_general(x, w, PLAIN, config=our_config), "plain", gradients=False)
+    return Case(by_hand, lambda x, w: octavo.dot_general(x, w, PLAIN, config=our_config), "plain", gradients=())
 
 
 def shared(side, axes, channels):
@@ -215,7 +216,7 @@ SHAPES = {
 }
 
 
-def case(base, change=None, shape="plain", gradients=True):
+def case(base, change=None, shape="plain", gradients=(0, 1)):
     their_config, our_config = make(base)
     our_config = our_config if change is None else change(their_config, our_config)
     numbers = SHAPES[shape][-1]
@@ -253,7 +254,7 @@ def tiles(shape, sizes, base="v4"):
         ),
         lambda x, w: octavo.dot_general(x, w, numbers, config=our_config),
         shape,
-        gradients=False,
+        gradients=(),
     )
 
 
@@ -269,12 +270,16 @@ def update(channels, starts):
     def ours(x, new):
         return octavo.qarray.dynamic_update_slice(*pair(x, new), starts).dequantize()
 
-    return Case(other, ours, "rows of a cache", gradients=False)
+    return Case(other, ours, "rows of a cache", gradients=())
 
 
 def beside(base, side):
-    """An operand that is quantized beforehand, by AQT and by Octavo; the config quantizes the other one."""
+    """An operand that is quantized beforehand, by AQT and by Octavo; the config quantizes the other one.
+
+    The gradient is that of the other one. Where a residual is in float it is what the codes stand for, in both.
+    """
     their_config, our_config = make(base)
+    their_config.fwd.allow_dummy_gradient_into_qtensor = True
     place = SIDES.index(side)
     axes = PLAIN[0][place]
 
@@ -287,11 +292,13 @@ def beside(base, side):
         quantizer = getattr(make(base)[0].fwd.dg_quantizer, side)
         if quantizer._calibrator is None:
             quantizer.init_calibration()
-        q, _ = quantizer.quant((x, w)[place], calibration_axes=list(axes))
+        pair = [x, w]
+        q, _ = quantizer.quant(pair[place], calibration_axes=list(axes))
+        pair[place] = q.dequant()
         given = {f"{s}_qt": q if s == side else None for s in SIDES}
-        return their_config.dg_core(x, w, given["lhs_qt"], given["rhs_qt"], PLAIN)[0]
+        return their_config.dg_core(*pair, given["lhs_qt"], given["rhs_qt"], PLAIN)[0]
 
-    return Case(other, ours, "plain", gradients=False)
+    return Case(other, ours, "plain", gradients=(1 - place,))
 
 
 def quantized_bases():
@@ -340,7 +347,7 @@ def cases():
         },
         "a config next to a QArray": {f"{b}, {side}": beside(b, side) for side in SIDES for b in with_ints(side)},
         "scale axes among the remaining ones": {
-            f"{b}, {name}": case(b, change, s, gradients=False)
+            f"{b}, {name}": case(b, change, s, gradients=())
             for b in ("8 x 8", "4 x 4", "v4 float8")
             for name, s, change in REMAINING_AXES
         },

@@ -153,18 +153,73 @@ _make_scale_tensor _get_max_min manual_quantize
 """Every name that MaxText's quantizations.py defines."""
 
 
-def test_every_name_of_quantizations_py_has_a_row_that_runs():
-    rows = [row.strip("| ").split(" | ") for row in table("names", "from-maxtext.md")]
-    names = NAMES.split()
-    assert [name for row in rows for name in re.findall("`([^`]+)`", row[0])] == names
+USED = """
+quant_dg quant_mode replicate_scale quant_mode_str train convert serve act_calibration_method weight_calibration_method
+bwd_calibration_method amax_history_length e4m3_dtype e5m2_dtype dtype fwd_lhs_bound fwd_rhs_bound dlhs_lhs_bound
+dlhs_rhs_bound drhs_lhs_bound drhs_rhs_bound fwd_lhs fwd_rhs dlhs_lhs dlhs_rhs drhs_lhs drhs_rhs calibration_method
+manual_quantize DotGeneral config_v3 LocalAqt config_v4 dot_general_make set_stochastic_rounding ConstantCalibration
+AbsMaxCalibration calib_shared_axes per_tensor Cfg TensorTiling AxisTiling TRAIN CONVERT SERVE AqtDotGeneral AqtEinsum
+NONE CALIBRATION_AND_VALUE use_legacy_freezer QTensor DotGeneralQtConfig dot_general_qt SparsityRule QtRule QtProvider
+quantize_model QArray Fp8DirectDotGeneralOp Fp8Einsum NANOOFp8DotGeneralOp fp8_ops
+"""
+"""The arguments and modes of those names, and what quantizations.py uses of AQT, Qwix and Flax."""
+
+
+@pytest.mark.parametrize(("mark", "names"), [("names", NAMES), ("used", USED)])
+def test_every_name_of_quantizations_py_has_a_row_that_runs(mark, names):
+    rows = [row.strip("| ").split(" | ") for row in table(mark, "from-maxtext.md")]
+    names = names.split()
+    found = [word for row in rows for name in re.findall("`([^`]+)`", row[0]) for word in name.split(".")[-1:]]
+    found = [word for name in found for word in re.findall(r"\w+", name)]
+    assert list(dict.fromkeys(found)) == names
     space = {"maxtext": maxtext, "aqt": aqt, "octavo": octavo, "jnp": jnp, "nn": nn, "config": seed_config}
     space |= {"q": octavo.quantize(jnp.ones((2, 2)), "int8"), "mixed_precision": mixed_precision}
+    space |= {"x": jnp.ones((2, 2)), "w": jnp.ones((2, 2))}
     for row in rows:
-        found = eval(row[1].strip("`"), space)
-        assert found is not None, row
-        assert found is not False, row
-    public = {name for name in names if not name.startswith("_")}
-    assert public <= set(maxtext.__all__)
+        for expression in re.findall("`([^`]+)`", row[1]):
+            found = eval(expression, space)
+            assert found is not None, row
+            assert found is not False, row
+    if mark == "names":
+        public = {name for name in names if not name.startswith("_")}
+        assert public <= set(maxtext.__all__)
+
+
+def test_arguments_by_position_are_those_of_quantizations_py():
+    quant = maxtext.AqtQuantization(aqt.config_v3(), "serve", True)
+    assert (quant.quant_dg, quant.quant_mode, quant.replicate_scale) == (aqt.config_v3(), "serve", True)
+    assert quant == maxtext.AqtQuantization(quant_dg=aqt.config_v3(), quant_mode="serve", replicate_scale=True)
+    methods = ("absmax", "fixed,-224,224", "rms,7")
+    given = maxtext.QwixQuantization(*methods).config
+    assert [repr(o.calibration) for o in (given.fwd.lhs, given.fwd.rhs, given.dlhs.lhs)] == [
+        "AbsMax()", "Fixed(low=-224.0, high=224.0)", "Rms(factor=7.0)"
+    ]  # fmt: skip
+    with pytest.raises(TypeError, match=r"quant_dg is a config of octavo.compat.aqt.*got aqt\.jax"):
+        maxtext.AqtQuantization(theirs.config_v3())
+    with pytest.raises(ValueError, match="two names of one argument"):
+        maxtext.AqtQuantization(aqt.config_v3(), quant_dg=aqt.config_v4(fwd_bits=4))
+    x, w = data((4, 16), (16, 8))
+    for quant in (maxtext.Fp8Quantization(), maxtext.NANOOFp8Quantization()):
+        for dtype in (jnp.bfloat16, jnp.float32):
+            run = functools.partial(quant.einsum(dtype).init_with_output, jax.random.key(0), "bi,io->bo")
+            assert jax.eval_shape(run, x, w)[0].dtype == dtype
+
+
+def test_fp8_einsum_has_the_histories_and_the_rounding_of_flax():
+    x, w = data((4, 16), (16, 8))
+    runs, trees = [], []
+    for module in (maxtext.Fp8Einsum(16), nn.Fp8Einsum(16)):
+        variables = module.init(jax.random.key(0), "bi,io->bo", x, w)
+        loss = lambda v, x, w, module=module: jnp.sum(jnp.sin(module.apply(v, "bi,io->bo", x, w)))  # noqa: E731
+        step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+        variables = step(variables, x, w)[1][0]  # histories of a first step
+        runs.append(jax.tree.leaves(step(variables, x, w)))
+        trees.append(jax.tree.structure(variables))
+    assert trees[0] == trees[1]
+    for ours, flax in zip(*runs, strict=True):
+        np.testing.assert_allclose(ours, flax, rtol=1e-5, atol=1e-5)
+    narrow = maxtext.Fp8Einsum(e4m3_dtype=jnp.float8_e5m2)
+    assert off(*(m.init_with_output(jax.random.key(0), "bi,io->bo", x, w)[0] for m in (narrow, nn.Fp8Einsum()))) > 0.01
 
 
 KEYS = """

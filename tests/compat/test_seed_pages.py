@@ -189,6 +189,9 @@ def check_rules(name, **fields):
     rule = getattr(qwix, name)(**INT8, **fields)
     assert isinstance(rule, qwix.QuantizationRule)
     assert (rule.weight_qtype, rule.act_qtype) == (jnp.int8, "int8")
+    if not fields:
+        with pytest.raises(TypeError, match="bwd_qtype"):
+            getattr(qwix, name)(**INT8, bwd_qtype="int8")
 
 
 def check_quantize_model():

@@ -9,8 +9,10 @@ import pytest
 from scipy import stats
 
 from octavo.cli import main
+from octavo.report import compare_report
 from octavo.train import compare
 from octavo.train.compare import Comparison, Result, interval
+from tests.report.page import read
 from tests.train.common import small, words
 
 pytestmark = pytest.mark.standard_promotion
@@ -48,6 +50,20 @@ def test_the_table_is_of_pairs():
     assert row.step_ratio == 0.5
     assert row.memory_ratio == 0.8
     assert re.search(r"int8 +3.0500 +\+1.50 +-4.85 .. \+7.85 +0.50x +0.80x +50.0 %", str(found))
+
+
+def test_the_terminal_and_the_page_have_the_same_ratios(tmp_path):
+    found = Comparison(small(), ["int8", "fp8_full"], seeds=1)
+    found.results = [
+        result("float", 0, 2.0),
+        result("int8", 0, 2.0, seconds=0.565, memory=80),
+        result("fp8_full", 0, 2.0, seconds=1.77, memory=120),
+    ]
+    page = read(compare_report(found.to_dict(), tmp_path / "compare.html")).text
+    for name, step, memory in (("int8", "0.56", "0.80"), ("fp8_full", "1.77", "1.20")):
+        assert re.search(rf"{name} .* {step}x +{memory}x ", str(found))
+        assert re.search(rf"{name} 2\.0000 [^x]* {step} x {memory} x ", page)
+    assert "faster" not in str(found)
 
 
 @pytest.mark.parametrize("count", [2, 5, 11, 40])

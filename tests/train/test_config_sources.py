@@ -297,6 +297,17 @@ def test_rules_and_tables_are_read_before_the_run(tmp_path):
     assert "weight_qtype='int9'" in config_errors("quantization_rules_path=rules.yml")[0]
     write(tmp_path / "bits.json", json.dumps({"__default__": {"bits": 8}}))
     assert "unknown key 'bits'" in config_errors("quantization=intmp", "quant_cfg_path=bits.json")[0]
+    for no_table in ('["w_bits"]', "[]", "8", '"w_bits"', "null"):
+        write(tmp_path / "bits.json", no_table)
+        assert (
+            "a table of bits by layer is a mapping"
+            in config_errors("quantization=intmp", "quant_cfg_path=bits.json")[0]
+        )
+    write(tmp_path / "bits.json", '{"__default__": ["w_bits", 8]}')
+    assert (
+        "'__default__' has ['w_bits', 8]; a mapping"
+        in config_errors("quantization=intmp", "quant_cfg_path=bits.json")[0]
+    )
     write(tmp_path / "bits.json", json.dumps({"__default__": {"w_bits": 8}}))
     assert load(["quantization=intmp", "quant_cfg_path=bits.json"], environ={}).config.quant_cfg_path == "bits.json"
 

@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
+from flax.linen import fp8_ops
 
 from octavo.frameworks.linen_ops import ConvGeneralDilated, DotGeneral, Einsum
+from octavo.ops import DotConfig
 from octavo.rules import recipe
 
 MODES = ("train", "calibrate", "convert", "serve")
@@ -50,14 +52,14 @@ class Quantization:
     Attributes:
       config: A `DotConfig`, or rules by the path of the layer.
       quant_mode: One of `MODES`.
-      static: Whether activations have static ranges, which mode "calibrate" collects.
       replicate_scale: Whether stored scales are replicated on all devices.
+      static: Whether activations have static ranges, which mode "calibrate" collects.
     """
 
     config: Any = None
     quant_mode: str = "train"
-    static: bool = False
     replicate_scale: bool = False
+    static: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         object.__setattr__(self, "quant_mode", get_quant_mode(self.quant_mode))
@@ -78,8 +80,28 @@ class Quantization:
         return self.config, self.static, self.quant_mode, tuple(mesh_axes), self.replicate_scale
 
 
+@dataclasses.dataclass(frozen=True)
 class AqtQuantization(Quantization):
-    """AQT's numerics: `config` is one of `octavo.compat.aqt`, or the rules of a mixed-precision table."""
+    """AQT's numerics: `config` is one of `octavo.compat.aqt`, or the rules of a mixed-precision table.
+
+    Attributes:
+      quant_dg: MaxText's name of `config`.
+    """
+
+    quant_dg: Any = dataclasses.field(default=None, kw_only=True, repr=False)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.config is not None and self.quant_dg is not None and self.config != self.quant_dg:
+            raise ValueError("config and quant_dg are two names of one argument: pass one of them")
+        config = self.quant_dg if self.config is None else self.config
+        if not isinstance(config, DotConfig | tuple | list):
+            raise TypeError(
+                f"quant_dg is a config of octavo.compat.aqt, such as aqt.config_v3(), or rules, such as "
+                f"octavo.rules.mixed_precision(table); got {type(config).__module__}.{type(config).__name__}"
+            )
+        object.__setattr__(self, "config", config)
+        object.__setattr__(self, "quant_dg", config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +122,9 @@ class Fp8Quantization(_TrainingOnly):
         del mesh_axes
         return nn.Fp8DirectDotGeneralOp
 
-    def einsum(self, mesh_axes: Sequence[str] = (), dtype: Any = jnp.float32) -> Any:
-        del mesh_axes
-        return Fp8Einsum(dtype)
+    def einsum(self, dtype: Any = jnp.float32) -> Any:
+        """A module that computes in `dtype`; the axes that other quantizations take here do not matter."""
+        return _InDtype(_dtype(dtype), nn.Fp8Einsum)
 
 
 class NANOOFp8Quantization(_TrainingOnly):
@@ -112,16 +134,46 @@ class NANOOFp8Quantization(_TrainingOnly):
         del mesh_axes
         return nn.NANOOFp8DotGeneralOp
 
-    def einsum(self, mesh_axes: Sequence[str] = (), dtype: Any = jnp.float32) -> Any:
-        del mesh_axes
-        return Fp8Einsum(dtype, functools.partial(Einsum, recipe("nanoo_fp8", exclude=None)))
+    def einsum(self, dtype: Any = jnp.float32) -> Any:
+        """A module that computes in `dtype`; the axes that other quantizations take here do not matter."""
+        return _InDtype(_dtype(dtype), functools.partial(Einsum, recipe("nanoo_fp8", exclude=None)))
 
 
-class Fp8Einsum(nn.Module):
-    """Flax's einsum with amax histories, computed in `dtype`."""
+def _dtype(value: Any) -> Any:
+    return jnp.float32 if isinstance(value, tuple | list) else jnp.dtype(value)
+
+
+def _dot_general(lhs: Any, rhs: Any, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Any:
+    """Flax's, which has precisions of its own for both passes, and warns if it is given others."""
+    del args, kwargs
+    return fp8_ops.dot_general_with_precision(lhs, rhs, dimension_numbers)
+
+
+class Fp8Einsum(fp8_ops.Fp8DotGeneralBase):
+    """An einsum of operands rounded to float8, whose amax histories are the module's own variables.
+
+    Attributes:
+      dtype: The dtype of the computation.
+    """
 
     dtype: Any = jnp.float32
-    op: Callable[..., Any] = nn.Fp8Einsum
+
+    def __call__(self, eqn: str, lhs: Any, rhs: Any, **kwargs: Any) -> Any:
+        sides = ((lhs, self.input_scale, self.input_amax_history), (rhs, self.kernel_scale, self.kernel_amax_history))
+        rounded = [
+            fp8_ops.in_qdq(self.dtype, self.e4m3_dtype, jnp.asarray(x, self.dtype), scale.value, history.value)
+            for x, scale, history in sides
+        ]
+        out = jnp.einsum(eqn, *rounded, _dot_general=_dot_general, **kwargs)
+        scale, history = self.output_grad_scale.value, self.output_grad_amax_history.value
+        return fp8_ops.out_qdq(self.dtype, self.e5m2_dtype, out, scale, history)
+
+
+class _InDtype(nn.Module):
+    """An einsum with amax histories, computed in a dtype."""
+
+    dtype: Any
+    op: Callable[..., Any]
 
     @nn.compact
     def __call__(self, subscripts: str, lhs: Any, rhs: Any, **kwargs: Any) -> Any:

@@ -139,6 +139,10 @@ class QwixQuantization(Quantization):
     act_calibration_method: str = "absmax"
     weight_calibration_method: str = "absmax"
     bwd_calibration_method: str = "absmax"
+    # The methods come first, as in MaxText.
+    config: Any = dataclasses.field(default=None, kw_only=True)
+    quant_mode: str = dataclasses.field(default="train", kw_only=True)
+    replicate_scale: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
