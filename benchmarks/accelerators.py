@@ -5,11 +5,13 @@
 Forward and backward of one layer on one chip: 8192 tokens, bfloat16 activations, float32 weights, the gradient of the
 mean square of the output with respect to weights and input. A `linear` layer is 4096 x 4096 on 4096 tokens; `mlp` is
 the gated MLP of Llama-8B (4096, 14336); `layer-8b` and `layer-1b` are a transformer layer with its sizes and with
-(2048, 8192). "of it linear" are the instructions whose result belongs to a linear layer: matmuls, quantization, and
-what is fused with them.
+(2048, 8192); `attention` is that of `layer-8b`; `moe` is that of DeepSeek-V2-Lite, 64 experts of width
+1408 for tokens of width 2048, six for each token, and two that all tokens have. "of it linear" are the instructions
+whose result belongs to a linear layer: matmuls, quantization, and what is fused with them.
 
 Kinds: `int8` has dynamic ranges per token and channel, `int8-static` fixed ranges per tensor, `int8-delayed` the ranges
-of earlier steps per tensor, from an initial one; `fp8` is E4M3 with E5M2 gradients. `qwix-` is Qwix with the same rule.
+of earlier steps per tensor, from an initial one; `int8-attention` is `int8` with the matmuls of attention as in
+SageBwd; `fp8` is E4M3 with E5M2 gradients. `qwix-` is Qwix with the same rule.
 Gradients of clipped values pass in `int8-static` and `int8-delayed`; `int8-static` does not look for non-finite values.
 """
 
@@ -26,6 +28,7 @@ from timing import Results, arguments, progress
 import octavo
 from octavo.calibration import AmaxHistory
 from octavo.hlo import ProgramCost, compile_for, get_accelerator, read_cost
+from octavo.models.moe import permute, route_top_k, weighted_sum
 
 TOKENS, HEAD = (4, 2048), 128
 LINEAR = r"/(dense|q|k|v|o|gate|up|down)/"
@@ -82,10 +85,46 @@ class Attention(nn.Module):
         return dense(width, "o")(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape))
 
 
+class Experts(nn.Module):
+    """One matmul of all experts with the tokens of each."""
+
+    experts: int
+    width: int
+
+    @nn.compact
+    def __call__(self, rows, sizes):
+        shape = (self.experts, rows.shape[-1], self.width)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(batch_axis=0), shape)
+        return jax.lax.ragged_dot(rows, kernel.astype(rows.dtype), sizes)
+
+
+class Moe(nn.Module):
+    """Gated MLPs as experts, some of them for all tokens."""
+
+    hidden: int
+    experts: int
+    chosen: int
+    shared: int
+
+    @nn.compact
+    def __call__(self, x):
+        tokens = x.reshape(-1, x.shape[-1])
+        router = self.param("router", nn.initializers.lecun_normal(), (x.shape[-1], self.experts))
+        routing = route_top_k(jnp.einsum("td,de->te", tokens.astype(jnp.float32), router), self.chosen)
+        order = jnp.argsort(routing.experts.reshape(-1))
+        back, sizes = jnp.argsort(order), jnp.bincount(routing.experts.reshape(-1), length=self.experts)
+        rows = permute(jnp.repeat(tokens, self.chosen, axis=0), order, back)
+        wide = lambda name: Experts(self.experts, self.hidden, name=name)(rows, sizes)  # noqa: E731
+        out = Experts(self.experts, x.shape[-1], name="down")(nn.silu(wide("gate")) * wide("up"), sizes)
+        out = weighted_sum(permute(out, back, order).reshape(-1, self.chosen, x.shape[-1]), routing.weights)
+        return out.reshape(x.shape) + GatedMlp(self.shared * self.hidden, name="shared")(x)
+
+
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear": (Linear(4096), (2, 2048, 4096)),
     "mlp": (GatedMlp(14336), (*TOKENS, 4096)),
     "attention": (Attention(), (*TOKENS, 4096)),
+    "moe": (Moe(1408, experts=64, chosen=6, shared=2), (*TOKENS, 2048)),
     "layer-1b": (Layer(8192), (*TOKENS, 2048)),
     "layer-8b": (Layer(14336), (*TOKENS, 4096)),
 }
@@ -94,7 +133,7 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 def rule(forward: str, backward: str, **fields: Any) -> dict[str, Any]:
     """The fields of a QtRule, for octavo and for Qwix."""
     types = {"weight_qtype": forward, "act_qtype": forward, "bwd_qtype": backward}
-    return {"module_path": ".*", "op_names": ("dot_general",), **types, **fields}
+    return {"module_path": ".*", "op_names": ("dot_general", "ragged_dot"), **types, **fields}
 
 
 def delayed(forward: str, backward: str) -> dict[str, Any]:
@@ -117,6 +156,7 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("", {}),
     "int8": ("octavo", rule("int8", "int8")),
+    "int8-attention": ("octavo", rule("int8", "int8", op_names=("dot_general", "einsum"), attention=True)),
     "int8-static": ("octavo", rule("int8", "int8", **FIXED, **STRAIGHT)),
     "int8-delayed": ("octavo", delayed("int8", "int8")),
     "qwix-int8": ("qwix", rule("int8", "int8")),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from octavo.ops import Matmul, Operand, lowering_of
 from octavo.qarray import QArray
 from octavo.transform.site import Site, operand_axes
+from octavo.transform.softmax import softmax_operand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,8 @@ class PlanRow:
         flops: The FLOPs of all executions in the forward pass.
         times: The number of executions.
         reason: Why it stays in float, if it does.
-        note: Why the weight is stored in float although it is multiplied in low precision, if it is.
+        note: Why the weight is stored in float although it is multiplied in low precision, if it is; what a matmul of
+            two activations is recognized as, if its rule is for attention.
         collective_bytes: The bytes of the weight that a device sends; on the first row of that weight, if known.
     """
 
@@ -81,8 +83,18 @@ def make_row(site: Site, rule: int | None) -> PlanRow:
         flops=site.flops,
         times=site.trips,
         reason=site.reason,
-        note=site.note,
+        note=site.note or _attention(site),
     )
+
+
+def _attention(site: Site) -> str | None:
+    """What a matmul is recognized as; None if its rule is not for attention."""
+    if site.config is None or site.rule is None or not site.rule.attention or any(site.weights):
+        return None
+    if site.keys is not None:
+        return f"scores: the mean of keys ({('lhs', 'rhs')[site.keys]}) is subtracted"
+    softmax = softmax_operand(site.origins)
+    return "no softmax found" if softmax is None else f"{'rhs' if softmax[1] else 'lhs'} is a softmax"
 
 
 def _name(operand: Operand | None) -> str:

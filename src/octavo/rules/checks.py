@@ -261,7 +261,9 @@ FIELDS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("rotate", "bwd_rotate"), check_rotation),
     "sparsity": check_sparsity,
     "act_static_scale": _optional(check_flag),
-    **dict.fromkeys(("skip", "optional", "square_tiles", "per_tensor", "check_finite", "inside_custom"), check_flag),
+    **dict.fromkeys(
+        ("skip", "optional", "square_tiles", "per_tensor", "check_finite", "inside_custom", "attention"), check_flag
+    ),
     **dict.fromkeys(("disable_channelwise_axes", "reduce_feedback"), check_flag),
     "scope": check_choice("all", "weights", "activations"),
     "kv_axis": check_choice("dkv", "heads_and_dkv"),

@@ -63,6 +63,24 @@ def compile_matmul(rule: Any, weights: bool, left: bool) -> DotConfig | None:
     return DotConfig(fwd, dlhs, drhs, clip_gradient=clip, sparsity=sparsity, lowering=rule.lowering)
 
 
+def compile_attention(config: DotConfig, step: str, right: bool) -> DotConfig:
+    """The config of the matmul of a softmax with values, from that of two activations.
+
+    Zhang et al., SageBwd, arXiv:2505.11594: with P = softmax(S) and O = P V, codes of exp(S - max S) have the scale
+    1/127, and dP = dO V^T is in float: dS = P (dP - sum(P dP)) cancels, and is what rounding harms most.
+    """
+    fwd, dlhs, drhs = config.fwd, _FLOAT, config.drhs
+    if fwd.lhs is not None and fwd.lhs.qtype.tile is None:
+        # Before it is normalized it is at most 1, and the sum by which it is divided is NaN where it is.
+        fixed = {"calibration": "fixed,1", "per_tensor": True, "check_finite": False}
+        rows = {"calibration": "absmax", "per_tensor": False}
+        fwd = fwd.replace(lhs=fwd.lhs.replace(tile=None, **(fixed if step == "exp" else rows)))
+        config = config.replace(clip_gradient=config.clip_gradient and step != "exp")
+    if right:
+        fwd, dlhs, drhs = fwd.replace(lhs=fwd.rhs, rhs=fwd.lhs), drhs, dlhs
+    return config.replace(fwd=fwd, dlhs=dlhs, drhs=drhs)
+
+
 def swap_sides(settings: dict[str, Any]) -> dict[str, Any]:
     """Qwix's settings for a matmul with its operands swapped.
 

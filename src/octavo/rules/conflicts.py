@@ -39,6 +39,12 @@ def check_conflicts(rule: Any) -> None:
             f"act_qtype={rule.act_qtype!r} without weight_qtype would leave matmuls with a weight in float, as Qwix "
             "silently does: set weight_qtype too, or scope='activations' for matmuls of two activations"
         )
+    wrong = rule.scope == "weights" or rule.act_qtype is None or rule.act_static_scale or _given(rule, "fwd")
+    if rule.attention and wrong:
+        raise ValueError(
+            "attention=True chooses the ranges of matmuls of two activations: set act_qtype, a scope other than "
+            "'weights', and neither act_static_scale nor fwd"
+        )
     if rule.square_tiles and rule.tile_size is None:
         raise ValueError("square_tiles=True needs tile_size, as in tile_size=128")
     if hasattr(rule, "bwd_qtype"):

@@ -12,7 +12,7 @@ from octavo.calibration import CalibrationLike
 from octavo.numerics import FormatLike, Rounding
 from octavo.ops import DotConfig, Matmul
 from octavo.rules import checks
-from octavo.rules.compile import Configs, compile_matmul, compile_rule
+from octavo.rules.compile import Configs, compile_attention, compile_matmul, compile_rule
 from octavo.rules.conflicts import check_conflicts
 from octavo.rules.path_match import path_matcher
 
@@ -51,6 +51,9 @@ class QuantizationRule(Config):
         per_tensor: One scale per operand.
         check_finite: Whether a non-finite value makes its group NaN where ranges are not measured. False saves a pass
             over each operand on TPUs.
+        attention: Quantize attention as SageBwd does, so that it trains: keys without their mean over tokens, on which
+            a softmax does not depend; the result of the softmax by the range [0, 1] if it is normalized after the
+            matmul, else by the largest value of a row; its gradient in float.
         inside_custom: Rewrite the bodies of custom_jvp and custom_vjp functions too.
         gather_axes: Mesh axes, such as ("fsdp",), along which weights are all-gathered as codes and scales. Needs
             `quantized(shardings=...)`.
@@ -85,6 +88,7 @@ class QuantizationRule(Config):
     square_tiles: bool = False
     per_tensor: bool = False
     check_finite: bool = True
+    attention: bool = False
     inside_custom: bool = False
     gather_axes: Collection[str] = ()
     dispatch_qtype: FormatLike | None = None
@@ -180,7 +184,9 @@ class QtRule(QuantizationRule):
     reduce_feedback: bool = False
 
 
-def dot_config(rule: QuantizationRule, *, lhs_weight: bool, rhs_weight: bool) -> DotConfig | None:
+def dot_config(
+    rule: QuantizationRule, *, lhs_weight: bool, rhs_weight: bool, softmax: tuple[str, bool] | None = None
+) -> DotConfig | None:
     """The config of a matmul under a rule, or None if it stays in float.
 
     Static ranges (`act_static_scale`) are not part of it: they are passed to the call, as bounds in its `scaling`.
@@ -189,6 +195,8 @@ def dot_config(rule: QuantizationRule, *, lhs_weight: bool, rhs_weight: bool) ->
         rule: A `QuantizationRule`.
         lhs_weight: Whether the left operand is a weight. If so, dlhs and drhs are swapped.
         rhs_weight: Whether the right operand is a weight. Of two weights, the right one counts as the weight.
+        softmax: Of a matmul with the result of a softmax: whether it is "exp" or "normalized", and whether it is the
+            right operand.
 
     >>> config = dot_config(QtRule(weight_qtype="int4", act_qtype="int8"), lhs_weight=True, rhs_weight=False)
     >>> config.fwd.lhs.qtype.name, config.fwd.rhs.qtype.name, config.dlhs
@@ -198,7 +206,10 @@ def dot_config(rule: QuantizationRule, *, lhs_weight: bool, rhs_weight: bool) ->
     configs = rule._configs
     if kind not in configs:  # a weight on the left, which some rules do not support
         configs[kind] = compile_matmul(rule, *kind)
-    return configs[kind]
+    config = configs[kind]
+    if config is None or softmax is None or kind[0] or not rule.attention:
+        return config
+    return compile_attention(config, *softmax)
 
 
 _PARTS = "router|gate_logits?|(token_)?embed(der|dings?)?|embed_tokens|lm_head|logits(_dense)?"

@@ -35,6 +35,7 @@ from octavo.transform.jaxpr import (
 from octavo.transform.rearrange import as_array, rearrange
 from octavo.transform.resolve import find_kernel, find_site, is_unbatched
 from octavo.transform.site import GEOMETRY, Site, operand_axes
+from octavo.transform.softmax import center, find_keys
 from octavo.transform.state import delayed_ranges, gradient_state, static_ranges
 from octavo.transform.weights import ACTIVATION, CONSTANT, Origin, combine, propagate
 
@@ -48,22 +49,23 @@ def evaluate(jaxpr: Jaxpr, values: list[Value], frame: Frame) -> list[Value]:
     uses = ((atom, n) for n, eqn in enumerate(jaxpr.eqns) for atom in (*eqn.invars, *eqn.outvars))
     last_use = {atom: n for atom, n in uses if not isinstance(atom, Literal)}
     kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    keys = find_keys(jaxpr) if frame.context.provider.attention else {}
     for n, eqn in enumerate(jaxpr.eqns):
         inputs = [Value(a.val, CONSTANT) if isinstance(a, Literal) else env[a] for a in eqn.invars]
         with equation_context(eqn):
-            env.update(zip(eqn.outvars, _evaluate_equation(eqn, inputs, frame), strict=True))
+            env.update(zip(eqn.outvars, _evaluate_equation(eqn, inputs, frame, keys.get(n)), strict=True))
         for atom in (*eqn.invars, *eqn.outvars):  # a value that nothing reads any more is freed
             if not isinstance(atom, Literal) and last_use[atom] == n and atom not in kept:
                 env.pop(atom, None)
     return [Value(a.val, CONSTANT) if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
 
 
-def _evaluate_equation(eqn: Equation, values: list[Value], frame: Frame) -> list[Value]:
+def _evaluate_equation(eqn: Equation, values: list[Value], frame: Frame, keys: int | None = None) -> list[Value]:
     name = eqn.primitive.name
     if frame.context.init and eqn.effects and not eqn.outvars:
         return []  # such as jax.debug.print: only shapes and initial state are wanted
     if name in MATMULS:
-        return [_matmul(eqn, values, frame)]
+        return [_matmul(eqn, values, frame, keys=keys)]
     if name in CUSTOM:
         body = custom_body(eqn)
         marked = marked_product(body)
@@ -119,7 +121,9 @@ def _trace_listing(body: Jaxpr, origins: list[Origin], frame: Frame) -> None:
     jax.eval_shape(run, *arrays)
 
 
-def _matmul(eqn: Equation, values: list[Value], frame: Frame, marked: ProductCall | None = None) -> Value:
+def _matmul(
+    eqn: Equation, values: list[Value], frame: Frame, marked: ProductCall | None = None, keys: int | None = None
+) -> Value:
     """A matmul of JAX or, if `marked`, of `octavo.ops`.
 
     One with its own config is kept, except that its weight may be a QArray.
@@ -127,7 +131,7 @@ def _matmul(eqn: Equation, values: list[Value], frame: Frame, marked: ProductCal
     call = None if marked is None else marked.call
     first = 0 if call is None else eqn.params["num_consts"]
     args = values[first:]
-    site = find_site(eqn, eqn.invars[first:], args, frame, marked)
+    site = find_site(eqn, eqn.invars[first:], args, frame, marked, keys)
     provider = frame.context.provider
     provider._used.update(() if site.rule is None else (site.rule,))
     left, right = site.origins
@@ -138,6 +142,9 @@ def _matmul(eqn: Equation, values: list[Value], frame: Frame, marked: ProductCal
         return Value(bind(eqn, [as_array(v.data) for v in values])[0], origin)
     # Numbers that are written into the program become arrays.
     data = [v.data if isinstance(v.data, jax.Array | QArray) else jnp.asarray(v.data) for v in args]
+    if site.keys is not None and not isinstance(data[site.keys], QArray):
+        axes = operand_axes(site.params, site.lhs[0], site.rhs[0])[site.keys]
+        data[site.keys] = center(data[site.keys], (*axes["contracting"], *axes["batch"]))
     if marked is not None and given:
         return Value(marked.call.run(*jax.tree.unflatten(marked.tree, data)), origin)
     run = _run_override if site.op in provider.overrides else run_matmul

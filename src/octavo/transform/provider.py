@@ -94,6 +94,8 @@ class QuantizationProvider:
         """The operations that a subclass overrides."""
         self.stateful = bool(self.overrides) or any(map(_has_state, self.rules))
         """Whether any operation may keep state."""
+        self.attention = any(rule.attention for rule in self.rules)
+        """Whether a rule quantizes attention, for which its softmax is looked for."""
         self.inside_custom = any(rule.inside_custom for rule in self.rules)
         """Whether the bodies of custom_jvp and custom_vjp functions are rewritten."""
         hooks = ("process_model_inputs", "process_model_output")

@@ -17,17 +17,24 @@ from octavo.rules import QtRule, QuantizationRule, dot_config
 from octavo.transform.frame import Context, Frame, Value
 from octavo.transform.jaxpr import BACKWARD, MATMULS, Equation, is_einsum, module_of, scope, scope_names
 from octavo.transform.site import Site, matmul_product
+from octavo.transform.softmax import softmax_operand
 from octavo.transform.weights import ACTIVATION, Origin, common_module
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 def find_site(
-    eqn: Equation, atoms: Sequence[Any], values: list[Value], frame: Frame, marked: ProductCall | None = None
+    eqn: Equation,
+    atoms: Sequence[Any],
+    values: list[Value],
+    frame: Frame,
+    marked: ProductCall | None = None,
+    keys: int | None = None,
 ) -> Site:
     """The site of a matmul equation with these operands, with its rule and config; counts its operation.
 
     `marked` is the call of `octavo.ops` that the equation holds, if any. Rules do not apply to a call with a config.
+    `keys` is the operand of attention's scores that has the keys.
     """
     call, trips = None if marked is None else marked.call, frame.trips
     context, names = frame.context, "/".join(filter(None, (frame.scope, scope(eqn))))
@@ -75,6 +82,8 @@ def find_site(
         site = dataclasses.replace(site, reason=frame.opaque, opaque=True)
     else:
         site = _resolve(site, context)
+        if site.config is not None and site.rule is not None and site.rule.attention:
+            site = dataclasses.replace(site, keys=keys)
     context.sites[path, site.op_id, site.gradient] = site
     return site
 
@@ -133,7 +142,7 @@ def _scope_path(names: str, origins: tuple[Origin, Origin], context: Context) ->
 
 def _resolve(site: Site, context: Context) -> Site:
     """The site with its rule, and with its config or the reason why it stays in float."""
-    (lhs, rhs), rules = site.weights, context.provider.rules
+    (lhs, rhs), rules, softmax = site.weights, context.provider.rules, softmax_operand(site.origins)
     matching = (r for r in rules if any(r.matches(path, site.op, weights=lhs or rhs) for path in site.rule_paths))
     rule, config, reason = next(matching, None), None, None
     if rule is None:
@@ -146,7 +155,7 @@ def _resolve(site: Site, context: Context) -> Site:
         reason = f"{site.lhs[1]} x {site.rhs[1]} is not a matmul of floats"
     elif site.op in ("dot_general", "einsum") and not site.params["dimension_numbers"][0][0]:
         reason = "an outer product: nothing is contracted"
-    elif (config := dot_config(rule, lhs_weight=lhs, rhs_weight=rhs)) is None:
+    elif (config := dot_config(rule, lhs_weight=lhs, rhs_weight=rhs, softmax=softmax)) is None:
         adapted = rule.adapts and (lhs or rhs)
         reason = "float with an adapter" if adapted else "two activations, and the rule has no act_qtype"
     elif site.gradient is not None and (config := _gradient_config(config, site)) is None:

@@ -52,6 +52,8 @@ class Site:
     """Whether it is a kernel, or in a call that is not rewritten."""
     scope: str = ""
     """The path of the operation itself, by its named scopes; for operations with configs of their own."""
+    keys: int | None = None
+    """Which operand of attention's scores is centered: 0 the left, 1 the right; None of other matmuls."""
     note: str | None = None
     """The reason why its weight is stored in float although it is multiplied in low precision, if it is."""
 
