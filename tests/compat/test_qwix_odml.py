@@ -102,15 +102,149 @@ def test_a_transposed_weight_has_the_scales_of_its_rows():
     np.testing.assert_allclose([float(n) for n in first.split(",")], wanted, rtol=1e-5)
 
 
+class Tensors(nn.Module):
+    """One operation of each kind: fused, with a scale of its own, of its input, of its output, in float."""
+
+    @nn.compact
+    def __call__(self, ids, x):
+        e = nn.Embed(10, 8, name="emb")(ids)
+        x = nn.LayerNorm()(nn.Dense(8, name="up")(x) + e)
+        y = nn.silu(x) * nn.sigmoid(x)
+        x = nn.softmax(nn.gelu(x)) + jnp.tanh(y)
+        x = nn.relu(nn.Dense(8)(x)) + nn.relu6(x) + nn.leaky_relu(x)
+        x = jnp.clip(jnp.concatenate([x, y], -1), -1, 1)
+        x = jnp.mean(x, -1, keepdims=True) + jnp.sum(x, -1, keepdims=True)
+        x = jnp.take(jnp.pad(x, ((0, 0), (0, 1))), jnp.array([0, 1]), axis=0)[:, :1]
+        x = jnp.sin(x / 2.0 - 3.0) * self.param("factor", nn.initializers.ones, (1,))
+        x = jnp.maximum(-x, 0) + jnp.exp(x)
+        x = nn.BatchNorm(use_running_average=True)(nn.Dense(3, name="head")(x))
+        return nn.Dropout(0.5, deterministic=True)(x)
+
+
+STATIC = {"weight_qtype": "int8", "act_qtype": "int8", "act_batch_axes": (0,)}
+IDS, ROWS = jnp.array([1, 2]), jax.random.normal(jax.random.key(2), (2, 8))
+
+
+def calibrated(lib, **options):
+    """A model with static ranges after two steps: its variables, its output, and the gradient of its parameters."""
+    model = lib.quantize_model(Tensors(), lib.OdmlQatProvider([lib.QuantizationRule(**STATIC)], **options))
+    variables = jax.jit(model.init)(KEY, IDS, ROWS)
+
+    @jax.jit
+    def step(variables, x):
+        def loss(params):
+            out, new = model.apply({**variables, "params": params}, IDS, x, mutable="quant_stats")
+            return jnp.sum(jnp.sin(out)), (out, new)
+
+        return jax.grad(loss, has_aux=True)(variables["params"])
+
+    for factor in (1.0, 1.5):
+        grad, (out, new) = step(variables, factor * ROWS)
+        variables = {**variables, **new}
+    return variables, out, grad
+
+
+def lowered(lib, variables, **options):
+    rules = [lib.QuantizationRule(**STATIC)]
+    provider = lib.OdmlConversionProvider(rules, variables["params"], variables["quant_stats"], **options)
+    model = lib.quantize_model(Tensors(), provider)
+    found = {name: variables[name] for name in ("params", "batch_stats")}
+    return jax.jit(model.apply).lower(found, IDS, ROWS).as_text(), model.apply(found, IDS, ROWS)
+
+
+COMPOSITE = re.compile(r'composite "quant.fake_quant" .*?composite_attributes = \{(.*?)\}, decomp.*?-> (tensor<[^>]*>)')
+
+
+@pytest.mark.slow
+def test_static_ranges_and_their_conversion_are_those_of_qwix():
+    options = {"fixed_range_for_inputs": (-4.0, 4.0)}
+    (got, out, grad), (wanted, wanted_out, wanted_grad) = calibrated(ours, **options), calibrated(qwix, **options)
+    assert jax.tree.structure(got["quant_stats"]) == jax.tree.structure(wanted["quant_stats"])
+    for a, b in zip(*(jax.tree.leaves(v["quant_stats"]) for v in (got, wanted)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02)  # two codes
+    np.testing.assert_allclose(out, wanted_out, atol=0.03)
+    for a, b in zip(jax.tree.leaves(grad), jax.tree.leaves(wanted_grad), strict=True):
+        assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(b) + 1e-3
+    # Converted from the same statistics, the programs are the same.
+    (text, out), (wanted_text, wanted_out) = lowered(ours, wanted, **options), lowered(qwix, wanted, **options)
+    mine, theirs = COMPOSITE.findall(text), COMPOSITE.findall(wanted_text)
+    assert len(mine) == len(theirs) > 30
+    for pair in zip(mine, theirs, strict=True):
+        assert len({tuple(NUMBER.sub("#", part) for part in one) for one in pair}) == 1, pair
+        np.testing.assert_allclose(*([float(n) for n in NUMBER.findall(a)] for a, _ in pair), rtol=1e-5)
+    np.testing.assert_allclose(out, wanted_out, atol=0.03)
+
+
+class Small(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        x = nn.Embed(10, 4, name="emb")(ids)
+        return nn.softmax(nn.relu(nn.Dense(3, name="up")(x)))
+
+
+def small(rule, ids=IDS):
+    model = ours.quantize_model(Small(), ours.OdmlQatProvider([ours.QuantizationRule(**rule)]))
+    variables = model.init(KEY, ids)
+    return variables, model.apply(variables, ids, mutable="quant_stats")[1]
+
+
+def convert_small(rule, params, stats):
+    model = ours.quantize_model(Small(), ours.OdmlConversionProvider([ours.QuantizationRule(**rule)], params, stats))
+    return jax.jit(model.apply).lower({"params": params}, IDS).as_text()
+
+
+def test_a_matmul_its_bias_and_a_relu_are_one_operation():
+    variables, new = small(STATIC)
+    stats = new["quant_stats"]
+    # The embedding is a weight; a dot reads what is looked up in it, and the ranges of a relu and a softmax follow.
+    assert sorted(stats) == ["final_output0", "softmax0"]
+    np.testing.assert_allclose(stats["final_output0"]["sum_of_max"], [[255 / 256]])
+    text = convert_small(STATIC, variables["params"], stats)
+    assert [shape for _, shape in COMPOSITE.findall(text)] == [
+        "tensor<10x4xf32>", "tensor<4x3xf32>", "tensor<2x3xf32>", "tensor<2x3xf32>",
+    ]  # fmt: skip
+
+
+def test_an_embedding_is_quantized_with_weights_only():
+    rule = {"weight_qtype": "int8"}
+    params = small(rule)[0]["params"]
+    (first, second) = COMPOSITE.findall(convert_small(rule, params, {}))
+    assert (first[1], second[1]) == ("tensor<10x4xf32>", "tensor<4x3xf32>")
+    assert "zero_point" in first[0]
+    assert "quantization_dimension" not in first[0]
+    wanted = np.ptp(np.asarray(params["emb"]["embedding"])) / 255
+    np.testing.assert_allclose(float(NUMBER.findall(first[0])[0]), wanted, rtol=1e-5)
+
+
+def test_fixed_ranges_of_inputs_and_outputs():
+    class Sums(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.param("w", nn.initializers.ones, (3, 1))
+
+    rules = [ours.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
+    ranges = {"fixed_range_for_inputs": (-1.0, 1.0), "fixed_range_for_outputs": (-0.25, 0.25)}
+    model = ours.quantize_model(Sums(), ours.OdmlQatProvider(rules, **ranges))
+    x = jnp.asarray([[0.1, 0.05, -3.0], [0.1, 0.05, -0.3]])
+    variables = model.init(KEY, x)
+    variables |= model.apply(variables, x, mutable="quant_stats")[1]
+    out, grad = jax.value_and_grad(lambda x: model.apply(variables, x)[:, 0].sum())(x)
+    np.testing.assert_allclose(out, -0.25 - 0.15, atol=0.01)
+    # The first sum is outside of its range.
+    assert (np.asarray(grad) != 0).tolist() == [[False] * 3, [True] * 3]
+
+
+def test_statistics_that_are_missing_raise():
+    variables, new = small(STATIC)
+    with pytest.raises(ValueError, match=r"no range of softmax0 at ''.*mutable='quant_stats'"):
+        convert_small(STATIC, variables["params"], {})
+    with pytest.raises(ValueError, match="no range of softmax0"):  # of an initialized model that never ran
+        convert_small(STATIC, variables["params"], variables["quant_stats"])
+    assert convert_small(STATIC, variables["params"], new["quant_stats"])
+
+
 def test_what_is_not_offered_raises(variables):
-    static = ours.QuantizationRule(weight_qtype="int8", act_qtype="int8")
-    with pytest.raises(NotImplementedError, match="act_static_scale=False"):
-        ours.OdmlQatProvider([static])
     rules = [ours.QuantizationRule(weight_qtype="int8")]
-    with pytest.raises(NotImplementedError, match="fixed_range_for_inputs"):
-        ours.OdmlQatProvider(rules, fixed_range_for_inputs=(0, 1))
-    with pytest.raises(NotImplementedError, match="quant_stats"):
-        ours.OdmlConversionProvider(rules, variables["params"], {"up": {"count": jnp.ones(())}})
     model = ours.quantize_model(Model(), ours.OdmlConversionProvider(rules, {}, {}))
     with pytest.raises(ValueError, match="is not among params"):
         model.apply(variables, X)

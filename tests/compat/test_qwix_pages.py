@@ -123,6 +123,22 @@ def test_odml():
     assert text.count('stablehlo.composite "quant.fake_quant"') == 4
 
 
+def test_odml_static_ranges():
+    rules = [qwix.QuantizationRule(module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8)]
+    qat_model = qwix.quantize_model(MLP(), qwix.OdmlQatProvider(rules))
+    variables = qat_model.init(KEY, X)
+    assert set(variables) == {"params", "quant_stats"}
+    for batch in (X[:8], X[8:]):  # calibration, or the steps of training
+        _, new = qat_model.apply(variables, batch, mutable="quant_stats")
+        variables = variables | new
+    params, quant_stats = variables["params"], variables["quant_stats"]
+    near(qat_model.apply(variables, X), MLP().apply({"params": params}, X))
+    conversion_model = qwix.quantize_model(MLP(), qwix.OdmlConversionProvider(rules, params, quant_stats))
+    text = jax.jit(conversion_model.apply).lower({"params": params}, X).as_text()
+    # Two weights, the input, the result of the relu and the output.
+    assert text.count('stablehlo.composite "quant.fake_quant"') == 5
+
+
 @pytest.mark.slow
 def test_gptq():
     rules = [gptq.GptqRule(module_path="dense.*", weight_qtype="int4", tile_size=12)]

@@ -159,7 +159,7 @@ def _module_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], **opt
 
     def run(tree: Any) -> Any:
         args, kwargs = _with_classes(tree, 1)
-        return _with_classes(getattr(args[0], name)(*args[1:], **kwargs), 0)
+        return _with_classes(family.provider.trace_model(name, getattr(args[0], name), *args[1:], **kwargs), 0)
 
     run.__name__ = run.__qualname__ = f"{type(args[0]).__name__}.{name}"
     tree = args, kwargs

@@ -111,8 +111,10 @@ def _in_module(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     """Run a method with the path of its module set for `get_current_rule`."""
     if context.module.scope is None:
         return method(*args, **kwargs)
-    token = module_path.set("/".join(map(str, context.module.path)))
+    provider, token = tracing.get(), module_path.set("/".join(map(str, context.module.path)))
     try:
+        if provider is not None:
+            return provider.trace_method(context.module, context.method_name, method, args, kwargs)
         return method(*args, **kwargs)
     finally:
         module_path.reset(token)
@@ -173,7 +175,8 @@ class _Call:
                 def pure(variables, rngs, *args, **kwargs):
                     with _entered():
                         scope = scope_fn(variables, rngs)
-                        out = fn(scope, *args, **kwargs)
+                        run = functools.partial(fn, scope)
+                        out = self.provider.trace_model(self.name, run, *args, **kwargs)
                         return out, repack_fn(scope)
 
                 if module.is_initializing():

@@ -1,39 +1,58 @@
-"""Fake quantization of matmuls and convolutions as LiteRT computes them, and its composites in StableHLO.
+"""Fake quantization of models as LiteRT computes them, and its composites in StableHLO.
 
-Weights have one scale for each output channel, or one in all. Activations are quantized dynamically or not at all.
+Weights of matmuls and convolutions have one scale for each output channel, or one in all; other tensors have one.
 """
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from octavo._tree import flatten_paths
 from octavo._typing import Array
+from octavo.calibration import Fixed, RunningMean, widest
+from octavo.frameworks.litert_tensors import MARK, Evaluation, FakeQuant, Node, Tensor
 from octavo.qarray import Quantizer, fake_quant
 from octavo.rules import QuantizationRule
-from octavo.transform import QuantizationProvider, Site
-from octavo.transform.site import operand_axes
+from octavo.transform import QuantizationProvider
+from octavo.transform.frame import Frame, Key, Value
+from octavo.transform.jaxpr import Jaxpr
+from octavo.transform.state import QUANT_STATS, find_state, static_scale
+from octavo.transform.weights import Origin
 
-_STATIC = (
-    "static ranges of LiteRT belong to the tensors between all operations of a model, which are not followed here: set "
-    "act_static_scale=False for dynamic ranges, leave act_qtype out for weights only, or train with "
-    "octavo.QtProvider, whose static ranges are those of matmuls"
-)
+
+@functools.lru_cache
+def _mark(name: str) -> Callable[[Array], Array]:
+    """An identity that is visible in a jaxpr by its name."""
+
+    def identity(x: Array) -> Array:
+        return x
+
+    identity.__name__ = MARK + name
+    return jax.jit(identity)
+
+
+def _mark_arrays(name: str, tree: Any) -> Any:
+    return jax.tree.map(lambda x: _mark(name)(x) if isinstance(x, jax.Array) else x, tree)
 
 
 class OdmlQatProvider(QuantizationProvider):
-    """Quantization-aware training for LiteRT: matmuls and convolutions in float, of operands that are fake-quantized.
+    """Quantization-aware training for LiteRT: operations in float, of tensors that are fake-quantized.
 
     Args:
-        rules: The rules. With `act_qtype`, `act_static_scale` is False and ranges are "minmax" unless they say else.
+        rules: The rules. With `act_qtype`, ranges are "minmax" unless they say else, and static unless
+            `act_static_scale` is False: then only the activations of matmuls with weights are quantized, by their own
+            ranges. `weight_qtype` is that of the weights that an operation reads, `act_qtype` that of its result.
         disable_per_channel_weights: Whether a weight has one scale.
-        fixed_range_for_inputs: Of static ranges, which are not offered: None.
-        fixed_range_for_outputs: As well.
-        strict: Accepted for Qwix; weights are known by their paths.
+        fixed_range_for_inputs: The range of all inputs of the model; None to measure each.
+        fixed_range_for_outputs: The range of all outputs.
+        strict: Accepted for Qwix; weights and activations are known by their paths.
 
     >>> OdmlQatProvider([QuantizationRule(weight_qtype="int8")]).rules
     (QuantizationRule(weight_qtype='int8'),)
@@ -49,61 +68,74 @@ class OdmlQatProvider(QuantizationProvider):
         strict: bool = True,
     ):
         del strict
-        if fixed_range_for_inputs is not None or fixed_range_for_outputs is not None:
-            raise NotImplementedError(f"fixed_range_for_inputs and fixed_range_for_outputs: {_STATIC}")
         super().__init__(rules)
-        self.per_tensor = disable_per_channel_weights
+        self.evaluation = Evaluation(
+            FakeQuant(self._weight, self._dynamic, self._static),
+            per_tensor=disable_per_channel_weights,
+            flat_weights=isinstance(self, OdmlConversionProvider),
+            input_range=fixed_range_for_inputs,
+            output_range=fixed_range_for_outputs,
+        )
 
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
         if rule.act_qtype is None:
             return rule
-        if rule.act_static_scale is not False:
-            raise NotImplementedError(f"{rule}: {_STATIC}")
-        method = rule.act_calibration_method or "minmax"
-        return rule.replace(act_calibration_method=method)
+        method, static = rule.act_calibration_method or "minmax", rule.act_static_scale is not False
+        return rule.replace(act_calibration_method=method, act_static_scale=static)
 
-    def dot_general(self, lhs: Any, rhs: Any, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
-        lhs, rhs = self._operands(lhs, rhs, {"dimension_numbers": dimension_numbers})
-        return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **kwargs)
+    def evaluate(self, jaxpr: Jaxpr, values: list[Value], frame: Frame) -> list[Value]:
+        nodes = self.evaluation.run(jaxpr, [Node(value, Tensor()) for value in values], frame)
+        return [node.value for node in nodes]
 
-    def einsum(self, subscripts: str, lhs: Any, rhs: Any, **kwargs: Any) -> Array:
-        return OdmlQatProvider.dot_general(self, lhs, rhs, self.operation.site.params["dimension_numbers"], **kwargs)
+    def trace_model(self, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _mark_arrays("input", (args, kwargs))
+        return _mark_arrays("final_output" if name == "__call__" else f"{name}_output", fn(*args, **kwargs))
 
-    def conv_general_dilated(self, lhs: Any, rhs: Any, window_strides: Any, padding: Any, **geometry: Any) -> Array:
-        lhs, rhs = self._operands(lhs, rhs, self.operation.site.params)
-        return jax.lax.conv_general_dilated(lhs, rhs, window_strides, padding, **geometry)
+    def trace_method(
+        self, module: Any, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        op = next((op for kind, op in _NORMS.items() if isinstance(module, kind)), None)
+        if op is None or name != "__call__" or not args:
+            return fn(*args, **kwargs)
+        return _mark(f"end_{op}")(fn(_mark(f"begin_{op}")(args[0]), *args[1:], **kwargs))
 
-    def ragged_dot(self, lhs: Any, rhs: Any, group_sizes: Any, **kwargs: Any) -> Array:
-        raise NotImplementedError(
-            f"{self.operation.site.path!r}: LiteRT has no grouped matmul: exempt it by an earlier rule with skip=True"
-        )
-
-    def gmm(self, lhs: Any, rhs: Any, group_sizes: Any, **kwargs: Any) -> Array:
-        return OdmlQatProvider.ragged_dot(self, lhs, rhs, group_sizes, **kwargs)
-
-    def _operands(self, lhs: Any, rhs: Any, params: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Both operands, fake-quantized as the rule of the operation says."""
-        site = self.operation.site
-        rule = site.rule
-        assert rule is not None
-        if not any(site.weights):  # two activations
-            return lhs, rhs
-        operands, axes = [lhs, rhs], operand_axes(params, lhs.shape, rhs.shape)
-        for side in range(2):
-            weight = site.weights[side]
-            qtype = rule.weight_qtype if weight else rule.act_qtype
-            if qtype is None:
-                continue
-            channels = [a for a in range(operands[side].ndim) if a not in axes[side]["contracting"]]
-            method = rule.weight_calibration_method if weight else rule.act_calibration_method or "minmax"
-            quantizer = Quantizer(qtype, () if weight and self.per_tensor else channels, calibration=method)
-            operands[side] = self._fake_quant(operands[side], quantizer, side if weight else None)
-        return operands[0], operands[1]
-
-    def _fake_quant(self, x: Array, quantizer: Quantizer, weight: int | None) -> Array:
-        """An operand, fake-quantized; `weight` is its side if it is a weight."""
-        del weight
+    def _weight(self, x: Array, quantizer: Quantizer, origin: Origin, where: str) -> Array:
+        """A weight, fake-quantized."""
+        del origin, where
         return fake_quant(x, quantizer)
+
+    def _dynamic(self, x: Array, quantizer: Quantizer) -> Array:
+        """An activation, fake-quantized by its own range."""
+        return fake_quant(x, quantizer)
+
+    def _static(self, x: Array, quantizer: Quantizer, key: Key, frame: Frame) -> Array:
+        """An activation, fake-quantized by the mean of the ranges of all steps."""
+        measured = quantizer.measure(x)
+        bounds = {k: jnp.mean(v.astype(jnp.float32), keepdims=True) for k, v in measured.items()}
+        bounds = widest(bounds, frame.manual_axes)
+        fixed, tracker = isinstance(quantizer.calibration, Fixed), RunningMean()
+        state = frame.read(key, lambda: tracker.init(bounds))
+        if not frame.context.init and frame.context.updates(key.path):
+            # The mean of a range that is always the same would collect rounding errors.
+            state = tracker.update(tracker.init(bounds) if fixed else state, bounds)
+            frame.write(key, state)
+        used = bounds if frame.context.init else tracker.read(state, bounds)
+        whole = Quantizer(quantizer.qtype, (), calibration=quantizer.calibration)
+        low = whole.quantize(x, bounds=used).dequantize()
+        # As in Qwix, the gradient of a clipped value is that of the range, which it reaches as the largest value does.
+        ends = (-used["absmax"], used["absmax"]) if "absmax" in used else (used["min"], used["max"])
+        straight = jnp.clip(x, *(end.astype(x.dtype) for end in ends))
+        return straight + jax.lax.stop_gradient(low - straight)
+
+
+_NORMS = {
+    nn.LayerNorm: "norm_op",
+    nn.GroupNorm: "norm_op",
+    nn.BatchNorm: "batch_norm_op",
+    nnx.BatchNorm: "batch_norm_op",
+    nn.Dropout: "dropout",
+}
+"""Modules that are one operation."""
 
 
 class OdmlConversionProvider(OdmlQatProvider):
@@ -112,7 +144,7 @@ class OdmlConversionProvider(OdmlQatProvider):
     Args:
         rules: The rules of training, or others.
         params: The parameters, whose scales become constants of the program.
-        quant_stats: Of static ranges, which are not offered: empty.
+        quant_stats: The statistics of static ranges, from training or calibration; {} if there are none.
         **kwargs: As for `OdmlQatProvider`.
 
     >>> import flax.linen as nn, octavo
@@ -126,44 +158,53 @@ class OdmlConversionProvider(OdmlQatProvider):
 
     def __init__(self, rules: Any, params: Any, quant_stats: Any, **kwargs: Any):
         super().__init__(rules, **kwargs)
-        if jax.tree.leaves(quant_stats):
-            raise NotImplementedError(f"quant_stats: {_STATIC}")
+        self.stateful = False  # the statistics are constants of the program
         self.params = {name: np.asarray(x) for name, x in flatten_paths(params).items()}
+        self.quant_stats = {QUANT_STATS: quant_stats}
 
-    def dot_general(self, lhs: Any, rhs: Any, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
-        contract, batch = dimension_numbers
-        if not self.operation.site.weights[1] or rhs.ndim <= 2 or tuple(contract[1]) != (0,) or any(map(len, batch)):
-            return super().dot_general(lhs, rhs, dimension_numbers, *args, **kwargs)
-        # A tensor of LiteRT has scales along one axis.
-        flat = rhs.reshape(rhs.shape[0], -1)
-        out = super().dot_general(lhs, flat, dimension_numbers, *args, **kwargs)
-        return out.reshape(*out.shape[:-1], *rhs.shape[1:])
+    def _weight(self, x: Array, quantizer: Quantizer, origin: Origin, where: str) -> Array:
+        with jax.ensure_compile_time_eval():
+            value = jnp.asarray(_stored(origin, where, self.params, x.shape))
+            bounds = quantizer.scale_of(quantizer.measure(value), x.dtype)
+        return _composite(x, quantizer, bounds, origin.leaves[0])
 
-    def _fake_quant(self, x: Array, quantizer: Quantizer, weight: int | None) -> Array:
-        if quantizer.qtype.name != "int8":
-            raise ValueError(f"the fake quantization of LiteRT is int8, got {quantizer.qtype.name}")
-        bounds: dict[str, Any] = {}
-        if weight is not None:
-            with jax.ensure_compile_time_eval():
-                value = jnp.asarray(_stored(self.operation.site, weight, self.params, x.shape))
-                bounds = quantizer.scale_of(quantizer.measure(value), x.dtype)
-        name = "" if weight is None else str(self.operation.site.leaf)
-        attributes = _attributes(name, bounds.get("scale"), bounds.get("zero_point"))
+    def _dynamic(self, x: Array, quantizer: Quantizer) -> Array:
+        return _composite(x, quantizer, None)
 
-        def decomposition(x: Array, **attributes: Any) -> Array:
-            return quantizer.quantize(x, bounds=bounds or None, check_finite=False).dequantize()
-
-        return jax.lax.composite(decomposition, name="quant.fake_quant")(x, **attributes)
+    def _static(self, x: Array, quantizer: Quantizer, key: Key, frame: Frame) -> Array:
+        stats = find_state(self.quant_stats, key)
+        if stats is None or not np.all(np.asarray(stats["count"]) > 0):
+            raise ValueError(
+                f"quant_stats has no range of {key.name} at {key.path!r}: run the model of OdmlQatProvider, with these "
+                "rules, on calibration data with mutable='quant_stats', and pass what it returns"
+            )
+        with jax.ensure_compile_time_eval():
+            bounds = static_scale(quantizer, jax.tree.map(jnp.asarray, dict(stats)), x.dtype)
+            bounds = {k: v.reshape((1,) * x.ndim) for k, v in bounds.items()}
+        return _composite(x, quantizer, bounds)
 
 
-def _stored(site: Site, side: int, params: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+def _composite(x: Array, quantizer: Quantizer, bounds: Mapping[str, Any] | None, weight: str = "") -> Array:
+    """A fake quantization as a composite, by the range of `x` if there are no bounds; `weight` is a weight's name."""
+    if quantizer.qtype.name != "int8":
+        raise ValueError(f"the fake quantization of LiteRT is int8, got {quantizer.qtype.name}")
+    found = bounds or {}
+    whole = quantizer if weight or bounds is None else Quantizer(quantizer.qtype, (), calibration=quantizer.calibration)
+
+    def decomposition(x: Array, **attributes: Any) -> Array:
+        del attributes
+        return whole.quantize(x, bounds=bounds, check_finite=False).dequantize()  # pyrefly: ignore
+
+    attributes = _attributes(weight, found.get("scale"), found.get("zero_point"))
+    return jax.lax.composite(decomposition, name="quant.fake_quant")(x, **attributes)
+
+
+def _stored(origin: Origin, where: str, params: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     """A weight by its path, rearranged as the operand is."""
-    origin, leaf = site.origins[side], site.leaf or ""
+    leaf = origin.leaves[0]
     if leaf not in params or not origin.is_stored or origin.axes is None:
-        reason = "is not among params" if leaf not in params else "is computed from before its matmul"
-        raise ValueError(
-            f"the weight {leaf!r} of {site.op_id} at {site.path!r} {reason}, so its scales are not constant"
-        )
+        reason = "is not among params" if leaf not in params else "is computed from before it is used"
+        raise ValueError(f"the weight {leaf!r} of {where} {reason}, so its scales are not constant")
     factors = [factor for axis in origin.axes for factor in axis]
     digits = sorted(factors, key=lambda f: (f.axis, -f.stride))
     stored = params[leaf]

@@ -14,7 +14,7 @@ from octavo.qarray import Quantizer
 from octavo.transform import QuantizationProvider, Quantized, Site
 from octavo.transform.frame import Programs
 from octavo.transform.jaxpr import FROM_ROOT
-from octavo.transform.provider import module_path
+from octavo.transform.provider import module_path, tracing
 from octavo.transform.state import GRADIENT_STATE, keep_as_gradient, unused_state
 
 
@@ -142,7 +142,10 @@ def scoped(method: Callable[..., Any], path_of: Callable[[Any], str]) -> Callabl
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         with module_scope(path_of(args[0])):
-            return method(*args, **kwargs)
+            if (provider := tracing.get()) is None:
+                return method(*args, **kwargs)
+            bound = functools.partial(method, args[0])
+            return provider.trace_method(args[0], getattr(method, "__name__", ""), bound, args[1:], kwargs)
 
     return run
 

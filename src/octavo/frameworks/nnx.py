@@ -230,7 +230,7 @@ def _module_call(
         close = open_parameters((args, kwargs), dict(zip(found, arrays, strict=True)))
         kept = [(v, v.get_raw_value()) for path, v in nnx.iter_graph((args, kwargs)) if path in stored]
         _set_classes((args, kwargs), 1)
-        out = getattr(args[0], name)(*args[1:], **kwargs)
+        out = family.provider.trace_model(name, getattr(args[0], name), *args[1:], **kwargs)
         for variable, value in kept:  # an inner Flax transformation returns unchanged values as new arrays
             variable.set_raw_value(value)
         close()

@@ -14,6 +14,12 @@ from octavo.rules.path_match import check_bounded
 
 OPS = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot", "gmm")
 """The names of operations in rules."""
+TENSOR_OPS = (
+    "add", "subtract", "multiply", "truediv", "maximum", "minimum", "sum", "mean", "tanh", "gelu", "silu", "leaky_relu",
+    "softmax", "call", "clip", "pad", "floor", "concatenate", "take", "rewriting_take", "resize", "max_pool",
+    "avg_pool", "norm_op", "batch_norm_op", "sin", "cos", "equal",
+)  # fmt: skip
+"""The names of operations that only the providers for LiteRT quantize, as in Qwix; "call" is a relu."""
 SYNONYMS = {"dot": "dot_general", "matmul": "dot_general"}
 """Aliases of operations."""
 
@@ -123,7 +129,7 @@ def check_op_names(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         raise ValueError(f"a collection of names; did you mean op_names=({value!r},)?")
     for name in value:
-        if name not in (*OPS, *SYNONYMS):
+        if name not in (*OPS, *SYNONYMS, *TENSOR_OPS):
             hint = did_you_mean(name, (*OPS, *SYNONYMS))
             raise ValueError(f"op_names has {name!r}: {hint}Allowed: {', '.join((*OPS, *SYNONYMS))}")
     return tuple(dict.fromkeys(SYNONYMS.get(name, name) for name in value))

@@ -12,7 +12,6 @@ import numpy as np
 
 from octavo._typing import PRNGKeyArray
 from octavo.qarray import QArray, Quantizer, is_qarray
-from octavo.transform.evaluate import evaluate
 from octavo.transform.frame import Context, Frame, Host, Key, Programs, Value
 from octavo.transform.jaxpr import KERNELS, Jaxpr
 from octavo.transform.provider import QtProvider, QuantizationProvider, tracing
@@ -214,12 +213,15 @@ class Quantized:
             if isinstance(x, jax.Array | np.ndarray | QArray | jax.ShapeDtypeStruct)
         }
         out_tree: Any = None
+        name = getattr(self.fn, "__name__", "__call__")
 
         def fn(*arrays):
             nonlocal out_tree
             given = dict(zip(values, arrays, strict=True))
             args, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
-            out, out_tree = jax.tree.flatten(self.fn(*args, **kwargs))
+            # A framework's call of a model holds its variables too, so it calls `trace_model` itself.
+            run = self.fn if self._names is not None else functools.partial(self.provider.trace_model, name, self.fn)
+            out, out_tree = jax.tree.flatten(run(*args, **kwargs))
             return out
 
         arrays = [v.data for v in values.values()]
@@ -235,6 +237,7 @@ class Quantized:
         self, traced: Traced, concrete: bool = False, key: Any = None
     ) -> tuple[dict[Any, Site], dict[Key, Any]]:
         """The sites and the initial state: as shapes, or if `concrete` as arrays; `key` is for random state."""
+        evaluate = self.provider.evaluate
         context = Context(self.provider, evaluate, **self._options, dtypes=traced.dtypes, init=True, update=False)
 
         def run(arrays):
@@ -258,6 +261,7 @@ class Quantized:
         known: Mapping[Key, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """The result and the new state; `known` is the state that `_discover` found, if it was called."""
+        evaluate = self.provider.evaluate
         context = Context(
             self.provider, evaluate, **self._options, dtypes=traced.dtypes, cache=self._cache, update=update
         )

@@ -53,14 +53,15 @@ def evaluate(jaxpr: Jaxpr, values: list[Value], frame: Frame) -> list[Value]:
     for n, eqn in enumerate(jaxpr.eqns):
         inputs = [Value(a.val, CONSTANT) if isinstance(a, Literal) else env[a] for a in eqn.invars]
         with equation_context(eqn):
-            env.update(zip(eqn.outvars, _evaluate_equation(eqn, inputs, frame, keys.get(n)), strict=True))
+            env.update(zip(eqn.outvars, evaluate_equation(eqn, inputs, frame, keys.get(n)), strict=True))
         for atom in (*eqn.invars, *eqn.outvars):  # a value that nothing reads any more is freed
             if not isinstance(atom, Literal) and last_use[atom] == n and atom not in kept:
                 env.pop(atom, None)
     return [Value(a.val, CONSTANT) if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
 
 
-def _evaluate_equation(eqn: Equation, values: list[Value], frame: Frame, keys: int | None = None) -> list[Value]:
+def evaluate_equation(eqn: Equation, values: list[Value], frame: Frame, keys: int | None = None) -> list[Value]:
+    """The results of an equation, within `equation_context`."""
     name = eqn.primitive.name
     if frame.context.init and eqn.effects and not eqn.outvars:
         return []  # such as jax.debug.print: only shapes and initial state are wanted

@@ -6,6 +6,7 @@ again) is here; the rest of the transformation uses the functions of this file.
 
 import contextlib
 import functools
+import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -143,6 +144,18 @@ def jit_options(eqn: Equation) -> dict[str, Any]:
 
 def custom_body(eqn: Equation) -> Jaxpr:
     return eqn.params["call_jaxpr"]
+
+
+def library_function(eqn: Equation) -> str | None:
+    """The name of the function of JAX that an equation calls; None for functions of others and for primitives."""
+    name = eqn.params.get("name") if eqn.primitive.name == "jit" else None
+    for body in bodies(eqn) if eqn.primitive.name in ("jit", *CUSTOM) else ():
+        if body.debug_info.func_filename and body.debug_info.func_filename.startswith(_LIBRARY):
+            return name or body.debug_info.func_name
+    return None
+
+
+_LIBRARY = os.path.dirname(jax.__file__)
 
 
 # Weak references, since a jaxpr holds the tracers of its constants.

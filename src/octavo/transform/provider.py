@@ -10,8 +10,9 @@ from octavo import ops
 from octavo._typing import Array
 from octavo.ops.products.ragged import NUMBERS as RAGGED
 from octavo.rules import QuantizationRule, as_rules, dot_config, find
-from octavo.transform.evaluate import matmul_call, run_matmul
-from octavo.transform.frame import Key, Operation, current_operation
+from octavo.transform.evaluate import evaluate, matmul_call, run_matmul
+from octavo.transform.frame import Frame, Key, Operation, Value, current_operation
+from octavo.transform.jaxpr import Jaxpr
 from octavo.transform.state import QUANT_STATS
 
 tracing: contextvars.ContextVar["QuantizationProvider | None"] = contextvars.ContextVar("octavo_tracing", default=None)
@@ -127,6 +128,24 @@ class QuantizationProvider:
         """The output of each call of a quantized method; a subclass may change it."""
         del method_name
         return model_output
+
+    # Extension points for providers that replace more than matmuls.
+
+    def evaluate(self, jaxpr: Jaxpr, values: list[Value], frame: Frame) -> list[Value]:
+        """The results of a traced function, or of the body of a loop or call in it."""
+        return evaluate(jaxpr, values, frame)
+
+    def trace_model(self, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The function itself, or the method of this name of a model, while it is traced."""
+        del name
+        return fn(*args, **kwargs)
+
+    def trace_method(
+        self, module: Any, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A method of this name of a module of a Flax model, while it is traced."""
+        del module, name
+        return fn(*args, **kwargs)
 
     def _handlers(self) -> dict[str, Callable[..., Any]]:
         if type(self).get_intercept_map is QuantizationProvider.get_intercept_map:

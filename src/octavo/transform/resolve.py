@@ -52,8 +52,8 @@ def find_site(
     weights, weight = (lhs and not rhs, rhs), right if rhs else left if lhs else None
     leaf = weight.leaves[0] if weight is not None and weight.leaves else None
     path = next((o.module for o in (right, left) if o.leaves and o.module is not None), None)
-    path = _scope_path(names, origins, context) if path is None else path
-    op_id = _op_id(path, op, frame)
+    path = scope_path(names, origins, context) if path is None else path
+    op_id = next_op_id(path, op, frame)
     avals: Any = [v.aval for v in (*atoms[:2], *eqn.outvars)]
     types = [(tuple(aval.shape), str(aval.dtype)) for aval in avals]
     if marked is not None and not is_unbatched(eqn, marked):  # under vmap: one execution for each example
@@ -77,7 +77,7 @@ def find_site(
         gradient=("dlhs" if rhs else "drhs") if call is None and BACKWARD in names else None,
     )
     if call is not None and call.config is not None:
-        site = dataclasses.replace(site, config=call.config, scope=_scope_path(names, origins, context))
+        site = dataclasses.replace(site, config=call.config, scope=scope_path(names, origins, context))
     elif frame.opaque is not None:
         site = dataclasses.replace(site, reason=frame.opaque, opaque=True)
     else:
@@ -93,13 +93,13 @@ def find_kernel(eqn: Equation, values: list[Value], frame: Frame) -> None:
     op, names = eqn.primitive.name, "/".join(filter(None, (frame.scope, scope(eqn))))
     left, right, *_ = origins = [*(v.origin for v in values), ACTIVATION, ACTIVATION]
     leaf = next((leaf for origin in origins for leaf in origin.leaves), None)
-    path = _scope_path(names, (left, right), frame.context)
+    path = scope_path(names, (left, right), frame.context)
     avals: Any = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     types = [*((tuple(aval.shape), str(aval.dtype)) for aval in avals), ((), "float32"), ((), "float32")]
     site = Site(
         path=path,
         op=op,
-        op_id=_op_id(path, op, frame),
+        op_id=next_op_id(path, op, frame),
         lhs=types[0],
         rhs=types[1],
         out=types[len(eqn.invars)] if eqn.outvars else types[0],
@@ -122,7 +122,7 @@ def is_unbatched(eqn: Equation, marked: ProductCall) -> bool:
     return marked.shapes == tuple(tuple(a.aval.shape) for a in atoms)
 
 
-def _op_id(path: str, op: str, frame: Frame) -> str:
+def next_op_id(path: str, op: str, frame: Frame) -> str:
     """The name of the next operation of its kind in a module. State has these names, so what is opaque has others."""
     kind = op if frame.opaque is None else f"opaque_{op}"
     number = frame.counters.get((path, kind), 0)
@@ -130,7 +130,7 @@ def _op_id(path: str, op: str, frame: Frame) -> str:
     return f"{kind}{number}"
 
 
-def _scope_path(names: str, origins: tuple[Origin, Origin], context: Context) -> str:
+def scope_path(names: str, origins: tuple[Origin, Origin], context: Context) -> str:
     """The path of a matmul without parameters: its named scopes, or else the module of its operands."""
     if context.modules is not None:
         return module_of(names, context.modules)
