@@ -66,13 +66,14 @@ def _padded(config, params, tokens):
     return apply(config, params, tokens)[0]
 
 
-def greedy(config, params, prompt, count):
-    """The likeliest tokens one after the other, without a cache."""
+def greedy(config, params, prompt, count, adjust=lambda logits, answer: logits):
+    """The likeliest tokens one after the other, without a cache; `adjust` changes the logits after an answer so far."""
     tokens = list(prompt)
     for _ in range(count):
         row = np.zeros((1, 64), np.int32)
         row[0, : len(tokens)] = tokens
-        tokens.append(int(jnp.argmax(_padded(config, params, row)[0, len(tokens) - 1])))
+        logits = np.asarray(_padded(config, params, row)[0, len(tokens) - 1])
+        tokens.append(int(np.argmax(adjust(logits, tokens[len(prompt) :]))))
     return tokens[len(prompt) :]
 
 
@@ -87,6 +88,9 @@ class Bytes:
 
     def decode(self, ids):
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_bytes(self):
+        return [bytes((i,)) for i in range(256)]
 
     def chat(self, messages):
         return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import json
 import re
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from octavo.cli.options import kv_config
 from octavo.models import fuse
 from octavo.pretrained import PretrainedModel
-from octavo.serve import Engine, KVConfig, Request, SamplingParams
+from octavo.serve import Constraint, Engine, KVConfig, Request, SamplingParams, Vocabulary
 from tests.serve.common import DENSE, MOE, Bytes, dequantized, greedy, params_of, quantized_params, run
 
 ONE = DENSE.replace(num_layers=1, vocab_size=257)
@@ -88,6 +89,7 @@ def test_a_request_is_the_same_in_any_company():
 
 def test_requests_come_and_go():
     engine = engine_of()
+    engine._prefilled = [()] * 2
     want = {i: greedy(ONE, params_of(ONE), prompt, 5) for i, prompt in enumerate(PROMPTS)}
     assert (engine.busy, engine.active) == (False, 0)
     engine.add(Request("a", tuple(PROMPTS[1]), GREEDY))
@@ -189,6 +191,104 @@ def test_logprobs():
     np.testing.assert_allclose([p for _, p in events[0].top], want[:3], atol=1e-5)
     np.testing.assert_allclose(events[0].logprob, want[0], atol=1e-5)
     assert events[0].top[0][0] == events[0].token
+
+
+def test_logprobs_of_prompts():
+    engine = engine_of()
+    prompt = PROMPTS[1]
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=2, prompt_logprobs=True)
+    events = list(engine.generate([prompt, PROMPTS[3]], [params, params]))
+    want = np.asarray(jax.nn.log_softmax(run(ONE, params_of(ONE), jnp.asarray([prompt]))[0][0]))
+    first, one = (next(e for e in events if e.request_id == i) for i in range(2))
+    assert one.prompt == ()  # its only token has no logprob
+    assert len(first.prompt) == len(prompt) - 1
+    np.testing.assert_allclose([p for p, _ in first.prompt], [want[i, t] for i, t in enumerate(prompt[1:])], atol=1e-5)
+    for i, (_, top) in enumerate(first.prompt):
+        np.testing.assert_allclose([p for _, p in top], np.sort(want[i])[::-1][:2], atol=1e-5)
+    assert answers(events)[0] == greedy(ONE, params_of(ONE), prompt, 2)
+    assert [e.prompt for e in events if e.request_id == 0][1:] == [()]
+    assert engine.programs.traces["scored prefill"] == 1
+
+
+def test_penalties():
+    def adjust(logits, answer):
+        logits = logits.copy()
+        seen = sorted({*PROMPTS[0], *answer})
+        logits[seen] = np.where(logits[seen] > 0, logits[seen] / 1.3, logits[seen] * 1.3)
+        counts = np.bincount(answer, minlength=len(logits)) if answer else np.zeros(len(logits))
+        return logits - 0.3 * counts - 0.2 * (counts > 0)
+
+    want = greedy(ONE, params_of(ONE), PROMPTS[0], 12, adjust)
+    assert want != greedy(ONE, params_of(ONE), PROMPTS[0], 12)
+    given = GREEDY.replace(repetition_penalty=1.3, frequency_penalty=0.3, presence_penalty=0.2, max_tokens=12)
+    # Twice: an answer is not charged for that before it in the slot. A plain one is not at all.
+    for _ in range(2):
+        got = answers(engine_of().generate([PROMPTS[0], PROMPTS[2]], [given, GREEDY]))
+        assert got == {0: want, 1: greedy(ONE, params_of(ONE), PROMPTS[2], 5)}
+
+
+def test_answers_under_a_constraint():
+    """JSON of the schema at any temperature, next to a request that is as it would be alone."""
+    engine = engine_of()
+    schema = {"type": "array", "items": {"enum": ["a", 17, None]}, "minItems": 1, "maxItems": 2}
+    constraint = Constraint.of_schema(schema, engine.vocabulary)
+    texts, plain = [], greedy(ONE, params_of(ONE), PROMPTS[2], 9)
+    for seed in range(6):
+        params = SamplingParams(seed=seed, temperature=2.0 * (seed > 0), max_tokens=30, logprobs=1)
+        engine.add(Request("json", (1, 2), params, constraint))
+        engine.add(Request("plain", tuple(PROMPTS[2]), GREEDY.replace(max_tokens=9)))
+        events = []
+        while engine.busy:
+            events += engine.step(4)
+        assert answers(events)["plain"] == plain
+        own = [e for e in events if e.request_id == "json"]
+        texts.append("".join(e.text for e in own))
+        if own[-1].finish == "stop":  # whitespace can fill it
+            found = json.loads(texts[-1])
+            assert 1 <= len(found) <= 2
+            assert all(one in schema["items"]["enum"] for one in found)
+        else:
+            assert len(own) == 30
+    assert len(set(texts)) > 3
+    assert sum(text.endswith("]") for text in texts) >= 2
+    assert engine.programs.traces["decode"] == engine.programs.traces["prefill"] == 1
+    small = Vocabulary([bytes((i,)) for i in range(128)], size=128)
+    with pytest.raises(ValueError, match="the constraint is for a vocabulary of 128 tokens, and the model has 257"):
+        engine.add(Request("json", (1, 2), params, Constraint.json(small)))
+
+
+def test_prefixes_are_not_prefilled_again():
+    engine = engine_of()
+    prompt = [*range(50, 72), 3]
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2)
+
+    def made(prompts):
+        before, events = engine.reused, list(engine.generate(prompts, params))
+        return [[(e.token, e.logprob, e.top) for e in events if e.request_id == i] for i in range(len(prompts))], (
+            engine.reused - before
+        )
+
+    def fresh(prompt):
+        engine._prefilled = [()] * 2
+        (found,), reused = made([prompt])
+        assert reused == 0
+        return found
+
+    other = [*prompt[:18], 9, 9, 9]
+    want, want_other = fresh(prompt), fresh(other)
+    assert made([prompt]) == ([want], 16)
+    # Chunks of eight: of 18 common tokens two, and of a prompt that was its own prefix all but the last chunk.
+    assert made([other]) == ([want_other], 16)
+    assert made([prompt[:16]])[1] == 8
+    assert fresh(prompt[:16]) == made([prompt[:16]])[0][0]
+    # The slot with the longest prefix is taken, also when a request was cancelled while it was read.
+    engine._prefilled = [(), ()]
+    engine.add(Request("a", tuple(prompt), params))
+    engine.step()
+    engine.cancel("a")
+    engine.step()
+    assert made([[1], prompt])[1] == 8
+    assert made([prompt])[0] == [want]
 
 
 def test_text_stop_and_end(monkeypatch):

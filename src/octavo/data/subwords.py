@@ -1,7 +1,9 @@
 """Subword tokenizers of the `tokenizers` package: trained on the data, or read from a file."""
 
+import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,24 @@ class SubwordTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self._inner.decode(ids, skip_special_tokens=False)
 
+    def token_bytes(self) -> list[bytes | None]:
+        settings = json.loads(self._text)
+        decoder = settings.get("decoder") or {}
+        kinds = {one.get("type") for one in decoder.get("decoders", [decoder])}
+        if "ByteLevel" not in kinds and not kinds & {"Metaspace", "ByteFallback"}:
+            return super().token_bytes()
+        convert = _byte_level if "ByteLevel" in kinds else _metaspace
+        pieces: list[bytes | None] = [None] * self.vocab_size
+        for text, token in self._inner.get_vocab(with_added_tokens=False).items():
+            pieces[token] = convert(text)
+        # Added tokens are written as they are, and special ones are no text.
+        for added in settings.get("added_tokens", ()):
+            pieces[added["id"]] = None if added.get("special") else added["content"].encode()
+        for token in (self.bos_id, *self.eos_ids):
+            if token is not None and token < len(pieces):
+                pieces[token] = None
+        return pieces
+
     @property
     def digest(self) -> str:
         return hashlib.sha256(f"{self.eos_id} {self.start_id} {self._text}".encode()).hexdigest()
@@ -70,6 +90,26 @@ class SubwordTokenizer(Tokenizer):
         names = ("bos_id", "eos_ids", "add_bos", "template", "special")
         settings = json.dumps({name: getattr(self, name) for name in names}, indent=2)
         return {"tokenizer.json": self._text.encode(), "octavo_tokenizer.json": settings.encode()}
+
+
+@functools.cache
+def _bytes_of_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level BPE stands for: printable ones for themselves, others in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _byte_level(text: str) -> bytes | None:
+    known = _bytes_of_characters()
+    return bytes(known[char] for char in text) if all(char in known for char in text) else None
+
+
+def _metaspace(text: str) -> bytes:
+    """A piece of SentencePiece: a byte as <0x0A>, or text with lower blocks for spaces."""
+    if found := re.fullmatch("<0x([0-9A-F]{2})>", text):
+        return bytes.fromhex(found[1])
+    return text.replace("\u2581", " ").encode()
 
 
 def split_chunks(text: str, size: int = _CHUNK) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import abc
 import hashlib
 import json
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -77,15 +78,23 @@ class Tokenizer(abc.ABC):
         silent = {self.bos_id, *self.eos_ids}
         return self._decode([int(i) for i in np.asarray(ids, np.int64).reshape(-1) if int(i) not in silent])
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a conversation, up to where the model answers."""
-        return self._encode(self.chat_text(messages))
+    def token_bytes(self) -> list[bytes | None]:
+        """The bytes that each id adds to a text; None for ids that are no text, such as `eos_ids`."""
+        raise ValueError(f"tokenizer {self.name!r} does not tell the bytes of its tokens, which constraints need")
 
-    def chat_text(self, messages: Sequence[Message]) -> str:
-        """A conversation as the model's template writes it."""
+    def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The ids of a conversation, up to where the model answers."""
+        return self._encode(self.chat_text(messages, tools))
+
+    def chat_text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """A conversation as the model's template writes it, with the tools that the model may call."""
         if self.template is None:
             raise ValueError("this model has no chat template: it continues text, so give it a prompt instead")
-        return render_chat(self.template, messages, self.special)
+        if tools and not re.search(r"\btools\b", self.template):
+            raise ValueError(
+                "this model's chat template knows no tools: leave tools out, or describe them in a message"
+            )
+        return render_chat(self.template, messages, self.special, tools=tools)
 
     def files(self) -> dict[str, bytes]:
         """The files from which `octavo.pretrained` reads it again, by name; empty if it has none."""
@@ -116,6 +125,9 @@ class ByteTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if 0 <= i < 255).decode("utf-8", errors="replace")
 
+    def token_bytes(self) -> list[bytes | None]:
+        return [*(bytes((i,)) for i in range(255)), None]
+
     @property
     def digest(self) -> str:
         return hashlib.sha256(b"octavo byte 255").hexdigest()
@@ -125,7 +137,11 @@ class ByteTokenizer(Tokenizer):
 
 
 def render_chat(
-    template: str, messages: Sequence[Message], special: Mapping[str, str], add_generation_prompt: bool = True
+    template: str,
+    messages: Sequence[Message],
+    special: Mapping[str, str],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The text that a chat template makes of messages; with `add_generation_prompt`, up to where the model answers.
 
@@ -142,7 +158,9 @@ def render_chat(
     environment.filters["tojson"] = lambda x, **kwargs: json.dumps(x, ensure_ascii=False, **kwargs)
     try:
         compiled = environment.from_string(template)
-        return compiled.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **special)
+        # Without tools, templates test for none or for an undefined name.
+        extra = {"tools": list(tools)} if tools else {}
+        return compiled.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **extra, **special)
     except jinja2.TemplateError as error:
         raise ValueError(f"the model's chat template cannot write these messages: {error}") from error
 

@@ -1,6 +1,8 @@
 """Generation with continuous batching: prompts are prefilled in chunks, then every step decodes all slots."""
 
 import dataclasses
+import functools
+import itertools
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +13,7 @@ import numpy as np
 from octavo._config import check_least
 from octavo.models import ModelConfig
 from octavo.serve.cache import FLOAT, KVConfig
+from octavo.serve.constraint import Constraint, Matcher, Vocabulary
 from octavo.serve.engine_programs import STEPS, Programs
 from octavo.serve.sampling import DEFAULT, SamplingParams, Settings
 from octavo.serve.text import TextStream
@@ -18,11 +21,12 @@ from octavo.serve.text import TextStream
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt of token ids, and its sampling parameters."""
+    """A prompt of token ids, its sampling parameters, and what its answer must conform to."""
 
     request_id: str | int
     prompt: tuple[int, ...]
     params: SamplingParams = DEFAULT
+    constraint: Constraint | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,9 @@ class Event:
     finish: str | None = None
     top: tuple[tuple[int, float], ...] = ()
     """The most probable tokens and their log probabilities, `logprobs` of them."""
+    prompt: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
+    """In the first event with `prompt_logprobs`: of each token of the prompt but the first, its log probability, and
+    the most probable tokens."""
 
 
 class ContextLengthError(ValueError):
@@ -54,10 +61,14 @@ class _Slot:
     request: Request
     stream: TextStream
     seed: int
+    matcher: Matcher | None = None
+    """Recognizes the answer, if it is constrained."""
     done: int = 0
     """Tokens of the prompt in the cache."""
     generated: int = 0
     """The number of generated tokens."""
+    scores: list[Any] = dataclasses.field(default_factory=list)
+    """Log probabilities of the prompt's chunks."""
 
     @property
     def prefilling(self) -> bool:
@@ -68,7 +79,9 @@ class Engine:
     """Generates text for a fixed number of requests at a time, one in each slot; further requests are queued.
 
     One program prefills `chunk` tokens of a prompt into a slot, another decodes the next token of each slot; both are
-    compiled once. The tokens of a request do not depend on other requests. An engine is not thread-safe.
+    compiled once. The tokens of a request do not depend on other requests. A request starts in the slot whose last
+    prompt has the longest common prefix with its own, and whole chunks of that are not prefilled again. An engine is
+    not thread-safe.
 
     Args:
         source: A model of `octavo.pretrained.open_model`, or a `ModelConfig`.
@@ -119,6 +132,10 @@ class Engine:
         self._running: list[_Slot | None] = [None] * slots
         self._waiting: deque[Request] = deque()
         self._ended: list[Event] = []
+        self._prefilled: list[tuple[int, ...]] = [()] * slots
+        """The tokens of the last prompt of each slot that are in the cache."""
+        self.reused = 0
+        """Tokens of prompts that were in the cache already."""
 
     @property
     def busy(self) -> bool:
@@ -142,8 +159,20 @@ class Engine:
             raise ValueError(f"there is a request {request.request_id!r} already, which has not ended")
         if request.params.stop and self.tokenizer is None:
             raise ValueError("stop texts need a tokenizer: Engine(..., tokenizer=...)")
+        if request.constraint is not None and request.constraint.vocabulary.size != self.config.vocab_size:
+            raise ValueError(
+                f"the constraint is for a vocabulary of {request.constraint.vocabulary.size} tokens, and the model has "
+                f"{self.config.vocab_size}: make it with engine.vocabulary"
+            )
         self._waiting.append(request)
         self._admit()
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The bytes of each token, for constraints."""
+        if self.tokenizer is None:
+            raise ValueError("a constraint needs a tokenizer: Engine(..., tokenizer=...)")
+        return Vocabulary(self.tokenizer.token_bytes(), size=self.config.vocab_size, eos_ids=self.eos_ids)
 
     def check(self, prompt: Sequence[int]) -> None:
         """Raise a ValueError for a prompt that is empty, too long, or has unknown token ids."""
@@ -238,6 +267,7 @@ class Engine:
         """
         if self.busy:
             raise RuntimeError("requests are running, whose caches are of the old parameters: finish or cancel them")
+        self._prefilled = [()] * self.slots
         self.programs.update(params)
 
     def logprobs(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -275,32 +305,61 @@ class Engine:
         return {request.request_id for request in (*self._waiting, *running)}
 
     def _admit(self) -> None:
-        for number, slot in enumerate(self._running):
-            if slot is None and self._waiting:
-                request = self._waiting.popleft()
-                seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
-                decode = self.tokenizer.decode if self.tokenizer is not None else lambda ids: ""
-                stream = TextStream(decode, request.params.stop, prompt=request.prompt)
-                self._running[number] = _Slot(request, stream, seed)
+        while self._waiting and None in self._running:
+            request = self._waiting.popleft()
+            seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
+            decode = self.tokenizer.decode if self.tokenizer is not None else lambda ids: ""
+            stream = TextStream(decode, request.params.stop, prompt=request.prompt)
+            matcher = None if request.constraint is None else request.constraint.start()
+            free = [n for n, slot in enumerate(self._running) if slot is None]
+            # A prefix that another request may have is overwritten last.
+            number = max(free, key=lambda n: (self._reusable(n, request), -len(self._prefilled[n]), -n))
+            done = self._reusable(number, request)
+            self.reused += done
+            self._prefilled[number] = request.prompt[:done]
+            self._running[number] = _Slot(request, stream, seed, matcher, done)
+
+    def _reusable(self, number: int, request: Request) -> int:
+        """How many tokens of a prompt a slot has in its cache, in whole chunks and without the last token.
+
+        Only what prefill has written is reused, in the same chunks: so the results are bit-exact.
+        """
+        if request.params.prompt_logprobs or self.kv.axis == "kivi":  # whose cache depends on a text's length
+            return 0
+        pairs = zip(self._prefilled[number], request.prompt[:-1], strict=False)
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return common - common % self.chunk
 
     def _prefill(self, number: int) -> list[Event]:
         slot = self._running[number]
         assert slot is not None
-        prompt = slot.request.prompt
-        piece = prompt[slot.done : slot.done + self.chunk]
-        settings = Settings.of([slot.request.params.replace(seed=slot.seed)])
-        out = self.programs.prefill(number, piece, slot.done, settings)
-        slot.done += len(piece)
+        prompt, params = slot.request.prompt, slot.request.params
+        settings = Settings.of([params.replace(seed=slot.seed)])
+        allowed = None if slot.matcher is None else slot.matcher.mask()
+        out = self.programs.prefill(number, prompt, slot.done, settings, allowed=allowed, score=params.prompt_logprobs)
+        start, slot.done = slot.done, min(slot.done + self.chunk, len(prompt))
+        self._prefilled[number] = prompt[: slot.done]
+        if params.prompt_logprobs:
+            slot.scores += out.fetch_prompt(min(slot.done, len(prompt) - 1) - start, params.logprobs)
         if slot.prefilling:
             return []
-        return [self._event(number, *out.fetch(0, slot.request.params.logprobs))]
+        event = self._event(number, *out.fetch(0, params.logprobs))
+        return [dataclasses.replace(event, prompt=tuple(slot.scores))]
 
     def _decode(self, numbers: list[int], most: int) -> list[Event]:
         active = np.zeros(self.slots, bool)
         active[numbers] = True
         slots = [(n, slot) for n in numbers if (slot := self._running[n]) is not None]
         steps = min([most, STEPS, *(self._remaining(slot) for _, slot in slots)])
-        out = self.programs.decode(active, steps, top=any(slot.request.params.logprobs for _, slot in slots))
+        allowed = None
+        if any(slot.matcher for _, slot in slots):
+            # What may follow a token is known when it is.
+            steps, allowed = 1, self.programs.all_allowed()
+            for n, slot in slots:
+                if slot.matcher is not None:
+                    allowed[n] = slot.matcher.mask()
+        top = any(slot.request.params.logprobs for _, slot in slots)
+        out = self.programs.decode(active, steps, top=top, allowed=allowed)
         return [
             self._event(n, *out.fetch(n, slot.request.params.logprobs, step))
             for step in range(steps)
@@ -323,9 +382,11 @@ class Engine:
             finish, token = "error", -1
         elif token in self.eos_ids:
             finish = "stop"
+        elif slot.matcher is not None and not slot.matcher.push(token):
+            finish, token = "error", -1
         else:
             text = slot.stream.push(token)
-            if slot.stream.stopped:
+            if slot.stream.stopped or (slot.matcher is not None and slot.matcher.is_finished):
                 finish = "stop"
             elif self._remaining(slot) <= 0:
                 finish = "length"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo import kernels, models
-from octavo._typing import Array, Bool, Shaped
+from octavo._typing import Array, Bool, Float, Shaped
 from octavo.frameworks import served
 from octavo.models import ModelConfig, apply
 from octavo.qarray import is_qarray
@@ -18,7 +18,16 @@ from octavo.rollout import token_logprobs
 from octavo.serve import engine_native
 from octavo.serve.cache import KVCache, KVConfig
 from octavo.serve.engine_update import Layouts, unstacked
-from octavo.serve.sampling import MAX_LOGPROBS, Sample, Settings, sample_tokens, top_logprobs
+from octavo.serve.sampling import (
+    MAX_LOGPROBS,
+    Sample,
+    SamplingParams,
+    Settings,
+    pack_mask,
+    sample_tokens,
+    top_logprobs,
+    unpack_mask,
+)
 
 
 class State(NamedTuple):
@@ -27,6 +36,8 @@ class State(NamedTuple):
     cache: KVCache
     in_context: Bool[Array, "slots vocab"]
     """Which tokens occur in each slot's text."""
+    counts: Shaped[Array, "slots vocab"]
+    """How often each token occurs in each slot's answer."""
     last: Shaped[Array, "slots"]
     """The last token of each slot, which is not in the cache yet."""
     num_generated: Shaped[Array, "slots"]
@@ -43,6 +54,9 @@ class Output(NamedTuple):
 
     sample: Sample
     top: tuple[Array, Array]
+    prompt: tuple[Array, tuple[Array, Array]] | None = None
+    """Of a chunk of a prompt, if asked for: the log probability of the token after each of its tokens, and the most
+    probable tokens there."""
 
     def fetch(self, row: int, logprobs: int, step: int = 0) -> tuple[int, float, tuple[tuple[int, float], ...]]:
         """The token of a row, its log probability, and the most probable tokens with theirs."""
@@ -51,6 +65,13 @@ class Output(NamedTuple):
             tokens, values = (np.asarray(x)[step, row, :logprobs].tolist() for x in self.top)
             top = tuple(zip(tokens, values, strict=True))
         return int(np.asarray(self.sample.token)[step, row]), float(np.asarray(self.sample.logprob)[step, row]), top
+
+    def fetch_prompt(self, count: int, logprobs: int) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+        """Of the first `count` tokens of a chunk: the log probability of the next token, and the most probable ones."""
+        assert self.prompt is not None
+        chosen, tokens, values = (np.asarray(x)[0, :count].tolist() for x in jax.tree.leaves(self.prompt))
+        tops = (tuple(zip(t[:logprobs], v[:logprobs], strict=True)) for t, v in zip(tokens, values, strict=True))
+        return list(zip(chosen, tops, strict=True))
 
 
 class Programs:
@@ -88,33 +109,68 @@ class Programs:
         """Bytes of all keys and values, and of those of one token."""
         self.params_nbytes = sum(x.size * x.dtype.itemsize for x in leaves)
         zeros = jnp.zeros(slots, jnp.int32)
-        settings = Settings(*(jnp.zeros((slots, *x.shape[1:]), x.dtype) for x in Settings.of([])))
-        state = State(cache, jnp.zeros((slots, config.vocab_size), bool), zeros, zeros + 0, settings)
+        settings = Settings(*map(jnp.asarray, Settings.of([SamplingParams(temperature=0)] * slots)))
+        seen = (jnp.zeros((slots, config.vocab_size), bool), jnp.zeros((slots, config.vocab_size), jnp.int32))
+        state = State(cache, *seen, zeros, zeros + 0, settings)
         parts, self._state_tree = jax.tree.flatten(state)
         self._state = tuple(parts)
+        self._all = np.full((slots, -(-config.vocab_size // 8)), 255, np.uint8)
+        # Not sent at every step.
+        self._all_on_device = jnp.asarray(self._all)
         self._prefill = jax.jit(self._traced_prefill, donate_argnums=1)
         self._decode = jax.jit(self._traced_decode, donate_argnums=1)
         self._score = jax.jit(self._traced_score)
         # The old parameters are no input of the new ones: they are kept as arguments for their buffers.
         self._update = jax.jit(self._traced_update, donate_argnums=0, keep_unused=True)
 
-    def prefill(self, slot: int, tokens: tuple[int, ...], start: int, settings: Settings) -> Output:
-        """Write a chunk of a prompt into a slot from `start` on, and sample the token after it."""
-        row = np.zeros((1, self.chunk), np.int32)
-        row[0, : len(tokens)] = tokens
-        location = np.asarray([slot, start, len(tokens)], np.int32)
-        out, self._state = self._prefill(self._leaves, self._state, row, location, settings)
+    def prefill(
+        self,
+        slot: int,
+        prompt: tuple[int, ...],
+        start: int,
+        settings: Settings,
+        *,
+        allowed: np.ndarray | None = None,
+        score: bool = False,
+    ) -> Output:
+        """Write a chunk of a prompt into a slot from `start` on, and sample the token after it.
+
+        Args:
+            slot: The slot.
+            prompt: All of the prompt.
+            start: The first position of the chunk, a multiple of its size.
+            settings: Sampling parameters of the request.
+            allowed: The tokens that may be sampled, as bits of `pack_mask`; None for all.
+            score: Whether to compute the log probabilities of the prompt's tokens: a program of its own.
+        """
+        rows = np.zeros((2, 1, self.chunk), np.int32)
+        for row, tokens in zip(rows[:, 0], (prompt[start:], prompt[start + 1 :]), strict=True):
+            tokens = tokens[: self.chunk]
+            row[: len(tokens)] = tokens
+        in_prompt = np.zeros(self.config.vocab_size, bool)
+        in_prompt[list(prompt)] = True
+        masks = np.stack([pack_mask(in_prompt), self._all[0] if allowed is None else allowed])
+        location = np.asarray([slot, start, min(len(prompt) - start, self.chunk)], np.int32)
+        targets = rows[1] if score else None
+        out, self._state = self._prefill(self._leaves, self._state, rows[0], location, settings, masks, targets)
         return out
 
-    def decode(self, active: np.ndarray, steps: int = 1, *, top: bool = True) -> Output:
+    def decode(
+        self, active: np.ndarray, steps: int = 1, *, top: bool = True, allowed: np.ndarray | None = None
+    ) -> Output:
         """Decode `steps` tokens of each active slot, at most `STEPS`.
 
         A call takes a millisecond for some hundred parameters, a tenth of a small model's token. Without `top`, the
-        most probable tokens are not computed.
+        most probable tokens are not computed. `allowed` has the tokens that each slot may sample, as bits.
         """
         options = np.asarray([steps, top], np.int32)
-        out, self._state = self._decode(self._leaves, self._state, active, options)
+        allowed = self._all_on_device if allowed is None else allowed
+        out, self._state = self._decode(self._leaves, self._state, active, options, allowed)
         return out
+
+    def all_allowed(self) -> np.ndarray:
+        """A mask for `decode` that allows all tokens in every slot."""
+        return self._all.copy()
 
     def score(self, tokens: np.ndarray) -> Array:
         """The log probability of each token [rows, length] but the first, given those before it."""
@@ -136,7 +192,7 @@ class Programs:
     def lowered(self) -> Any:
         """The lowered decoding program."""
         active = np.zeros(self._state_of(self._state).last.shape, bool)
-        return self._decode.lower(self._leaves, self._state, active, np.ones(2, np.int32))
+        return self._decode.lower(self._leaves, self._state, active, np.ones(2, np.int32), self._all_on_device)
 
     def _state_of(self, parts: tuple[Any, ...]) -> State:
         return jax.tree.unflatten(self._state_tree, parts)
@@ -151,43 +207,60 @@ class Programs:
         self.traces["score"] += 1
         return token_logprobs(self._model(jax.tree.unflatten(self._tree, leaves), tokens)[0], tokens)
 
-    def _traced_prefill(self, leaves: Any, parts: Any, tokens: Array, location: Array, settings: Settings) -> Any:
-        self.traces["prefill"] += 1
+    def _traced_prefill(
+        self,
+        leaves: Any,
+        parts: Any,
+        tokens: Array,
+        location: Array,
+        settings: Settings,
+        masks: Array,
+        targets: Array | None,
+    ) -> Any:
+        self.traces["prefill" if targets is None else "scored prefill"] += 1
         state, params = self._state_of(parts), jax.tree.unflatten(self._tree, leaves)
         slot, start, count = location[0], location[1], location[2]
         positions = start + jnp.arange(self.chunk, dtype=jnp.int32)[None]
         cache = state.cache.at(slot[None], counts=count[None])
-        logits, _, cache = self._model(params, tokens, positions, cache=cache, last=count[None] - 1)
-        # The first chunk resets the slot. Padding does not count as context.
-        in_context = jnp.where(start == 0, False, jax.lax.dynamic_slice_in_dim(state.in_context, slot, 1))
-        real = jnp.arange(self.chunk) < count
-        in_context = in_context.at[0, jnp.where(real, tokens[0], self.config.vocab_size)].set(True, mode="drop")
-        sample = sample_tokens(logits[:, 0], settings, jnp.zeros(1, jnp.int32), in_context)
+        last, scores = count[None] - 1, None
+        if targets is None:
+            logits, _, cache = self._model(params, tokens, positions, cache=cache, last=last)
+        else:
+            every, _, cache = self._model(params, tokens, positions, cache=cache)
+            logits = jax.lax.dynamic_slice_in_dim(every, last[0], 1, axis=1)
+            scores = (_logprobs(every[0], targets[0]), top_logprobs(every[0], MAX_LOGPROBS))
+        in_context = unpack_mask(masks[:1], self.config.vocab_size)
+        sample = sample_tokens(logits[:, 0], settings, jnp.zeros(1, jnp.int32), in_context, allowed=masks[1:])
         in_context = in_context.at[0, sample.token[0]].set(True)
+        counts = jnp.zeros_like(state.counts[:1]).at[0, sample.token[0]].set(1)
         new = State(
             cache.at(),
             jax.lax.dynamic_update_slice_in_dim(state.in_context, in_context, slot, 0),
+            jax.lax.dynamic_update_slice_in_dim(state.counts, counts, slot, 0),
             state.last.at[slot].set(sample.token[0]),
             state.num_generated.at[slot].set(1),
             Settings(*(column.at[slot].set(x[0]) for column, x in zip(state.settings, settings, strict=True))),
         )
-        out = Output(sample, top_logprobs(logits[:, 0], MAX_LOGPROBS))
+        out = Output(sample, top_logprobs(logits[:, 0], MAX_LOGPROBS), scores)
         return jax.tree.map(lambda x: x[None], out), tuple(jax.tree.leaves(new))
 
-    def _traced_decode(self, leaves: Any, parts: Any, active: Array, options: Array) -> Any:
+    def _traced_decode(self, leaves: Any, parts: Any, active: Array, options: Array, allowed: Array) -> Any:
         self.traces["decode"] += 1
         params = jax.tree.unflatten(self._tree, leaves)
-        _, one = jax.eval_shape(functools.partial(self._decode_step, params, active, options[1] > 0), parts)
+        one_step = functools.partial(self._decode_step, params, active, allowed, options[1] > 0)
+        _, one = jax.eval_shape(one_step, parts)
         outs = jax.tree.map(lambda x: jnp.zeros((STEPS, *x.shape), x.dtype), one)
 
         def step(number: Array, carry: tuple[Any, Output]) -> tuple[Any, Output]:
-            parts, out = self._decode_step(params, active, options[1] > 0, carry[0])
+            parts, out = one_step(carry[0])
             return parts, jax.tree.map(lambda all, x: all.at[number].set(x), carry[1], out)
 
         parts, outs = jax.lax.fori_loop(0, options[0], step, (parts, outs))
         return outs, parts
 
-    def _decode_step(self, params: Any, active: Array, wants_top: Array, parts: Any) -> tuple[Any, Output]:
+    def _decode_step(
+        self, params: Any, active: Array, allowed: Array, wants_top: Array, parts: Any
+    ) -> tuple[Any, Output]:
         """Decode one token of each slot."""
         state = self._state_of(parts)
         lengths = state.cache.lengths
@@ -196,12 +269,15 @@ class Programs:
         else:
             logits, _, cache = self._model(params, state.last[:, None], lengths[:, None], cache=state.cache)
             logits = logits[:, 0]
-        sample = sample_tokens(logits, state.settings, state.num_generated, state.in_context)
+        sample = sample_tokens(
+            logits, state.settings, state.num_generated, state.in_context, state.counts, allowed=allowed
+        )
         rows = jnp.arange(lengths.shape[0])
         # The last token of an inactive slot is kept for its next step.
         new = State(
             cache.with_lengths(jnp.where(active, lengths + 1, lengths)),
             state.in_context.at[rows, sample.token].max(active),
+            state.counts.at[rows, sample.token].add(active.astype(jnp.int32)),
             jnp.where(active, sample.token, state.last),
             jnp.where(active, state.num_generated + 1, state.num_generated),
             state.settings,
@@ -209,6 +285,11 @@ class Programs:
         find = lambda: top_logprobs(logits, MAX_LOGPROBS)  # noqa: E731
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(find))
         return tuple(jax.tree.leaves(new)), Output(sample, jax.lax.cond(wants_top, find, lambda: none))
+
+
+def _logprobs(logits: Float[Array, "rows vocab"], tokens: Shaped[Array, "rows"]) -> Float[Array, "rows"]:
+    """The log probability of one token of each row."""
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
 
 
 def fuse_params(config: ModelConfig, params: Any, *, fuse: bool) -> tuple[ModelConfig, Any]:

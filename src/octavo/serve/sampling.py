@@ -17,6 +17,7 @@ MAX_LOGPROBS = 20
 # Most distributions are truncated within this many tokens. For others the vocabulary is sorted, some milliseconds.
 _CANDIDATES = 64
 _BLOCK = 256
+_ALL = 255
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -32,10 +33,13 @@ class SamplingParams(Config):
         top_p: Keeps the fewest tokens whose probabilities sum to at least this.
         min_p: Keeps tokens with at least this fraction of the highest probability.
         repetition_penalty: Divides positive logits of tokens in the prompt or answer, and multiplies negative ones.
+        frequency_penalty: Subtracted from a token's logit for each time it occurs in the answer.
+        presence_penalty: Subtracted once from the logits of tokens that occur in the answer.
         max_tokens: The most tokens that are generated.
         stop: Texts that end the answer, which does not contain them.
         seed: The same request with the same seed gives the same tokens, whatever other requests run.
         logprobs: The number of most probable tokens to return with their log probability, at temperature 1.
+        prompt_logprobs: Whether the first event has the log probabilities of the prompt's tokens.
 
     >>> SamplingParams(temperature=0.7, top_p=0.9)
     SamplingParams(temperature=0.7, top_p=0.9)
@@ -46,10 +50,13 @@ class SamplingParams(Config):
     top_p: float | int = 1.0
     min_p: float | int = 0.0
     repetition_penalty: float | int = 1.0
+    frequency_penalty: float | int = 0.0
+    presence_penalty: float | int = 0.0
     max_tokens: int = 128
     stop: Sequence[str] = ()
     seed: int | None = None
     logprobs: int = 0
+    prompt_logprobs: bool = False
 
     def __post_init__(self):
         for name, is_valid, expected in (
@@ -58,6 +65,8 @@ class SamplingParams(Config):
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "positive"),
+            ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "finite"),
+            ("presence_penalty", abs(self.presence_penalty) < float("inf"), "finite"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("logprobs", 0 <= self.logprobs <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
         ):
@@ -78,7 +87,9 @@ class Settings(NamedTuple):
     top_k: Shaped[Array, "rows"]
     top_p: Float[Array, "rows"]
     min_p: Float[Array, "rows"]
-    penalty: Float[Array, "rows"]
+    repetition_penalty: Float[Array, "rows"]
+    frequency_penalty: Float[Array, "rows"]
+    presence_penalty: Float[Array, "rows"]
     seed: Shaped[Array, "rows 2"]
     """The two halves of 64-bit seeds."""
 
@@ -87,7 +98,7 @@ class Settings(NamedTuple):
         """The settings of requests, which have seeds."""
         columns: list[Any] = [
             np.asarray([getattr(p, name) for p in params], np.int32 if name == "top_k" else np.float32)
-            for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+            for name in cls._fields[:-1]
         ]
         seeds = [(p.seed or 0) % 2**64 for p in params]
         columns.append(np.asarray([(s >> 32, s & 0xFFFFFFFF) for s in seeds], np.uint32).reshape(-1, 2))
@@ -107,6 +118,8 @@ def sample_tokens(
     settings: Settings,
     num_generated: Shaped[Array, "rows"],
     in_context: Bool[Array, "rows vocab"],
+    counts: Shaped[Array, "rows vocab"] | None = None,
+    allowed: Shaped[Array, "rows bytes"] | None = None,
 ) -> Sample:
     """Sample a token for each row.
 
@@ -115,9 +128,19 @@ def sample_tokens(
         settings: Sampling parameters of each row.
         num_generated: How many tokens the row has generated: the index of its random number.
         in_context: Which tokens occur in the row's prompt or answer, for the repetition penalty.
+        counts: How often each token occurs in the row's answer, for the other penalties; None for an empty answer.
+        allowed: The tokens that may be sampled, at least one, as bits of `pack_mask`; None for all.
     """
-    penalty = settings.penalty[:, None]
-    adjusted = jnp.where(in_context, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    # Most batches have no penalty and no constraint: then neither passes over the vocabulary.
+    adjusted = jax.lax.cond(
+        _has_penalty(settings), lambda: _penalized(logits, settings, in_context, counts), lambda: logits
+    )
+    if allowed is not None:
+        adjusted = jax.lax.cond(
+            jnp.any(allowed != _ALL),
+            lambda: jnp.where(unpack_mask(allowed, logits.shape[1]), adjusted, -jnp.inf),
+            lambda: adjusted,
+        )
     token = jax.lax.cond(
         jnp.any(settings.temperature > 0),
         lambda: _sample(adjusted, settings, num_generated),
@@ -133,6 +156,31 @@ def top_logprobs(
     """The `count` most probable tokens of each row, and their log probabilities."""
     values, tokens = jax.lax.top_k(logits, min(count, logits.shape[1]))
     return tokens.astype(jnp.int32), values - _log_total(logits)[:, None]
+
+
+def pack_mask(mask: np.ndarray) -> np.ndarray:
+    """A mask over the vocabulary as bits; the bits of the padding are set."""
+    return np.packbits(np.pad(mask, (0, -len(mask) % 8), constant_values=True), bitorder="little")
+
+
+def unpack_mask(bits: Shaped[Array, "rows bytes"], vocab: int) -> Bool[Array, "rows vocab"]:
+    """The mask of bits that `pack_mask` made."""
+    single = jnp.bitwise_and(jnp.right_shift(bits[:, :, None], jnp.arange(8, dtype=jnp.uint8)[None, None]), 1)
+    return single.reshape(bits.shape[0], -1)[:, :vocab].astype(bool)
+
+
+def _has_penalty(settings: Settings) -> Shaped[Array, ""]:
+    additive = (settings.frequency_penalty != 0) | (settings.presence_penalty != 0)
+    return jnp.any(additive | (settings.repetition_penalty != 1))
+
+
+def _penalized(logits: Array, settings: Settings, in_context: Array, counts: Array | None) -> Array:
+    penalty = settings.repetition_penalty[:, None]
+    logits = jnp.where(in_context, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if counts is None:
+        return logits
+    presence = jnp.where(counts > 0, settings.presence_penalty[:, None], 0)
+    return logits - settings.frequency_penalty[:, None] * counts.astype(jnp.float32) - presence
 
 
 def _log_total(logits: Array) -> Array:
