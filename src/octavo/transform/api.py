@@ -220,7 +220,8 @@ class Quantized:
             given = dict(zip(values, arrays, strict=True))
             args, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
             # A framework's call of a model holds its variables too, so it calls `trace_model` itself.
-            run = self.fn if self._names is not None else functools.partial(self.provider.trace_model, name, self.fn)
+            hook = type(self.provider).trace_model is not QuantizationProvider.trace_model and self._names is None
+            run = functools.partial(self.provider.trace_model, name, self.fn) if hook else self.fn
             out, out_tree = jax.tree.flatten(run(*args, **kwargs))
             return out
 

@@ -142,7 +142,8 @@ def scope_path(names: str, origins: tuple[Origin, Origin], context: Context) -> 
 
 def _resolve(site: Site, context: Context) -> Site:
     """The site with its rule, and with its config or the reason why it stays in float."""
-    (lhs, rhs), rules, softmax = site.weights, context.provider.rules, softmax_operand(site.origins)
+    (lhs, rhs), rules = site.weights, context.provider.rules
+    softmax = softmax_operand(site.origins) if context.provider.attention else None
     matching = (r for r in rules if any(r.matches(path, site.op, weights=lhs or rhs) for path in site.rule_paths))
     rule, config, reason = next(matching, None), None, None
     if rule is None:

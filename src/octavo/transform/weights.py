@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.ops.product import REVERSE_ONLY
 from octavo.qarray import Quantizer
-from octavo.transform.axes import KEEP, Axes, Factor, axes_of
+from octavo.transform.axes import KEEP, Axes, Factor
 from octavo.transform.softmax import softmax_steps
 
 
@@ -47,7 +47,7 @@ ACTIVATION = Origin()
 
 def parameter_origin(path: str, shape: Sequence[int]) -> Origin:
     """The origin of a parameter itself."""
-    return Origin((path,), axes_of(shape), path.rpartition("/")[0])
+    return Origin((path,), tuple((Factor(axis, 1, n),) for axis, n in enumerate(shape)), path.rpartition("/")[0])
 
 
 def common_module(origins: Sequence[Origin]) -> str | None:
