@@ -87,7 +87,7 @@ def distill(
 
 
 def _trained(arrays: Mapping[str, Any]) -> dict[str, Array]:
-    """What is trained, in float32: the scales of QArrays, and floats with few values compared with the largest parameter."""
+    """What is trained, in float32: the scales of QArrays, and floats of up to a hundredth of the largest parameter."""
     few = max(x.size for x in arrays.values()) // 100
     found = {}
     for path, x in arrays.items():
