@@ -206,68 +206,64 @@ def each(**fields):
     return lambda config: config.with_operands(**dict.fromkeys(SIX, fields))
 
 
-# Name: a setter on theirs, the same as a copy of ours, whether gradients are compared too.
+THIS = "THIS_INPUT"
+
+
+def fake(config, module, **sides):
+    """The setter for where scales are applied; theirs changes the config and returns None."""
+    modes = {f"{side}_dequant_mode": module.DequantMode[mode] for side, mode in sides.items()}
+    return module.set_fwd_dequant_mode(config, **modes) or config
+
+
+def along(config, module):
+    remaining = {"rhs_calibration_mode": module.CalibrationMode.REMAINING_AXIS}
+    return module.set_fwd_calibration_mode(fake(config, module, rhs=THIS), **remaining)
+
+
+# Name: a setter, as a function of a config and the module, one more on theirs, and whether gradients are compared too.
+FLOAT_SUMS = lambda c: theirs.set_accumulator_dtype(c, None, theirs.SKIP, theirs.SKIP)  # noqa: E731
 SETTERS = {
-    "set_fwd_dequant_mode": (
-        lambda c: theirs.set_fwd_dequant_mode(
-            c, lhs_dequant_mode=theirs.DequantMode.THIS_INPUT, rhs_dequant_mode=theirs.DequantMode.THIS_INPUT
-        ) or theirs.set_accumulator_dtype(c, None, theirs.SKIP, theirs.SKIP),
-        lambda c: c.with_operands(fwd={"dequant": "input"}),
-        True,
-    ),
-    "set_fwd_calibration_mode": (
-        lambda c: theirs.set_fwd_dequant_mode(c, rhs_dequant_mode=theirs.DequantMode.THIS_INPUT)
-        or theirs.set_fwd_calibration_mode(c, rhs_calibration_mode=theirs.CalibrationMode.REMAINING_AXIS)
-        or theirs.set_accumulator_dtype(c, None, theirs.SKIP, theirs.SKIP),
-        lambda c: c.with_operands(fwd_rhs={"dequant": "input", "tile": 1, "per_tensor": True}),
-        True,
-    ),
-    "set_constant_calibration": (
-        lambda c: theirs.set_constant_calibration(c, 2.0), each(calibration="constant,2"), True,
-    ),
-    "set_absmax_calib_scale": (
-        lambda c: theirs.set_absmax_calib_scale(c, 0.7),
-        lambda c: each(calibration="absmax,0.7")(c).replace(clip_gradient=True),
-        False,
-    ),
-    "set_auto_calib_scale": (
-        lambda c: theirs.set_auto_calib_scale(c, [0.5, 0.9, 1.0]),
-        lambda c: c.with_operands(**{f"{name}_rhs": {"calibration": "snr,0.5,0.9"} for name in SIX}),
-        True,
-    ),
+    "set_fwd_dequant_mode": (lambda c, m: fake(c, m, lhs=THIS, rhs=THIS), FLOAT_SUMS, True),
+    "set_fwd_calibration_mode": (along, FLOAT_SUMS, True),
+    "set_constant_calibration": (lambda c, m: m.set_constant_calibration(c, 2.0), None, True),
+    "set_absmax_calib_scale": (lambda c, m: m.set_absmax_calib_scale(c, 0.7), None, False),
+    "set_auto_calib_scale": (lambda c, m: m.set_auto_calib_scale(c, [0.5, 0.9, 1.0]), None, True),
     "set_int_numerics_preserve_zero": (
-        lambda c: theirs.set_int_numerics_preserve_zero(c, False)
-        or theirs.set_accumulator_dtype(c, None, None, None),
-        each(qtype=aqt.int_symmetric(8, preserve_zero=False)),
+        lambda c, m: m.set_int_numerics_preserve_zero(c, False),
+        lambda c: theirs.set_accumulator_dtype(c, None, None, None),
         True,
     ),
-    "set_use_fwd_quant": (
-        lambda c: theirs.set_use_fwd_quant(c, False, False),
-        lambda c: c.replace(dlhs=c.dlhs.replace(residual="original")),
-        True,
+    "set_use_fwd_quant": (lambda c, m: m.set_use_fwd_quant(c, False, False), None, True),
+    "set_use_fwd_quant to True": (lambda c, m: m.set_use_fwd_quant(c, True, True), None, False),
+    "set_local_aqt": (
+        lambda c, m: m.set_local_aqt(c, m.SKIP, None, m.LocalAqt(contraction_axis_shard_count=2)), None, True,
     ),
-    "set_use_fwd_quant to True": (
-        lambda c: theirs.set_use_fwd_quant(c, True, True),
-        lambda c: c.replace(dlhs=c.dlhs.replace(residual="requantize"), drhs=c.drhs.replace(residual="requantize")),
-        False,
-    ),
-    "set_bits": (
-        lambda c: theirs.set_bits(c, 8, 4, 8, 4, 8, 4),
-        lambda c: c.with_operands(**{f"{name}_rhs": {"qtype": aqt.int_symmetric(4)} for name in SIX}),
-        True,
-    ),
+    "set_bits": (lambda c, m: m.set_bits(c, 8, 4, 8, 4, 8, 4), None, True),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", slow_except(("set_bits", "set_use_fwd_quant"), SETTERS))
 def test_each_setter_has_a_counterpart(name):
-    change_theirs, change_ours, gradients = SETTERS[name]
+    change, more, gradients = SETTERS[name]
     their_config, our_config = theirs.config_v4(drhs_bits=8), aqt.config_v4(drhs_bits=8)
-    change_theirs(their_config)
+    change(their_config, theirs)
+    if more is not None:
+        more(their_config)
     x, w, g = data((64, 128), (128, 32), (64, 32))
-    got, want = both(their_config, change_ours(our_config), x, w, g)
+    got, want = both(their_config, change(our_config, aqt), x, w, g)
     for a, b in zip(got[: 3 if gradients else 1], want, strict=False):
         assert off(a, b) < 1e-6
+
+
+def test_setters_raise_where_aqt_asserts():
+    config = aqt.config_v4()
+    with pytest.raises(ValueError, match="call set_fwd_dequant_mode first, with THIS_INPUT or OTHER_INPUT"):
+        aqt.set_fwd_calibration_mode(config, rhs_calibration_mode=aqt.CalibrationMode.REMAINING_AXIS)
+    with pytest.raises(ValueError, match="use fwd_bits=2"):
+        aqt.set_fwd_rhs_dtype_int2(config)
+    assert aqt.set_fwd_rhs_dtype_int2(aqt.config_v4(2, None)).fwd.rhs.qtype.storage == jnp.int2
+    with pytest.raises(ValueError, match="an int32 accumulator needs integers"):
+        aqt.set_accumulator_dtype(aqt.config_v4(None, None), jnp.int32, aqt.SKIP, aqt.SKIP)
 
 
 def test_a_scale_moved_into_a_float_operand():
@@ -288,8 +284,11 @@ def test_more_setters_of_the_documentation_run():
     changes = [
         each(calibration="constant,4,0.5", arithmetic="float32"),
         each(scale_dtype="float8_e8m0fnu", arithmetic="float32"),
+        lambda c: aqt.set_scale_and_bias_dtype(c, jnp.bfloat16),
         lambda c: c.with_operands(fwd={"per_tensor": True}),
-        lambda c: c.replace(fwd=c.fwd.replace(accumulator="bfloat16")),
+        lambda c: aqt.set_accumulator_dtype(c, jnp.bfloat16, aqt.SKIP, None),
+        lambda c: c.replace(fwd=aqt.set_numerics(c.fwd, "int8", "int8")),
+        lambda c: aqt.set_fwd_calibration(c, "absmax"),
     ]
     for change in changes:
         assert off(dot(x, w, config=change(config)), x @ w) < 0.05
@@ -832,8 +831,8 @@ def test_aqt_13_setters_leave_alone():
     """AQT's setters change the object, and through shared calibrations other objects as well."""
     config = aqt.config_v4(drhs_bits=8)
     before = config.to_json()
-    for _, change, _ in SETTERS.values():
-        assert change(config) is not config
+    for change, _, _ in SETTERS.values():
+        assert change(config, aqt) is not config
     aqt.set_stochastic_rounding(config, False, True)
     assert config.to_json() == before == aqt.config_v4(drhs_bits=8).to_json()
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.standard_promotion, pytest.mark.filterwarnings("ignore
 
 MATMULS, SIDES = ("fwd", "dlhs", "drhs"), ("lhs", "rhs")
 
-# The constructor and its arguments. Gradients of codes that are quantized twice differ (docs/aqt.md), so where both
+# The constructor and its arguments. Gradients of codes that are quantized twice differ (from-aqt.md), so where both
 # gradients are quantized their residuals are the float operands.
 BASES = {
     "float": ("default_unquantized_config", {}),
@@ -373,7 +373,7 @@ def cases():
     }
 
 
-MODES = [line.strip("| ").split(" | ") for line in table("cases", "aqt.md")]
+MODES = [line.strip("| ").split(" | ") for line in table("cases", "from-aqt.md")]
 
 
 def test_the_table_of_cases_is_complete():

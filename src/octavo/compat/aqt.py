@@ -1,7 +1,7 @@
 """AQT's constructors, with AQT's names and arguments; each returns a DotConfig.
 
-AQT (https://github.com/google/aqt) keeps one mutable object per operand and changes it with setters; here a changed
-config is a new one, made by `DotConfig.replace` and `DotConfig.with_operands`. Operands compute in AQT's arithmetic,
+AQT (https://github.com/google/aqt) keeps one mutable object per operand and changes it with setters; here a setter
+returns a changed copy, as `DotConfig.replace` and `DotConfig.with_operands` do. Operands compute in AQT's arithmetic,
 which for float32 inputs gives AQT's bits. Pass `arithmetic="float32"` with bfloat16 and float16 inputs, whose scales
 and quotients AQT rounds to those dtypes.
 """
@@ -14,14 +14,39 @@ import jax.numpy as jnp
 
 from octavo._typing import DTypeLike
 from octavo.compat.aqt_operands import SKIP, Bits, LocalAqt, int_symmetric, make
+from octavo.compat.aqt_setters import (
+    CalibrationMode,
+    DequantMode,
+    MeanOfAbsMaxCalibration,
+    set_absmax_calib_scale,
+    set_accumulator_dtype,
+    set_auto_calib_scale,
+    set_bits,
+    set_constant_calibration,
+    set_fwd_calibration,
+    set_fwd_calibration_mode,
+    set_fwd_dequant_mode,
+    set_fwd_rhs_dtype_int2,
+    set_int_numerics_preserve_zero,
+    set_local_aqt,
+    set_numerics,
+    set_scale_and_bias_dtype,
+    set_use_fwd_quant,
+)
 from octavo.numerics import Stochastic
-from octavo.ops.config import DotConfig
+from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.qarray import QArray
 
 __all__ = [
     "SKIP",
     "Bits",
+    "CalibrationMode",
+    "DequantMode",
+    "DotGeneral",
+    "DotGeneralRaw",
     "LocalAqt",
+    "MeanOfAbsMaxCalibration",
+    "Tensor",
     "config_fwd_fp8",
     "config_v3",
     "config_v4",
@@ -31,11 +56,27 @@ __all__ = [
     "from_qtensor",
     "fully_quantized",
     "int_symmetric",
+    "set_absmax_calib_scale",
+    "set_accumulator_dtype",
+    "set_auto_calib_scale",
+    "set_bits",
+    "set_constant_calibration",
+    "set_fwd_calibration",
+    "set_fwd_calibration_mode",
+    "set_fwd_dequant_mode",
+    "set_fwd_rhs_dtype_int2",
+    "set_int_numerics_preserve_zero",
+    "set_local_aqt",
+    "set_numerics",
+    "set_scale_and_bias_dtype",
     "set_stochastic_rounding",
+    "set_use_fwd_quant",
     "set_use_mid_quant",
     "to_qtensor",
 ]
 
+DotGeneral, DotGeneralRaw, Tensor = DotConfig, Matmul, Operand
+"""AQT's names of a config, of one of its matmuls and of an operand, for annotations."""
 _NOISE_BITS = {"jax.uniform": 24, "custom-1": 16}
 
 

@@ -66,17 +66,18 @@ def make(
         one = _operand(bits, **tiles, **operand)
         low = "reuse" if one is None else "requantize"
         residual = low if again and saved is not None else "original"
-        gradients.append(Matmul(one, one, residual=residual, accumulator=_accumulator(accumulator, one, one)))
-    forward = Matmul(left, right, accumulator=_accumulator(accumulators[0], left, right))
+        gradients.append(Matmul(one, one, residual=residual, accumulator=operand_accumulator(accumulator, one, one)))
+    forward = Matmul(left, right, accumulator=operand_accumulator(accumulators[0], left, right))
     # By default AQT does not mask gradients of clipped values.
     return DotConfig(forward, *gradients, clip_gradient=False)
 
 
 def _operand(bits: Bits, **fields: Any) -> Operand | None:
-    return None if bits is None else Operand(_format(bits), **fields)
+    return None if bits is None else Operand(operand_format(bits), **fields)
 
 
-def _format(bits: int | str) -> Format:
+def operand_format(bits: int | str) -> Format:
+    """The format of these bits."""
     if bits in ("e4m3", "e5m2"):
         return get_format(bits)
     if isinstance(bits, int) and not isinstance(bits, bool) and 1 <= bits <= 8:
@@ -84,7 +85,7 @@ def _format(bits: int | str) -> Format:
     raise ValueError(f"bits are None, 1 to 8, 'e4m3' or 'e5m2'; got {bits!r}")
 
 
-def _accumulator(dtype: DTypeLike | None, lhs: Operand | None, rhs: Operand | None) -> str | None:
+def operand_accumulator(dtype: DTypeLike | None, lhs: Operand | None, rhs: Operand | None) -> str | None:
     """The accumulator of a Matmul: None for int32, the default for integers."""
     if dtype is None or (isinstance(dtype, str) and dtype == SKIP):
         return None

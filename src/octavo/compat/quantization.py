@@ -122,7 +122,7 @@ class Fp8Quantization(_TrainingOnly):
         del mesh_axes
         return nn.Fp8DirectDotGeneralOp
 
-    def einsum(self, dtype: Any = jnp.float32) -> Any:
+    def einsum(self, dtype: Any = jnp.float32) -> Any:  # pyrefly: ignore  # MaxText's own signature
         """A module that computes in `dtype`; the axes that other quantizations take here do not matter."""
         return _InDtype(_dtype(dtype), nn.Fp8Einsum)
 
@@ -134,7 +134,7 @@ class NANOOFp8Quantization(_TrainingOnly):
         del mesh_axes
         return nn.NANOOFp8DotGeneralOp
 
-    def einsum(self, dtype: Any = jnp.float32) -> Any:
+    def einsum(self, dtype: Any = jnp.float32) -> Any:  # pyrefly: ignore  # MaxText's own signature
         """A module that computes in `dtype`; the axes that other quantizations take here do not matter."""
         return _InDtype(_dtype(dtype), functools.partial(Einsum, recipe("nanoo_fp8", exclude=None)))
 

@@ -5,7 +5,7 @@ release of JAX computes a function.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,9 +29,10 @@ def find_call(eqns: Sequence[Equation], start: int) -> Call | None:
     if first.primitive.name not in _STARTS:
         return None
     for atom in first.invars:
-        if isinstance(atom, Literal) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
+        aval: Any = atom.aval
+        if isinstance(atom, Literal) or not jnp.issubdtype(aval.dtype, jnp.floating):
             continue
-        for name, template in _templates(first, atom.aval):
+        for name, template in _templates(first, aval):
             eqn = template.eqns[0]
             if eqn.primitive is first.primitive and (output := _match(template, eqns, start, atom)) is not None:
                 return Call(name, len(template.eqns), atom, output)
@@ -42,17 +43,17 @@ def find_call(eqns: Sequence[Equation], start: int) -> Call | None:
     return None
 
 
-def _gelu(eqn: Equation) -> Iterator[Callable[..., Any]]:
+def _gelu(eqn: Equation) -> Iterator[functools.partial[Any]]:
     for approximate in (True, False):
         yield functools.partial(jax.nn.gelu, approximate=approximate)
 
 
-def _softmax(eqn: Equation) -> Iterator[Callable[..., Any]]:
+def _softmax(eqn: Equation) -> Iterator[functools.partial[Any]]:
     if "axes" in eqn.params:
         yield functools.partial(jax.nn.softmax, axis=tuple(eqn.params["axes"]))
 
 
-def _mean(eqn: Equation) -> Iterator[Callable[..., Any]]:
+def _mean(eqn: Equation) -> Iterator[functools.partial[Any]]:
     if "axes" in eqn.params:
         for keepdims in (False, True):
             yield functools.partial(jnp.mean, axis=tuple(eqn.params["axes"]), keepdims=keepdims)
