@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.data import make_dataset, make_tokenizer
-from octavo.data.subwords import split_chunks, train_bpe
+from octavo.data.subwords import SubwordTokenizer, split_chunks, train_bpe
 from octavo.data.tokenizer import ByteTokenizer
 
 TEXT = "".join(f"def function_{i}(argument):\n    return argument + {i}\n\n" for i in range(300)) + "naïve: 日本\n"
@@ -132,3 +132,30 @@ def test_a_missing_package_names_the_extra(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ModuleNotFoundError, match=r"tokenizer_type=bpe needs .*pip install 'octavo\[models\]'"):
         make_tokenizer(config(tokenizer_type="bpe"), lambda: [TEXT])
+
+
+def test_bytes_of_tokens():
+    """Together they are the text, also where a character has several tokens; special tokens are no text."""
+    package = pytest.importorskip("tokenizers")
+    byte_level = SubwordTokenizer(train_bpe([TEXT] * 2, 400), eos_ids=(0,))
+    words = [f"<0x{i:02X}>" for i in range(256)]
+    vocab = {piece: i for i, piece in enumerate(["<s>", "</s>", *words, "▁", "d", "e", "f", "▁d", "ef", "▁def"])}
+    merges = [("▁", "d"), ("e", "f"), ("▁d", "ef")]
+    inner = package.Tokenizer(package.models.BPE(vocab, merges, byte_fallback=True))
+    inner.normalizer = package.normalizers.Replace(" ", "▁")
+    replace = package.decoders.Replace("▁", " ")
+    inner.decoder = package.decoders.Sequence([replace, package.decoders.ByteFallback(), package.decoders.Fuse()])
+    inner.add_special_tokens(["<s>", "</s>", "<|x|>"])
+    inner.add_tokens(["<call>"])
+    pieces_of_sentences = SubwordTokenizer(inner.to_str(), bos_id=0, eos_ids=(1,))
+    for tokenizer in (ByteTokenizer(), byte_level, pieces_of_sentences):
+        pieces = tokenizer.token_bytes()
+        text = " def <call> naïve: 日本\n"
+        assert b"".join(pieces[i] for i in tokenizer.tokenize(text)).decode() == text
+        assert len(pieces) == tokenizer.vocab_size
+        assert all(pieces[i] is None for i in tokenizer.eos_ids)
+    assert pieces[inner.token_to_id("<|x|>")] is None
+    assert pieces[inner.token_to_id("▁def")] == b" def"
+    inner.decoder = package.decoders.WordPiece()
+    with pytest.raises(ValueError, match="does not tell the bytes of its tokens"):
+        SubwordTokenizer(inner.to_str()).token_bytes()

@@ -20,7 +20,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "serve",
         help="serve a model over HTTP, compatible with OpenAI's API",
-        description="Answer /v1/completions and /v1/chat/completions, streaming or not, for many clients at a time. "
+        description="Answer /v1/completions and /v1/chat/completions, streaming or not, for many clients at a time; "
+        "of an encoder, /v1/embeddings. "
         "Stops in good order at SIGINT and SIGTERM. " + MODEL,
         epilog="Example: octavo serve small --slots 8 --kv int8. Exit status 2: the model or an option is wrong, or "
         "the port is taken.",
@@ -49,6 +50,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         metavar="KEY",
         help="require this key; prefer OCTAVO_API_KEY, since other users may see a command's arguments",
     )
+    parser.add_argument(
+        "--api-key-file", metavar="FILE", help="require one of the keys in a file, one in each line; # starts a comment"
+    )
     return parser
 
 
@@ -60,18 +64,31 @@ def run(args: argparse.Namespace) -> int:
         limits = Limits(queue=args.queue, grace=args.grace, timeout=args.timeout)
         if not 0 <= args.port <= 65535:
             raise ValueError(f"--port is from 0 to 65535, got {args.port}")
-        key = os.environ.get("OCTAVO_API_KEY") if args.api_key is None else args.api_key
-        if key is not None and (not key or not key.isascii() or not key.isprintable()):
-            raise ValueError("the key of --api-key or OCTAVO_API_KEY is printable ASCII, and not empty")
+        keys = _api_keys(args)
         # Before the model is loaded, which may take long.
         sock = bind(args.host, args.port)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         return fail("serve", error)
     with sock:
-        return _serve(args, sock, limits, key)
+        return _serve(args, sock, limits, keys)
 
 
-def _serve(args: argparse.Namespace, sock: socket.socket, limits: Any, key: str | None) -> int:
+def _api_keys(args: argparse.Namespace) -> list[str]:
+    """The keys of the options, or else of the environment."""
+    given = os.environ.get("OCTAVO_API_KEY") if args.api_key is None and args.api_key_file is None else args.api_key
+    keys = [] if given is None else [given]
+    if args.api_key_file is not None:
+        lines = Path(args.api_key_file).read_text(encoding="utf-8", errors="replace").splitlines()
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise ValueError(f"--api-key-file: {args.api_key_file} has no key")
+        keys += found
+    if not all(key and key.isascii() and key.isprintable() for key in keys):
+        raise ValueError("a key of --api-key, --api-key-file or OCTAVO_API_KEY is printable ASCII, and not empty")
+    return keys
+
+
+def _serve(args: argparse.Namespace, sock: socket.socket, limits: Any, keys: list[str]) -> int:
     from octavo.serve.http import serve, url_of
 
     try:
@@ -83,22 +100,32 @@ def _serve(args: argparse.Namespace, sock: socket.socket, limits: Any, key: str 
 
     def ready() -> None:
         url = url_of(sock)
-        ask = ["curl", f"{url}/v1/completions", "-H", "Content-Type: application/json"]
+        path, fields = "completions", {"prompt": "Once upon a time", "max_tokens": 32}
+        if hasattr(engine, "embed"):
+            path, fields = "embeddings", {"input": "Once upon a time"}
+        ask = ["curl", f"{url}/v1/{path}", "-H", "Content-Type: application/json"]
         # The key itself is not printed.
-        auth = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if key else ""
-        body = shlex.quote(json.dumps({"model": name, "prompt": "Once upon a time", "max_tokens": 32}))
+        auth = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if keys else ""
+        body = shlex.quote(json.dumps({"model": name, **fields}))
         print(f"octavo serve: {name} at {url}; try: {shlex.join(ask)}{auth} -d {body}", flush=True)
 
-    if key is None and not _is_loopback(sock):
+    if not keys and not _is_loopback(sock):
         print("octavo serve: others can reach this address, and no --api-key is set", file=sys.stderr)
-    serve(engine, sock, name=name, limits=limits, api_key=key, ready=ready)
+    serve(engine, sock, name=name, limits=limits, api_key=keys, ready=ready)
     return 0
 
 
 def _engine(args: argparse.Namespace) -> tuple[Any, str]:
+    from octavo.pretrained.bert import open_encoder
+    from octavo.pretrained.tokenizer import read_json
     from octavo.serve import Engine
 
     use_compiled_programs()
+    name = args.name or Path(args.model).resolve().name
+    if read_json(Path(args.model) / "config.json").get("model_type") == "bert":
+        if args.adapter or args.kv:
+            raise ValueError(f"{args.model} is an encoder: --adapter and --kv are for models that generate text")
+        return open_encoder(args.model, max_length=args.max_length), name
     kv, source = kv_config(args), open_source(args)
     if source.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer: it cannot read a prompt")
@@ -107,7 +134,7 @@ def _engine(args: argparse.Namespace) -> tuple[Any, str]:
     length = longest if args.max_length is None else args.max_length
     engine = Engine(source, slots=args.slots, kv=kv, max_length=length)
     engine.warm_up()  # so that the first request does not wait
-    return engine, args.name or Path(args.model).resolve().name
+    return engine, name
 
 
 def _is_loopback(sock: socket.socket) -> bool:

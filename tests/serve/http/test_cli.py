@@ -1,5 +1,6 @@
 """`octavo serve` as a command."""
 
+import argparse
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ import pytest
 
 from octavo._tree import flatten_paths
 from octavo.cli import main
+from octavo.cli.serve import _api_keys
 from octavo.data import ByteTokenizer
 from octavo.models import ModelConfig, init_params
 from octavo.pretrained import Leaf, PretrainedModel
@@ -20,13 +22,26 @@ from octavo.serve.http import bind
 from tests.serve.http.client import call, post
 
 
-def test_wrong_options_are_told_before_anything_is_loaded(capsys, monkeypatch):
+def test_keys_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTAVO_API_KEY", "other")
+    (tmp_path / "keys").write_text("# of the team\none\n\n two \n")
+    options = argparse.Namespace(api_key=None, api_key_file=str(tmp_path / "keys"))
+    assert _api_keys(options) == ["one", "two"]
+    assert _api_keys(argparse.Namespace(api_key="a", api_key_file=None)) == ["a"]
+    assert _api_keys(argparse.Namespace(api_key=None, api_key_file=None)) == ["other"]
+
+
+def test_wrong_options_are_told_before_anything_is_loaded(capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("OCTAVO_API_KEY", raising=False)
+    keys = tmp_path / "keys"
+    keys.write_text("# nothing\n")
     for words, text in (
         (["--port", "70000"], "--port is from 0 to 65535, got 70000"),
         (["--queue", "-1"], "queue is at least 0, got -1"),
         (["--grace", "-1"], "grace is at least 0, got -1"),
-        (["--api-key", ""], "the key of --api-key or OCTAVO_API_KEY is printable ASCII, and not empty"),
+        (["--api-key", ""], "a key of --api-key, --api-key-file or OCTAVO_API_KEY is printable ASCII, and not empty"),
+        (["--api-key-file", str(tmp_path / "none")], "No such file"),
+        (["--api-key-file", str(keys)], "keys has no key"),
     ):
         assert main(["serve", "nothing", *words]) == 2
         assert text in capsys.readouterr().err

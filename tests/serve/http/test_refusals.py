@@ -137,6 +137,11 @@ def test_the_key():
         assert "a wrong key" in str(found)
         good = {"Authorization": "Bearer secret"}
         assert post(url, prompt="a", headers=good)[0] == 200
+    with running(FakeEngine(), api_key=["one", "two"]) as url:
+        statuses = [
+            post(url, prompt="a", headers={"Authorization": f"Bearer {k}"})[0] for k in ("one", "two", "on", "")
+        ]
+        assert statuses == [200, 200, 401, 401]
         assert call(url, "/health")[0] == 200
 
 

@@ -11,6 +11,7 @@ from octavo.serve.http.requests import ChatCompletionRequest, CompletionRequest
 
 LIMITS = Limits(choices=4, stops=2)
 HELLO = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def completion(body):
@@ -78,7 +79,7 @@ def test_prompts_have_four_forms(given, prompts):
         ({"top_k": 10**400}, "top_k", "top_k is at most 1.07374e+09, got a huge number"),
         ({"prompt": {"a": 1}}, "prompt", "token ids, got an object"),
         ({"stream": 1}, "stream", "stream is a boolean, got a number"),
-        ({"presence_penalty": False}, "presence_penalty", "presence_penalty is not supported by this server"),
+        ({"presence_penalty": False}, "presence_penalty", "presence_penalty is a number, got a boolean"),
         ({"tempature": None}, "tempature", "unknown field 'tempature': did you mean 'temperature'"),
         ({"top_p": 0}, "top_p", "top_p is above 0, got 0"),
         ({"min_p": -0.1}, "min_p", "min_p is at least 0, got -0.1"),
@@ -93,9 +94,8 @@ def test_prompts_have_four_forms(given, prompts):
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "stream_options.x is unknown"),
         ({"logprobs": 6}, "logprobs", "logprobs is at most 5, got 6"),
         ({"logprobs": True}, "logprobs", "logprobs is a whole number, got a boolean"),
-        ({"echo": True, "logprobs": 0}, "echo", "echo is not supported with logprobs"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty is not supported by this server"),
-        ({"frequency_penalty": -1}, "frequency_penalty", "frequency_penalty is not supported by this server"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "presence_penalty is at most 2, got 2.5"),
+        ({"frequency_penalty": -3}, "frequency_penalty", "frequency_penalty is at least -2, got -3"),
         ({"logit_bias": {"1": 2}}, "logit_bias", "logit_bias is not supported"),
         ({"best_of": 2}, "best_of", "best_of is not supported"),
         ({"suffix": "x"}, "suffix", "suffix is not supported"),
@@ -113,8 +113,34 @@ def test_what_is_wrong_is_named(fields, param, text):
 
 
 def test_fields_that_ask_for_nothing_are_fine():
-    assert asked(presence_penalty=0, frequency_penalty=0.0, logit_bias={}, best_of=1, suffix="") == asked()
-    assert chatted(tools=[], tool_choice="none", response_format={"type": "text"}, store=False) == chatted()
+    assert asked(logit_bias={}, best_of=1, suffix="") == asked()
+    assert chatted(tools=[], tool_choice="auto", response_format={"type": "text"}, store=False) == chatted()
+
+
+def test_tools_and_formats_are_understood():
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
+    assert [tool.to_dict() for tool in chatted(tools=tools).used_tools] == tools
+    assert (chatted(tools=tools).required_tools, chatted(tools=tools, tool_choice="none").used_tools) == ({}, [])
+    assert list(chatted(tools=tools, tool_choice="required").required_tools) == ["f", "g"]
+    named = {"type": "function", "function": {"name": "g"}}
+    assert chatted(tools=tools, tool_choice=named).required_tools == {"g": {"type": "object"}}
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    given = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ]
+    assert [message.to_dict() for message in chatted(messages=given, tools=tools).messages][1:] == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**call, "function": {"name": "f", "arguments": {"a": [1]}}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ]
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}, "strict": True}}
+    assert chatted(response_format=schema).response_format.json_schema.content == {"type": "null"}
+    assert chatted(response_format={"type": "json_object"}).response_format.json_schema is None
 
 
 @pytest.mark.parametrize(
@@ -195,9 +221,34 @@ def test_a_conversation_is_understood():
             "messages[0].content[0].type",
             "type is not supported: this server takes 'text'",
         ),
-        ({"messages": [{**HELLO[0], "tool_calls": [1]}]}, "messages[0].tool_calls", "is not supported"),
-        ({"tools": [{}]}, "tools", "tools is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "response_format is not supported"),
+        ({"messages": [{**HELLO[0], "tool_calls": [1]}]}, "messages[0].tool_calls[0]", "is an object, got a number"),
+        (
+            {"messages": [{**HELLO[0], "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "3"}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            "arguments is the text of a JSON object",
+        ),
+        ({"tools": [{}]}, "tools[0].type", "tools[0].type is missing"),
+        ({"tools": [TOOL, TOOL]}, "tools", "tools has two tools of one name"),
+        ({"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name", "should match pattern"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", 'tool_choice is "auto", "none", "required" or'),
+        ({"tool_choice": "required"}, "tool_choice", "requires a call, but there are no tools"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "names 'g', which tools has not",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format",
+            "is not supported with a tool_choice that requires a call",
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "takes 'text', 'json_object' or 'json_schema'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "has json_schema with the type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "schema is missing",
+        ),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs to be true"),
         ({"logprobs": 2}, "logprobs", "logprobs is a boolean, got a number"),
         ({"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens", "give one of them"),

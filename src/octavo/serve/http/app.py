@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,13 +19,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from octavo.serve.http.body import read_body, while_connected
+from octavo.serve.http.embeddings import Embeddings, IdleEngine
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.limits import DEFAULT, Limits
 from octavo.serve.http.metrics import CONTENT_TYPE, Metrics
 from octavo.serve.http.middleware import RequestMiddleware, error_response
 from octavo.serve.http.parse import parse
-from octavo.serve.http.prompts import AnyRequest, Prompts
-from octavo.serve.http.requests import ChatCompletionRequest, CompletionRequest
+from octavo.serve.http.prompts import AnyRequest, Prompts, has_echo
+from octavo.serve.http.requests import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
 from octavo.serve.http.responses import ChatFormat, CompletionFormat, ResponseBuilder, ResponseFormat
 from octavo.serve.http.worker import Job, Worker
 
@@ -37,14 +38,17 @@ class Api:
     """The ASGI application `app` around an engine, which nothing else may use while it runs.
 
     Args:
-        engine: An `octavo.serve.Engine` with a tokenizer.
+        engine: An `octavo.serve.Engine`, or an `octavo.pretrained.bert.Encoder`, with a tokenizer.
         name: The name of the model in requests.
         limits: Bounds on requests.
-        api_key: If set, requests need the header `Authorization: Bearer KEY`.
+        api_key: If set, requests need the header `Authorization: Bearer KEY`. May be several keys.
     """
 
-    def __init__(self, engine: Any, *, name: str, limits: Limits = DEFAULT, api_key: str | None = None):
+    def __init__(self, engine: Any, *, name: str, limits: Limits = DEFAULT, api_key: str | Sequence[str] | None = None):
+        api_keys = [api_key] if isinstance(api_key, str) else api_key or ()
         self.name, self.limits, self.metrics = name, limits, Metrics()
+        self.embeddings = Embeddings(engine, limits) if hasattr(engine, "embed") else None
+        engine = engine if self.embeddings is None else IdleEngine(engine)
         self.worker = Worker(engine, queue_limit=limits.queue)
         self.prompts = Prompts(engine)
         self.started = int(time.time())
@@ -52,6 +56,9 @@ class Api:
         self.metrics.add_gauge("slots", "Texts that can be generated at a time.", lambda: self.worker.slots)
         self.metrics.add_gauge("active_slots", "Texts that are being generated.", lambda: self.worker.active)
         self.metrics.add_gauge("queue_depth", "Texts that wait for a slot.", lambda: self.worker.waiting)
+        self.metrics.add_gauge(
+            "reused_prompt_tokens", "Tokens of prompts that were in the cache already.", lambda: self.worker.reused
+        )
         self.metrics.add_gauge("engine_up", "1 while the engine runs.", lambda: self.worker.alive)
         complete = functools.partial(self._respond, CompletionRequest, CompletionFormat())
         chat = functools.partial(self._respond, ChatCompletionRequest, ChatFormat())
@@ -60,14 +67,17 @@ class Api:
             Route("/metrics", self.show_metrics, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.one_model, methods=["GET"]),
-            Route("/v1/completions", complete, methods=["POST"]),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
         ]
+        if self.embeddings is None:
+            routes.append(Route("/v1/completions", complete, methods=["POST"]))
+            routes.append(Route("/v1/chat/completions", chat, methods=["POST"]))
+        else:
+            routes.append(Route("/v1/embeddings", self.embed, methods=["POST"]))
         paths = frozenset(route.path for route in routes)
         self.app = Starlette(
             routes=routes,
             lifespan=self._lifespan,
-            middleware=[Middleware(RequestMiddleware, metrics=self.metrics, api_key=api_key, paths=paths)],
+            middleware=[Middleware(RequestMiddleware, metrics=self.metrics, api_keys=api_keys, paths=paths)],
             exception_handlers={HTTPException: _http_error},
         )
         self.app.router.redirect_slashes = False
@@ -104,6 +114,24 @@ class Api:
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
+    async def embed(self, request: HttpRequest) -> Response:
+        """The embeddings of texts."""
+        assert self.embeddings is not None
+        if self._closing:
+            raise _stopping()
+        started = time.monotonic()
+        try:
+            asked = parse(EmbeddingRequest, await read_body(request, self.limits), self.limits)
+            self._check_model(asked.model)
+            found = await while_connected(request.receive, self.embeddings.respond(asked, self.name))
+        except ClientDisconnect:
+            self.metrics.disconnects.inc()
+            return Response(status_code=499)
+        finally:
+            self.metrics.seconds.observe(time.monotonic() - started)
+        self.metrics.prompt_tokens.inc(found["usage"]["prompt_tokens"])
+        return JSONResponse(found)
+
     def _model(self) -> dict[str, Any]:
         facts = {"object": "model", "created": self.started, "owned_by": "octavo"}
         return {"id": self.name, **facts, "max_model_len": self.prompts.max_length}
@@ -125,9 +153,9 @@ class Api:
         try:
             asked = parse(cls, await read_body(request, self.limits), self.limits)
             self._check_model(asked.model)
-            # In a thread: tokenizing a long text would block the event loop.
-            prompts = await asyncio.to_thread(self.prompts.encode, asked)
-            requests = self.prompts.requests(asked, prompts, request.scope["request_id"])
+            # In a thread: tokenizing a long text or compiling a schema would block the event loop.
+            prompts, constraint = await asyncio.to_thread(self.prompts.read, asked)
+            requests = self.prompts.requests(asked, prompts, request.scope["request_id"], constraint)
             builder = ResponseBuilder(
                 fmt,
                 self.name,
@@ -136,6 +164,8 @@ class Api:
                 logprobs=asked.num_logprobs is not None,
                 prompt_tokens=sum(map(len, prompts)),
                 tokenizer=self.prompts.tokenizer,
+                echoed=[one.prompt for one in requests] if has_echo(asked) else (),
+                parser=self.prompts.tool_parser(asked),
             )
             pending = PendingResponse(self, self.worker.submit(requests), builder, started)
             self.metrics.prompt_tokens.inc(builder.prompt_tokens)
@@ -247,6 +277,7 @@ def _stopping() -> ApiError:
 async def _http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = f"{request.method} {request.url.path[:100]}"
-    known = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models, GET /health, GET /metrics"
+    texts = "POST /v1/completions, POST /v1/chat/completions, or of an encoder POST /v1/embeddings"
+    known = f"{texts}, GET /v1/models, GET /health, GET /metrics"
     message = f"there is no {path}: known are {known}" if error.status_code in (404, 405) else str(error.detail)
     return error_response(ApiError(error.status_code, message, headers=error.headers))

@@ -19,6 +19,8 @@ class Limits(Config):
     """Bytes of a request body."""
     choices: int = 32
     """Choices of one request: prompts times n."""
+    inputs: int = 256
+    """Texts of one request for embeddings."""
     stops: int = 16
     """Stop strings of a request."""
     header_timeout: float = 30.0
@@ -31,7 +33,7 @@ class Limits(Config):
     """Seconds that running requests have to finish when the server is stopped."""
 
     def __post_init__(self):
-        check_least(self, 1, "body", "choices")
+        check_least(self, 1, "body", "choices", "inputs")
         check_least(self, 0, "queue", "stops", "header_timeout", "body_timeout", "timeout", "grace")
 
 

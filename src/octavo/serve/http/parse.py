@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from octavo._names import unknown_name
 from octavo.serve.http.errors import ApiError, field_error, format_number, wrong_type
 from octavo.serve.http.limits import Limits
-from octavo.serve.http.requests import GenerationRequest
+from octavo.serve.http.requests import EmbeddingRequest, GenerationRequest
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -17,12 +17,13 @@ _EXPECTED = {
     "bool_type": "a boolean",
     "string_type": "a string",
     "list_type": "a list",
+    "dict_type": "an object",
     "model_type": "an object",
 }
 _BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than_equal": "at most"}
 
 
-def parse[T: GenerationRequest](cls: type[T], body: bytes, limits: Limits) -> T:
+def parse[T: GenerationRequest | EmbeddingRequest](cls: type[T], body: bytes, limits: Limits) -> T:
     """The request that a body holds.
 
     Args:

@@ -1,5 +1,6 @@
 """Request bodies of the endpoints, as pydantic models in strict mode."""
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -40,12 +41,28 @@ def _unsupported_unless(*neutral: Any) -> Callable[[Any, Any], None]:
 
 
 def _drop_empty(value: Any) -> Any:
-    """A message without the fields that are null or an empty list, which clients send for `tool_calls` and the like."""
+    """An object without the fields that are null or an empty list, which clients send for `tool_calls` and the like."""
     return {k: v for k, v in value.items() if v is not None and v != []} if isinstance(value, dict) else value
 
 
+def _clean_message(value: Any) -> Any:
+    found = _drop_empty(value)
+    # A message that calls tools may have no content.
+    return {"content": "", **found} if isinstance(found, dict) and "tool_calls" in found else found
+
+
+def _check_arguments(value: str) -> str:
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("is the text of a JSON object")
+    return value
+
+
 Text = Annotated[str, AfterValidator(_check_text)]
-Zero = Annotated[Any, AfterValidator(_unsupported_unless(0, 0.0))]
+Penalty = Annotated[float, Field(ge=-2, le=2)] | None
 Count = Annotated[int, Field(ge=1, le=1 << 30)]
 Flag = bool | None
 
@@ -62,6 +79,68 @@ class TextPart(_Model):
     text: Text
 
 
+class CalledFunction(_Model):
+    """The function that a message calls."""
+
+    name: Text
+    arguments: Annotated[Text, AfterValidator(_check_arguments)]
+
+
+class ToolCall(_Model):
+    """A call of a tool in a message of the model."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def to_dict(self) -> dict[str, Any]:
+        """The call as a chat template takes it, with arguments as an object."""
+        arguments = json.loads(self.function.arguments)
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class Function(_Model):
+    """A function that the model may call; its parameters are a JSON Schema."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Flag = None
+
+
+class Tool(_Model):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Annotated[Function, BeforeValidator(_drop_empty)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tool as a chat template takes it."""
+        return {"type": self.type, "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+class JsonSchema(_Model):
+    """The schema of an answer."""
+
+    name: Text | None = None
+    description: Text | None = None
+    content: Any = Field(alias="schema")
+    strict: Flag = None
+
+
+class AnswerFormat(_Model):
+    """The format of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Annotated[JsonSchema, BeforeValidator(_drop_empty)] | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "AnswerFormat":
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise field_error("response_format", 'has json_schema with the type "json_schema", and only with it')
+        return self
+
+
 class Message(_Model):
     """One message of a conversation."""
 
@@ -72,12 +151,17 @@ class Message(_Model):
         Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
     ]
     name: Text | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Text | None = None
 
-    def to_dict(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, Any]:
         """The message as a chat template takes it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        found = {"role": self.role, "content": text}
-        return found if self.name is None else {**found, "name": self.name}
+        found: dict[str, Any] = {"role": self.role, "content": text}
+        if self.tool_calls is not None:
+            found["tool_calls"] = [call.to_dict() for call in self.tool_calls]
+        extra = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return found | {key: value for key, value in extra.items() if value is not None}
 
 
 class StreamOptions(_Model):
@@ -102,8 +186,8 @@ class GenerationRequest(_Model):
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    presence_penalty: Zero = None
-    frequency_penalty: Zero = None
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
     logit_bias: Annotated[Any, AfterValidator(_unsupported_unless({}))] = None
     user: Any = None
 
@@ -149,7 +233,15 @@ class GenerationRequest(_Model):
     @property
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters that the request sets."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        names = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
@@ -183,8 +275,6 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_together(self, info: Any) -> "CompletionRequest":
-        if self.echo and self.logprobs is not None:
-            raise field_error("echo", "is not supported with logprobs: those of a prompt are not computed")
         count, choices = len(self.prompt), _limits(info).choices
         if count * self.n > choices:
             raise field_error(
@@ -203,19 +293,52 @@ class CompletionRequest(GenerationRequest):
 class ChatCompletionRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Annotated[Message, BeforeValidator(_drop_empty)]], Field(min_length=1)]
+    messages: Annotated[list[Annotated[Message, BeforeValidator(_clean_message)]], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    response_format: Annotated[Any, AfterValidator(_unsupported_unless({"type": "text"}))] = None
+    response_format: Annotated[AnswerFormat, BeforeValidator(_drop_empty)] | None = None
     modalities: Annotated[Any, AfterValidator(_unsupported_unless(["text"]))] = None
-    tools: Annotated[Any, AfterValidator(_unsupported_unless([]))] = None
-    tool_choice: Annotated[Any, AfterValidator(_unsupported_unless("none"))] = None
+    tools: list[Tool] = []
+    tool_choice: str | tuple[str] = "auto"
+    """"auto", "none", "required", or the name of a tool in a tuple."""
     functions: Annotated[Any, AfterValidator(_unsupported_unless([]))] = None
     function_call: Annotated[Any, AfterValidator(_unsupported_unless("none"))] = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool = True
     store: Annotated[Any, AfterValidator(_unsupported_unless(False))] = None
     metadata: Any = None
+
+    @field_validator("response_format")
+    @classmethod
+    def _check_format(cls, value: AnswerFormat) -> AnswerFormat | None:
+        return None if value.type == "text" else value
+
+    @field_validator("tool_choice", mode="plain")
+    @classmethod
+    def _check_tool_choice(cls, value: Any) -> str | tuple[str]:
+        match value:
+            case "auto" | "none" | "required":
+                return value
+            case {"type": "function", "function": {"name": str(name)}}:
+                return (name,)
+        raise field_error(
+            "tool_choice",
+            'is "auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
+            code="wrong_type",
+        )
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> "ChatCompletionRequest":
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise field_error("tools", "has two tools of one name")
+        if self.required_tools and self.response_format is not None:
+            raise field_error("response_format", "is not supported with a tool_choice that requires a call")
+        if isinstance(self.tool_choice, tuple) and self.tool_choice[0] not in names:
+            raise field_error("tool_choice", f"names {self.tool_choice[0][:60]!r}, which tools has not")
+        if self.tool_choice == "required" and not names:
+            raise field_error("tool_choice", "requires a call, but there are no tools")
+        return self
 
     @model_validator(mode="after")
     def _check_together(self) -> "ChatCompletionRequest":
@@ -230,9 +353,49 @@ class ChatCompletionRequest(GenerationRequest):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def used_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def required_tools(self) -> dict[str, Any]:
+        """The tools one of which the model has to call, with their parameters; empty if it may answer."""
+        chosen = self.tool_choice
+        return {
+            tool.function.name: {"type": "object"} if tool.function.parameters is None else tool.function.parameters
+            for tool in self.tools
+            if chosen == "required" or chosen == (tool.function.name,)
+        }
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many alternatives to each token have their log probability in the answer; None for no logprobs."""
         return self.top_logprobs if self.logprobs else None
+
+
+class EmbeddingRequest(_Model):
+    """The body of POST /v1/embeddings."""
+
+    model: Text | None = None
+    input: tuple[str, ...]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[Any, AfterValidator(_unsupported_unless(None))] = None
+    user: Any = None
+
+    @field_validator("input", mode="plain")
+    @classmethod
+    def _check_input(cls, value: Any, info: Any) -> tuple[str, ...]:
+        if not isinstance(value, str | list):
+            raise wrong_type("input", "a string or a list of strings", value)
+        texts = (value,) if isinstance(value, str) else tuple(value)
+        _check_texts("input", texts)
+        if not texts or "" in texts:
+            raise field_error("input", "is empty, or has an empty string")
+        if len(texts) > _limits(info).inputs:
+            raise field_error(
+                "input", f"is at most {_limits(info).inputs} strings, got {len(texts)}", code="out_of_range"
+            )
+        return texts
 
 
 def _check_texts(name: str, values: Sequence[Any]) -> None:

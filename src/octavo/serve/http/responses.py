@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.serve.http.errors import ApiError
+from octavo.serve.http.tools import Call, ToolParser
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Token:
 
     text: str
     offset: int
-    logprob: float
+    logprob: float | None
+    """None for the first token of a prompt."""
     top: tuple[tuple[str, float], ...]
 
 
@@ -24,10 +26,12 @@ class CompletionFormat:
 
     id_prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
 
-    def choice(self, text: str, tokens: Sequence[Token] | None) -> dict[str, Any]:
+    def choice(self, text: str, tokens: Sequence[Token] | None, calls: Sequence[Call] = ()) -> dict[str, Any]:
         return {"text": text, "logprobs": self._logprobs(tokens)}
 
-    def delta(self, text: str, tokens: Sequence[Token] | None, first: bool) -> dict[str, Any]:
+    def delta(
+        self, text: str, tokens: Sequence[Token] | None, first: bool, calls: Sequence[Call] = ()
+    ) -> dict[str, Any]:
         return self.choice(text, tokens)
 
     def _logprobs(self, tokens: Sequence[Token] | None) -> dict[str, Any] | None:
@@ -36,7 +40,10 @@ class CompletionFormat:
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [{text: _finite(value) for text, value in token.top} for token in tokens],
+            "top_logprobs": [
+                None if token.logprob is None else {text: _finite(value) for text, value in token.top}
+                for token in tokens
+            ],
             "text_offset": [token.offset for token in tokens],
         }
 
@@ -46,11 +53,18 @@ class ChatFormat:
 
     id_prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def choice(self, text: str, tokens: Sequence[Token] | None) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}, "logprobs": self._logprobs(tokens)}
+    def choice(self, text: str, tokens: Sequence[Token] | None, calls: Sequence[Call] = ()) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message |= {"content": text or None, "tool_calls": [call.to_dict() for call in calls]}
+        return {"message": message, "logprobs": self._logprobs(tokens)}
 
-    def delta(self, text: str, tokens: Sequence[Token] | None, first: bool) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
+    def delta(
+        self, text: str, tokens: Sequence[Token] | None, first: bool, calls: Sequence[Call] = ()
+    ) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": i, **call.to_dict()} for i, call in enumerate(calls)]
         return {"delta": delta, "logprobs": self._logprobs(tokens)}
 
     def _logprobs(self, tokens: Sequence[Token] | None) -> dict[str, Any] | None:
@@ -62,16 +76,16 @@ class ChatFormat:
         ]
         return {"content": content}
 
-    def _entry(self, text: str, logprob: float) -> dict[str, Any]:
+    def _entry(self, text: str, logprob: float | None) -> dict[str, Any]:
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode(errors="replace"))}
 
 
 type ResponseFormat = CompletionFormat | ChatFormat
 
 
-def _finite(logprob: float) -> float:
+def _finite(logprob: float | None) -> float | None:
     """JSON has no infinity, the log probability of an impossible token."""
-    return logprob if math.isfinite(logprob) else -9999.0
+    return logprob if logprob is None or math.isfinite(logprob) else -9999.0
 
 
 @dataclasses.dataclass
@@ -80,6 +94,8 @@ class _Choice:
     tokens: list[Token] = dataclasses.field(default_factory=list)
     finish: str | None = None
     started: bool = False
+    parser: ToolParser | None = None
+    calls: Sequence[Call] = ()
 
 
 class ResponseBuilder:
@@ -95,11 +111,13 @@ class ResponseBuilder:
         logprobs: bool,
         prompt_tokens: int,
         tokenizer: Any,
+        echoed: Sequence[Sequence[int]] = (),
+        parser: ToolParser | None = None,
     ):
         self.format, self.logprobs, self.prompt_tokens, self.generated = fmt, logprobs, prompt_tokens, 0
-        self._tokenizer = tokenizer
+        self._tokenizer, self._echoed = tokenizer, echoed
         self._head = {"id": f"{fmt.id_prefix}-{request_id}", "created": int(time.time()), "model": model}
-        self._choices = [_Choice(echo) for echo in echoes]
+        self._choices = [_Choice(echo, parser=None if parser is None else parser.fresh()) for echo in echoes]
 
     def add(self, index: int, event: Any) -> dict[str, Any] | None:
         """Add an event of a choice, and return its chunk; None if that would be empty."""
@@ -110,16 +128,33 @@ class ResponseBuilder:
         choice = self._choices[index]
         new = [] if event.token < 0 else [self._token(event, len(choice.text))]
         self.generated += len(new)
-        text = event.text if choice.started else choice.text + event.text
+        if event.prompt and self._echoed:
+            new = [*self._prompt_tokens(self._echoed[index], event.prompt), *new]
+        added, finish = event.text, event.finish
+        if choice.parser is not None:
+            added = choice.parser.push(added)
+            if finish is not None:
+                rest, choice.calls = choice.parser.finish()
+                added, finish = added + rest, "tool_calls" if choice.calls and finish == "stop" else finish
+        text = added if choice.started else choice.text + added
         first, choice.started = not choice.started, True
-        choice.text += event.text
-        choice.finish = event.finish
+        choice.text += added
+        choice.finish = finish
         tokens = new if self.logprobs else None
         choice.tokens += tokens or ()
-        if not (text or tokens or event.finish or first):
+        if not (text or tokens or finish or first):
             return None
-        delta = self.format.delta(text, tokens, first)
-        return self._object(self.format.chunk_name, [{"index": index, **delta, "finish_reason": event.finish}])
+        delta = self.format.delta(text, tokens, first, choice.calls)
+        return self._object(self.format.chunk_name, [{"index": index, **delta, "finish_reason": finish}])
+
+    def _prompt_tokens(self, ids: Sequence[int], scores: Sequence[Any]) -> list[Token]:
+        """The tokens of a prompt, whose first has no log probability."""
+        decode, offset, found = self._tokenizer.decode, 0, []
+        for token, (logprob, top) in zip(ids, [(None, ()), *scores], strict=True):
+            text = decode([token])
+            found.append(Token(text, offset, logprob, tuple((decode([other]), value) for other, value in top)))
+            offset += len(text)
+        return found
 
     def _token(self, event: Any, offset: int) -> Token:
         if not self.logprobs:
@@ -142,7 +177,7 @@ class ResponseBuilder:
         choices = [
             {
                 "index": i,
-                **self.format.choice(choice.text, choice.tokens if self.logprobs else None),
+                **self.format.choice(choice.text, choice.tokens if self.logprobs else None, choice.calls),
                 "finish_reason": choice.finish,
             }
             for i, choice in enumerate(self._choices)

@@ -6,7 +6,7 @@ import math
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import h11
@@ -120,17 +120,17 @@ def serve(
     *,
     name: str,
     limits: Limits = DEFAULT,
-    api_key: str | None = None,
+    api_key: str | Sequence[str] | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve an engine until SIGINT or SIGTERM, then let running requests finish and return.
 
     Args:
-        engine: An `octavo.serve.Engine` with a tokenizer.
+        engine: An `octavo.serve.Engine`, or an `octavo.pretrained.bert.Encoder`, with a tokenizer.
         sock: A bound socket; see `bind`.
         name: The name of the model in requests.
         limits: Bounds on requests.
-        api_key: If set, requests need the header `Authorization: Bearer KEY`.
+        api_key: If set, requests need the header `Authorization: Bearer KEY`. May be several keys.
         ready: Called when the server listens.
     """
     api = Api(engine, name=name, limits=limits, api_key=api_key)
@@ -153,7 +153,7 @@ def running(
     host: str = "127.0.0.1",
     port: int = 0,
     limits: Limits = DEFAULT,
-    api_key: str | None = None,
+    api_key: str | Sequence[str] | None = None,
 ) -> Iterator[str]:
     """Run a server in a thread for the duration of a `with` block, which gets its URL."""
     with bind(host, port) as sock:

@@ -102,6 +102,11 @@ class Worker:
         """Requests that wait for a slot."""
         return max(0, len(self._jobs) - self.active)
 
+    @property
+    def reused(self) -> int:
+        """Tokens of prompts that were in the cache already."""
+        return self._engine.reused
+
     def submit(self, requests: Sequence[Any]) -> Job:
         """Queue all of the requests, or raise an error and queue none."""
         self.check()
