@@ -90,6 +90,17 @@ def test_fields_are_those_of_aqt():
     assert {m.name: m.value for m in FreezerMode} == {m.name: m.value for m in their_flax.FreezerMode}
 
 
+def test_types_and_promotion():
+    config = aqt.config_v4()
+    assert isinstance(config, aqt.DotGeneral)
+    assert isinstance(config.fwd, aqt.DotGeneralRaw)
+    assert isinstance(config.fwd.lhs, aqt.Tensor)
+    half, full = X.astype(jnp.bfloat16), X
+    for pair in ((half, half), (half, full), (full, half)):
+        got, wanted = (module.aqt_promote_dtype(*pair) for module in (aqt_flax, their_flax))
+        assert [x.dtype for x in got] == [x.dtype for x in wanted]
+
+
 # The program of the README.
 
 

@@ -235,6 +235,7 @@ def test_smooth_quant_quantizes_activations():
     rules = [sq.SqRule(weight_qtype="int8", act_qtype="int8")]
     stats, params, out = run(ours, sq, sq.SqCalibrationProvider, sq.SqInferenceProvider, rules, (X, 3 * X))
     kernel = params["up"]["kernel"]
+    assert isinstance(kernel, sq.WithSqScale)
     scale = stats["up"]["kernel_sq"]["sum_of_sq_scale"] / 2
     np.testing.assert_allclose(kernel.inv_sq_scale, 1 / scale, rtol=1e-6)
     close_to_float(out, 0.03)
@@ -294,6 +295,8 @@ def test_qep_corrects_for_earlier_weights():
         result = qep.quantize(Model(), lambda: [X], rules, variables=variables, batch_adapter=lambda x: ((x,), {}))
         errors.append(jnp.linalg.norm(result.model.apply({"params": result.params}, X) - Model().apply(variables, X)))
         assert [stage.module_paths for stage in result.stages] == [("up", "gate"), ("down",)]
+        assert isinstance(result, qep.QepResult)
+        assert isinstance(result.stages[0], qep.QepStage)
     assert errors[1] < errors[0]
     abstract = jax.eval_shape(result.model.init, KEY, X)["params"]
     again = qep.quantize_params(variables["params"], abstract, result.quant_stats, correction_factor=1.0)

@@ -74,11 +74,13 @@ DIFFERENT = {
     "DotGeneral", "DotGeneralRaw", "Tensor",  # names of configs
     "MeanOfAbsMaxCalibration",  # a mark for set_fwd_calibration
     "set_numerics",  # of a Matmul
+    "PaddedQArray",  # QArray itself
 }  # fmt: skip
-# Parameters and fields that are not here: of AQT's old freezer, of its tiling, and of LocalAqt by size.
+# Parameters and fields that are not here: of AQT's old freezer, of its tiling, of LocalAqt by size, and noise by a
+# function, which a rounding has here.
 ABSENT = {
     "lhs_init", "lhs_scale_init", "rhs_init", "rhs_scale_init", "tiling_fn",
-    "contraction_axis_shard_size", "tile_largest_shape", "initialize_calibration",
+    "contraction_axis_shard_size", "tile_largest_shape", "initialize_calibration", "allow_dummy_gradients", "noise_fn",
 }  # fmt: skip
 # Parameters that have another name here, and are positional in programs.
 RENAMED = {"cfg": "config"}
@@ -89,8 +91,8 @@ def accepted(value):
     if dataclasses.is_dataclass(value):
         return {f.name for f in dataclasses.fields(value) if f.init}, False
     found = inspect.signature(value).parameters.values()
-    names = {p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    return names, any(p.kind is p.VAR_KEYWORD for p in found)
+    names = {p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name[0] != "_"}
+    return names, any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found)
 
 
 def check_structure(name):
@@ -122,13 +124,16 @@ def test_structure(peer, record_property):
 def used_names():
     """Attributes, names and strings in the tests of this folder, by which a case calls what it tests."""
     found = set()
-    for path in Path(__file__).parent.glob("test_*.py"):
+    folder = Path(__file__).parent
+    for path in (*folder.glob("test_*.py"), folder.parent / "lora" / "test_qwix.py"):
         if path != Path(__file__):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Attribute):
                     found.add(node.attr)
                 elif isinstance(node, ast.Name):
                     found.add(node.id)
+                elif isinstance(node, ast.Import | ast.ImportFrom):
+                    found.update(part for alias in node.names for part in alias.name.split("."))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.update(node.value.split() if len(node.value) < 80 else ())
     return found

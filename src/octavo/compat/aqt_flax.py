@@ -99,14 +99,14 @@ class Cfg:
     rhs: TensorTiling = TensorTiling()
 
 
-def aqt_promote_dtype(lhs: Array, rhs: Array) -> tuple[Array, Array]:
+def aqt_promote_dtype(lhs_in: Array, rhs_in: Array) -> tuple[Array, Array]:
     """Both operands in one float dtype, which AQT needs.
 
     >>> [x.dtype.name for x in aqt_promote_dtype(jnp.ones(2, jnp.bfloat16), jnp.ones(2))]
     ['float32', 'float32']
     """
-    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
-    return lhs.astype(dtype), rhs.astype(dtype)
+    dtype = jnp.promote_types(lhs_in.dtype, rhs_in.dtype)
+    return lhs_in.astype(dtype), rhs_in.astype(dtype)
 
 
 class _AqtOp(nn.Module):
