@@ -200,8 +200,12 @@ def test_arguments_by_position_are_those_of_quantizations_py():
         maxtext.AqtQuantization(aqt.config_v3(), quant_dg=aqt.config_v4(fwd_bits=4))
     x, w = data((4, 16), (16, 8))
     for quant in (maxtext.Fp8Quantization(), maxtext.NANOOFp8Quantization()):
-        for dtype in (jnp.bfloat16, jnp.float32):
-            run = functools.partial(quant.einsum(dtype).init_with_output, jax.random.key(0), "bi,io->bo")
+        for op, dtype in (
+            (quant.einsum(jnp.bfloat16), jnp.bfloat16),
+            (quant.einsum(dtype=jnp.bfloat16), jnp.bfloat16),
+            (quant.einsum(("embed", "mlp")), jnp.float32),
+        ):
+            run = functools.partial(op.init_with_output, jax.random.key(0), "bi,io->bo")
             assert jax.eval_shape(run, x, w)[0].dtype == dtype
 
 

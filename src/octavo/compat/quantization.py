@@ -122,9 +122,9 @@ class Fp8Quantization(_TrainingOnly):
         del mesh_axes
         return nn.Fp8DirectDotGeneralOp
 
-    def einsum(self, dtype: Any = jnp.float32) -> Any:  # pyrefly: ignore  # MaxText's own signature
-        """A module that computes in `dtype`; the axes that other quantizations take here do not matter."""
-        return _InDtype(_dtype(dtype), nn.Fp8Einsum)
+    def einsum(self, mesh_axes: Any = (), dtype: Any = None) -> Any:
+        """A module that computes in `dtype`, which may also come first, as in MaxText; the axes do not matter."""
+        return _InDtype(_dtype(mesh_axes, dtype), nn.Fp8Einsum)
 
 
 class NANOOFp8Quantization(_TrainingOnly):
@@ -134,13 +134,15 @@ class NANOOFp8Quantization(_TrainingOnly):
         del mesh_axes
         return nn.NANOOFp8DotGeneralOp
 
-    def einsum(self, dtype: Any = jnp.float32) -> Any:  # pyrefly: ignore  # MaxText's own signature
-        """A module that computes in `dtype`; the axes that other quantizations take here do not matter."""
-        return _InDtype(_dtype(dtype), functools.partial(Einsum, recipe("nanoo_fp8", exclude=None)))
+    def einsum(self, mesh_axes: Any = (), dtype: Any = None) -> Any:
+        """A module that computes in `dtype`, which may also come first, as in MaxText; the axes do not matter."""
+        return _InDtype(_dtype(mesh_axes, dtype), functools.partial(Einsum, recipe("nanoo_fp8", exclude=None)))
 
 
-def _dtype(value: Any) -> Any:
-    return jnp.float32 if isinstance(value, tuple | list) else jnp.dtype(value)
+def _dtype(first: Any, dtype: Any) -> Any:
+    if dtype is None:
+        dtype = jnp.float32 if isinstance(first, tuple | list) else first
+    return jnp.dtype(dtype)
 
 
 def _dot_general(lhs: Any, rhs: Any, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Any:
