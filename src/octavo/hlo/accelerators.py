@@ -50,6 +50,7 @@ class Accelerator:
         return cycles / (1e9 * self.clock)
 
 
+# Without versions the compiler takes CUDA to be older than the float8 matmuls of cuBLAS, and widens to float16.
 def _gpu(name: str, kind: str, *, cores: int, bandwidth: int, memory: int, capability: int, l2: int) -> Accelerator:
     description = f"""
 gpu_device_info {{
@@ -60,6 +61,7 @@ gpu_device_info {{
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: {bandwidth} l2_cache_size: {l2} device_memory_size: {memory}
   cuda_compute_capability {{ major: {capability} }}
+  driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "{kind}"
 """

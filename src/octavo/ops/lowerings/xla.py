@@ -69,10 +69,16 @@ class Xla:
 
 def scale_result(p: DotProblem, s: Split, out: Array, *, is_codes: bool) -> Array:
     """Multiply a dot of codes by both scales and sum it over tiles."""
-    for side in (s.left, s.right):
-        scale = side.scale(is_codes=is_codes)
-        if scale is not None:
-            out = out * _sharding.reshard_for_broadcast(_to_result_axes(scale, s.dims, right=side is s.right), out)
+    both = [
+        _sharding.reshard_for_broadcast(_to_result_axes(scale, s.dims, right=side is s.right), out)
+        for side in (s.left, s.right)
+        if (scale := side.scale(is_codes=is_codes)) is not None
+    ]
+    if s.kind == "native" and len(both) == 2 and all(scale.size == 1 for scale in both):
+        out = _scale.bind(out, *both)
+    else:
+        for scale in both:
+            out = out * scale
     counts, accumulator = tuple(range(len(p.dims.lhs_batch), len(s.dims.lhs_batch))), p.options.accumulator
     if counts and accumulator is None:
         out = jnp.sum(out, axis=counts)
@@ -269,6 +275,18 @@ def row_major(x: Array, *, platform: str = "cpu", copied: bool = False) -> Array
     if x.size in (0, 1) or _sharding.explicit(x) is not None:
         return x
     return _row_major.bind(x, order=tuple(range(x.ndim)), platform=platform, copied=copied)
+
+
+# cuBLAS multiplies the result of a float8 matmul by one number. Scales that are multiplied first are that number; one
+# after the other, the second would be a pass over the result.
+_scale = core.Primitive("octavo_scale")
+_one_by_one = lambda out, left, right: out * left * right  # noqa: E731
+_scale.def_impl(_one_by_one)
+_scale.def_abstract_eval(lambda out, *scales: out)
+mlir.register_lowering(_scale, mlir.lower_fun(_one_by_one, multiple_results=False))
+_joined = mlir.lower_fun(lambda out, left, right: out * (left * right), multiple_results=False)
+mlir.register_lowering(_scale, _joined, platform="cuda")
+batching.primitive_batchers[_scale] = lambda args, dims: (jax.vmap(_one_by_one, in_axes=dims)(*args), 0)
 
 
 _own_values = core.Primitive("octavo_own_values")
