@@ -164,8 +164,8 @@ class Programs:
         most probable tokens are not computed. `allowed` has the tokens that each slot may sample, as bits.
         """
         options = np.asarray([steps, top], np.int32)
-        mask = self._all_on_device if allowed is None else allowed
-        out, self._state = self._decode(self._leaves, self._state, active, options, mask)
+        masks = self._all_on_device if allowed is None else allowed
+        out, self._state = self._decode(self._leaves, self._state, active, options, masks)
         return out
 
     def all_allowed(self) -> np.ndarray:

@@ -62,6 +62,14 @@ def test_a_model_that_is_not_there_is_told(capsys, tmp_path):
     assert "nothing" in error
 
 
+def test_an_encoder_is_known_by_its_config(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert main(["serve", str(tmp_path), "--port", "0", "--kv", "int8"]) == 2
+    assert "is an encoder: --adapter and --kv are for models that generate text" in capsys.readouterr().err
+    assert main(["serve", str(tmp_path), "--port", "0"]) == 2
+    assert "safetensors" in capsys.readouterr().err
+
+
 def test_a_missing_package_is_told():
     # In a process of its own: what was imported stays imported.
     code = """

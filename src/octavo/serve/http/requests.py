@@ -334,8 +334,10 @@ class ChatCompletionRequest(GenerationRequest):
             raise field_error("tools", "has two tools of one name")
         if self.required_tools and self.response_format is not None:
             raise field_error("response_format", "is not supported with a tool_choice that requires a call")
-        if isinstance(self.tool_choice, tuple) and self.tool_choice[0] not in names:
-            raise field_error("tool_choice", f"names {self.tool_choice[0][:60]!r}, which tools has not")
+        chosen = self.tool_choice if isinstance(self.tool_choice, tuple) else ()
+        for name in chosen:
+            if name not in names:
+                raise field_error("tool_choice", f"names {name[:60]!r}, which tools has not")
         if self.tool_choice == "required" and not names:
             raise field_error("tool_choice", "requires a call, but there are no tools")
         return self
