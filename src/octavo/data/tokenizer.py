@@ -161,7 +161,7 @@ def render_chat(
         # Without tools, templates test for none or for an undefined name.
         extra = {"tools": list(tools)} if tools else {}
         return compiled.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **extra, **special)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError) as error:  # such as text joined with a number
         raise ValueError(f"the model's chat template cannot write these messages: {error}") from error
 
 

@@ -1,5 +1,6 @@
 """Formats of answers over HTTP, from a small model with random parameters: JSON, schemas, calls of tools, echoes."""
 
+import functools
 import json
 
 import jax
@@ -121,10 +122,17 @@ def test_what_is_not_supported_is_named(url, engine):
     status, found = post(url, CHAT, messages=HELLO, tools=tools, tool_choice="required")
     assert (status, found["error"]["param"]) == (400, "tools")
     assert "the keyword 'minProperties' at #" in found["error"]["message"]
-    engine.tokenizer.template = "{{ messages[0].content }}"
-    try:
-        status, found = post(url, CHAT, messages=HELLO, tools=TOOLS)
-    finally:
-        engine.tokenizer.template = TEMPLATE
-    assert (status, found["error"]["param"]) == (400, "tools")
-    assert "chat template knows no tools" in found["error"]["message"]
+    nested = {"type": "object", "default": functools.reduce(lambda inner, _: [inner], range(300), [])}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": nested}}]
+    assert post(url, CHAT, messages=HELLO, tools=tools, max_tokens=1)[0] == 200
+    for template, text in (
+        ("{{ messages[0].content }}", "chat template knows no tools"),
+        ("{{ messages[0].content + tools[0] }}", "the model's chat template cannot write these messages"),
+    ):
+        engine.tokenizer.template = template
+        try:
+            status, found = post(url, CHAT, messages=HELLO, tools=TOOLS)
+        finally:
+            engine.tokenizer.template = TEMPLATE
+        assert (status, found["error"]["param"]) == (400, "tools")
+        assert text in found["error"]["message"]

@@ -51,12 +51,15 @@ class Prompts:
         return [self._checked("prompt", prompt) for prompt in ids]
 
     def _apply_template(self, request: ChatCompletionRequest) -> list[int]:
-        messages = [message.to_dict() for message in request.messages]
-        tools = [tool.to_dict() for tool in request.used_tools]
+        param = "tools" if request.used_tools else "messages"
         try:
+            messages = [message.to_dict() for message in request.messages]
+            tools = [tool.to_dict() for tool in request.used_tools]
             return self.tokenizer.chat(messages, tools) if tools else self.tokenizer.chat(messages)
+        except RecursionError:
+            raise field_error(param, "is nested too deeply") from None
         except ValueError as error:
-            raise ApiError(400, str(error), param="tools" if tools else "messages", code="no_chat") from None
+            raise ApiError(400, str(error), param=param, code="no_chat") from None
 
     def constraint(self, request: AnyRequest) -> Constraint | None:
         """What the answer must conform to."""

@@ -116,7 +116,8 @@ class Tool(_Model):
 
     def to_dict(self) -> dict[str, Any]:
         """The tool as a chat template takes it."""
-        return {"type": self.type, "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+        function = {name: getattr(self.function, name) for name in ("name", "description", "parameters")}
+        return {"type": self.type, "function": {key: value for key, value in function.items() if value is not None}}
 
 
 class JsonSchema(_Model):
