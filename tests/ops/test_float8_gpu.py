@@ -79,3 +79,15 @@ def test_scales_are_multiplied_one_by_one_where_cublas_is_not():
     x, w = jax.random.normal(jax.random.key(0), (3, 8, 16)), jax.random.normal(jax.random.key(1), (16, 4))
     run = lambda x: octavo.dot_general(x, w, NUMBERS, config=config("te_fp8_currentscaling"))  # noqa: E731
     np.testing.assert_array_equal(jax.jit(jax.vmap(run))(x), jnp.stack([run(each) for each in x]))
+
+
+def test_the_gradient_of_scales():
+    codes = [octavo.quantize(jax.random.normal(jax.random.key(n), (8, 8)), "float8_e4m3fn") for n in (0, 1)]
+    assert all(q.scale.size == 1 for q in codes)
+
+    def dot(*scales):
+        return jnp.sum(octavo.dot(*(q._replace(scale=s) for q, s in zip(codes, scales, strict=True))))
+
+    scales = [q.scale for q in codes]
+    for gradient, scale in zip(jax.grad(dot, argnums=(0, 1))(*scales), scales, strict=True):
+        np.testing.assert_allclose(gradient, dot(*scales) / scale, rtol=1e-5)

@@ -143,9 +143,9 @@ def _matmul(
         return Value(bind(eqn, [as_array(v.data) for v in values])[0], origin)
     # Numbers that are written into the program become arrays.
     data = [v.data if isinstance(v.data, jax.Array | QArray) else jnp.asarray(v.data) for v in args]
-    if site.keys is not None and not isinstance(keys_array := data[site.keys], QArray):
+    if site.keys is not None and isinstance(keys_given := data[site.keys], jax.Array):
         axes = operand_axes(site.params, site.lhs[0], site.rhs[0])[site.keys]
-        data[site.keys] = center(keys_array, (*axes["contracting"], *axes["batch"]))
+        data[site.keys] = center(keys_given, (*axes["contracting"], *axes["batch"]))
     if marked is not None and given:
         return Value(marked.call.run(*jax.tree.unflatten(marked.tree, data)), origin)
     run = _run_override if site.op in provider.overrides else run_matmul

@@ -74,7 +74,8 @@ def scale_result(p: DotProblem, s: Split, out: Array, *, is_codes: bool) -> Arra
         for side in (s.left, s.right)
         if (scale := side.scale(is_codes=is_codes)) is not None
     ]
-    if s.kind == "native" and len(both) == 2 and all(scale.size == 1 for scale in both):
+    single = s.kind == "native" and len(both) == 2 and all(scale.size == 1 for scale in both)
+    if single and not _sharding.is_typed(out, *both):
         out = _scale.bind(out, *both)
     else:
         for scale in both:
@@ -286,6 +287,12 @@ _scale.def_abstract_eval(lambda out, *scales: out)
 mlir.register_lowering(_scale, mlir.lower_fun(_one_by_one, multiple_results=False))
 _joined = mlir.lower_fun(lambda out, left, right: out * (left * right), multiple_results=False)
 mlir.register_lowering(_scale, _joined, platform="cuda")
+ad.defjvp(
+    _scale,
+    lambda g, out, left, right: g * left * right,
+    lambda g, out, left, right: out * g * right,
+    lambda g, out, left, right: out * left * g,
+)
 batching.primitive_batchers[_scale] = lambda args, dims: (jax.vmap(_one_by_one, in_axes=dims)(*args), 0)
 
 
