@@ -168,7 +168,7 @@ def set_local_aqt(
     >>> set_local_aqt(aqt.config_v4(drhs_bits=8), aqt.SKIP, None, aqt.LocalAqt(4)).drhs.lhs.tile
     0.25
     """
-    changes = {}
+    changes: dict[str, Any] = {}
     for name, local in zip(_SIX, (fwd_local_aqt, dlhs_local_aqt, drhs_local_aqt), strict=True):
         if local is None:
             changes[name] = {"tile": None, "tile_axis": -1}

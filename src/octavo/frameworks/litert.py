@@ -17,7 +17,8 @@ from flax import nnx
 from octavo._tree import flatten_paths
 from octavo._typing import Array
 from octavo.calibration import Fixed, RunningMean, widest
-from octavo.frameworks.litert_tensors import MARK, Evaluation, FakeQuant, Node, Tensor
+from octavo.frameworks.litert_evaluation import Evaluation, FakeQuant
+from octavo.frameworks.litert_tensors import MARK, Node, Tensor
 from octavo.qarray import Quantizer, fake_quant
 from octavo.rules import QuantizationRule
 from octavo.transform import QuantizationProvider

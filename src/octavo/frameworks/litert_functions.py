@@ -5,7 +5,7 @@ release of JAX computes a function.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +26,10 @@ class Call(NamedTuple):
 def find_call(eqns: Sequence[Equation], start: int) -> Call | None:
     """The call whose first equation is at `start`, if there is one."""
     first = eqns[start]
-    if first.primitive.name not in _STARTS:
+    if first.primitive.name not in _first_primitives():
         return None
-    for atom in first.invars:
+    atoms: list[Any] = list(first.invars)
+    for atom in atoms:
         if isinstance(atom, Literal) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
             continue
         for name, template in _templates(first, atom.aval):
@@ -42,17 +43,17 @@ def find_call(eqns: Sequence[Equation], start: int) -> Call | None:
     return None
 
 
-def _gelu(eqn: Equation) -> Iterator[Callable[..., Any]]:
+def _gelu(eqn: Equation) -> Iterator[functools.partial[Any]]:
     for approximate in (True, False):
         yield functools.partial(jax.nn.gelu, approximate=approximate)
 
 
-def _softmax(eqn: Equation) -> Iterator[Callable[..., Any]]:
+def _softmax(eqn: Equation) -> Iterator[functools.partial[Any]]:
     if "axes" in eqn.params:
         yield functools.partial(jax.nn.softmax, axis=tuple(eqn.params["axes"]))
 
 
-def _mean(eqn: Equation) -> Iterator[Callable[..., Any]]:
+def _mean(eqn: Equation) -> Iterator[functools.partial[Any]]:
     if "axes" in eqn.params:
         for keepdims in (False, True):
             yield functools.partial(jnp.mean, axis=tuple(eqn.params["axes"]), keepdims=keepdims)
@@ -73,13 +74,12 @@ def _trace(fn: Any, options: tuple[tuple[str, Any], ...], shape: Any, dtype: Any
     return jax.make_jaxpr(functools.partial(fn, **dict(options)))(x)
 
 
+@functools.cache
 def _first_primitives() -> frozenset[str]:
+    """The primitives that calls may begin with."""
     x = jax.ShapeDtypeStruct((2, 2), jnp.float32)
     functions = (jax.nn.gelu, functools.partial(jax.nn.gelu, approximate=False), jax.nn.softmax, jnp.mean)
     return frozenset({jax.make_jaxpr(fn)(x).eqns[0].primitive.name for fn in functions} | {"reduce_window_sum"})
-
-
-_STARTS = _first_primitives()
 
 
 def _match(template: Jaxpr, eqns: Sequence[Equation], start: int, atom: Any) -> Any:
