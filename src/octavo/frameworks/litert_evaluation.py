@@ -163,8 +163,8 @@ class Evaluation:
             if rule.weight_qtype is None:
                 return node
             quantizer = Quantizer(rule.weight_qtype, (), calibration=rule.act_calibration_method or "minmax")
-            where = f"{place.op_id} at {place.path!r}"
-            return with_data(node, self.fake_quant.weight(value.data, quantizer, value.origin, where))
+            reader = f"{place.op_id} at {place.path!r}"
+            return with_data(node, self.fake_quant.weight(value.data, quantizer, value.origin, reader))
         wanted = tensor.rule if rule.act_qtype is None or tensor.rule is not None else rule
         if rule.act_qtype is None or wanted is None or wanted.act_qtype is None or tensor.is_quantized:
             return node
@@ -203,7 +203,7 @@ class Evaluation:
         """Both operands of a matmul, fake-quantized."""
         axes = operand_axes(params, *(n.value.data.shape for n in nodes))
         place, weights = Place(site.path, site.op_id, rule), [bool(n.value.origin.leaves) for n in nodes]
-        where, found = f"{site.op_id} at {site.path!r}", []
+        reader, found = f"{site.op_id} at {site.path!r}", []
         for side, node in enumerate(nodes):
             data = node.value.data
             channels = tuple(a for a in range(data.ndim) if a not in axes[side]["contracting"])
@@ -211,7 +211,7 @@ class Evaluation:
                 if rule.weight_qtype is not None:
                     method = rule.weight_calibration_method
                     quantizer = Quantizer(rule.weight_qtype, () if self.per_tensor else channels, calibration=method)
-                    data = self.fake_quant.weight(data, quantizer, node.value.origin, where)
+                    data = self.fake_quant.weight(data, quantizer, node.value.origin, reader)
             elif rule.act_qtype is not None and not rule.act_static_scale:
                 if weights[1 - side]:  # only of a matmul with a weight
                     quantizer = activation_quantizer(rule, node.tensor.fixed_range, channels)

@@ -100,6 +100,8 @@ class QuantizationProvider:
         hooks = ("process_model_inputs", "process_model_output")
         self.has_model_hooks = any(getattr(type(self), name) is not getattr(own, name) for name in hooks)
         """Whether a subclass changes the inputs or the output of a model."""
+        self.traces_models = type(self).trace_model is not own.trace_model
+        """Whether a subclass changes how a function is traced."""
         self._used: set[QuantizationRule] = set()
         self._matched = False  # whether a rule has matched in any call so far
 
@@ -129,9 +131,8 @@ class QuantizationProvider:
 
     # Extension points for providers that replace more than matmuls.
 
-    def evaluate(self, jaxpr: Jaxpr, values: list[Value], frame: Frame) -> list[Value]:
-        """The results of a traced function, or of the body of a loop or call in it."""
-        return evaluate(jaxpr, values, frame)
+    evaluate: Callable[[Jaxpr, list[Value], Frame], list[Value]] = staticmethod(evaluate)
+    """The results of a traced function, or of the body of a loop or call in it."""
 
     def trace_model(self, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The function itself, or the method of this name of a model, while it is traced."""
