@@ -132,7 +132,8 @@ def test_odml_static_ranges():
         _, new = qat_model.apply(variables, batch, mutable="quant_stats")
         variables = variables | new
     params, quant_stats = variables["params"], variables["quant_stats"]
-    near(qat_model.apply(variables, X), MLP().apply({"params": params}, X))
+    # Values of one batch that are beyond the mean of both ranges are clipped.
+    near(qat_model.apply(variables, X), MLP().apply({"params": params}, X), 0.1)
     conversion_model = qwix.quantize_model(MLP(), qwix.OdmlConversionProvider(rules, params, quant_stats))
     text = jax.jit(conversion_model.apply).lower({"params": params}, X).as_text()
     # Two weights, the input, the result of the relu and the output.

@@ -17,7 +17,8 @@ from flax import nnx
 from octavo._tree import flatten_paths
 from octavo._typing import Array
 from octavo.calibration import Fixed, RunningMean, widest
-from octavo.frameworks.litert_tensors import MARK, Evaluation, FakeQuant, Node, Tensor
+from octavo.frameworks.litert_evaluation import Evaluation, FakeQuant
+from octavo.frameworks.litert_tensors import MARK, Node, Tensor
 from octavo.qarray import Quantizer, fake_quant
 from octavo.rules import QuantizationRule
 from octavo.transform import QuantizationProvider
@@ -99,9 +100,9 @@ class OdmlQatProvider(QuantizationProvider):
             return fn(*args, **kwargs)
         return _mark(f"end_{op}")(fn(_mark(f"begin_{op}")(args[0]), *args[1:], **kwargs))
 
-    def _weight(self, x: Array, quantizer: Quantizer, origin: Origin, where: str) -> Array:
+    def _weight(self, x: Array, quantizer: Quantizer, origin: Origin, reader: str) -> Array:
         """A weight, fake-quantized."""
-        del origin, where
+        del origin, reader
         return fake_quant(x, quantizer)
 
     def _dynamic(self, x: Array, quantizer: Quantizer) -> Array:
@@ -162,9 +163,9 @@ class OdmlConversionProvider(OdmlQatProvider):
         self.params = {name: np.asarray(x) for name, x in flatten_paths(params).items()}
         self.quant_stats = {QUANT_STATS: quant_stats}
 
-    def _weight(self, x: Array, quantizer: Quantizer, origin: Origin, where: str) -> Array:
+    def _weight(self, x: Array, quantizer: Quantizer, origin: Origin, reader: str) -> Array:
         with jax.ensure_compile_time_eval():
-            value = jnp.asarray(_stored(origin, where, self.params, x.shape))
+            value = jnp.asarray(_stored(origin, reader, self.params, x.shape))
             bounds = quantizer.scale_of(quantizer.measure(value), x.dtype)
         return _composite(x, quantizer, bounds, origin.leaves[0])
 
@@ -199,12 +200,12 @@ def _composite(x: Array, quantizer: Quantizer, bounds: Mapping[str, Any] | None,
     return jax.lax.composite(decomposition, name="quant.fake_quant")(x, **attributes)
 
 
-def _stored(origin: Origin, where: str, params: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+def _stored(origin: Origin, reader: str, params: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     """A weight by its path, rearranged as the operand is."""
     leaf = origin.leaves[0]
     if leaf not in params or not origin.is_stored or origin.axes is None:
         reason = "is not among params" if leaf not in params else "is computed from before it is used"
-        raise ValueError(f"the weight {leaf!r} of {where} {reason}, so its scales are not constant")
+        raise ValueError(f"the weight {leaf!r} of {reader} {reason}, so its scales are not constant")
     factors = [factor for axis in origin.axes for factor in axis]
     digits = sorted(factors, key=lambda f: (f.axis, -f.stride))
     stored = params[leaf]

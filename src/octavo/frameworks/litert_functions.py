@@ -26,13 +26,13 @@ class Call(NamedTuple):
 def find_call(eqns: Sequence[Equation], start: int) -> Call | None:
     """The call whose first equation is at `start`, if there is one."""
     first = eqns[start]
-    if first.primitive.name not in _STARTS:
+    if first.primitive.name not in _first_primitives():
         return None
-    for atom in first.invars:
-        aval: Any = atom.aval
-        if isinstance(atom, Literal) or not jnp.issubdtype(aval.dtype, jnp.floating):
+    atoms: list[Any] = list(first.invars)
+    for atom in atoms:
+        if isinstance(atom, Literal) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
             continue
-        for name, template in _templates(first, aval):
+        for name, template in _templates(first, atom.aval):
             eqn = template.eqns[0]
             if eqn.primitive is first.primitive and (output := _match(template, eqns, start, atom)) is not None:
                 return Call(name, len(template.eqns), atom, output)
@@ -74,13 +74,12 @@ def _trace(fn: Any, options: tuple[tuple[str, Any], ...], shape: Any, dtype: Any
     return jax.make_jaxpr(functools.partial(fn, **dict(options)))(x)
 
 
+@functools.cache
 def _first_primitives() -> frozenset[str]:
+    """The primitives that calls may begin with."""
     x = jax.ShapeDtypeStruct((2, 2), jnp.float32)
     functions = (jax.nn.gelu, functools.partial(jax.nn.gelu, approximate=False), jax.nn.softmax, jnp.mean)
     return frozenset({jax.make_jaxpr(fn)(x).eqns[0].primitive.name for fn in functions} | {"reduce_window_sum"})
-
-
-_STARTS = _first_primitives()
 
 
 def _match(template: Jaxpr, eqns: Sequence[Equation], start: int, atom: Any) -> Any:

@@ -101,6 +101,8 @@ class QuantizationProvider:
         hooks = ("process_model_inputs", "process_model_output")
         self.has_model_hooks = any(getattr(type(self), name) is not getattr(own, name) for name in hooks)
         """Whether a subclass changes the inputs or the output of a model."""
+        self.traces_models = type(self).trace_model is not own.trace_model
+        """Whether a subclass changes how a function is traced."""
         self._used: set[QuantizationRule] = set()
         self._matched = False  # whether a rule has matched in any call so far
 
@@ -130,7 +132,7 @@ class QuantizationProvider:
 
     # Extension points for providers that replace more than matmuls.
 
-    evaluate = staticmethod(evaluate)
+    evaluate: Callable[[Jaxpr, list[Value], Frame], list[Value]] = staticmethod(evaluate)
     """The results of a traced function, or of the body of a loop or call in it."""
 
     def trace_model(self, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
