@@ -105,7 +105,8 @@ def aqt_promote_dtype(lhs_in: Array, rhs_in: Array) -> tuple[Array, Array]:
     >>> [x.dtype.name for x in aqt_promote_dtype(jnp.ones(2, jnp.bfloat16), jnp.ones(2))]
     ['float32', 'float32']
     """
-    dtype = jnp.promote_types(lhs_in.dtype, rhs_in.dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.promote_types(lhs_in.dtype, rhs_in.dtype)
     return lhs_in.astype(dtype), rhs_in.astype(dtype)
 
 
