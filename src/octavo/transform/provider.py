@@ -11,8 +11,7 @@ from octavo._typing import Array
 from octavo.ops.products.ragged import NUMBERS as RAGGED
 from octavo.rules import QuantizationRule, as_rules, dot_config, find
 from octavo.transform.evaluate import evaluate, matmul_call, run_matmul
-from octavo.transform.frame import Frame, Key, Operation, Value, current_operation
-from octavo.transform.jaxpr import Jaxpr
+from octavo.transform.frame import Key, Operation, current_operation
 from octavo.transform.state import QUANT_STATS
 
 tracing: contextvars.ContextVar["QuantizationProvider | None"] = contextvars.ContextVar("octavo_tracing", default=None)
@@ -131,7 +130,7 @@ class QuantizationProvider:
 
     # Extension points for providers that replace more than matmuls.
 
-    evaluate: Callable[[Jaxpr, list[Value], Frame], list[Value]] = staticmethod(evaluate)
+    evaluate: Any = staticmethod(evaluate)  # of (jaxpr, values, frame)
     """The results of a traced function, or of the body of a loop or call in it."""
 
     def trace_model(self, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
