@@ -132,7 +132,7 @@ class QuantizationProvider:
 
     # Extension points for providers that replace more than matmuls.
 
-    evaluate = staticmethod(evaluate)
+    evaluate: Any = staticmethod(evaluate)  # of (jaxpr, values, frame)
     """The results of a traced function, or of the body of a loop or call in it."""
 
     def trace_model(self, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
