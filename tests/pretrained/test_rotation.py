@@ -9,6 +9,7 @@ from octavo.models import apply
 from octavo.pretrained import PretrainedModel, convert_model, rotated, weight_rules
 from octavo.pretrained.rotation import random_rotation
 from octavo.serve.evaluate import evaluate
+from tests.cases import slow_except
 from tests.pretrained.conftest import SMALL, source_of
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "moe_mlp_dim": 24, "shared_experts": 1, "shared_gate": True}
@@ -31,7 +32,7 @@ def perturbed(config):
     return PretrainedModel.from_params(config, params, tokenizer=source.tokenizer, origin=source.origin)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_except(["biases"], list(CASES)))
 def test_logits_are_the_same_and_weights_are_not(case):
     source = perturbed(SMALL.replace(**CASES[case]))
     low = rotated(source)
@@ -53,6 +54,7 @@ def test_rotations_are_orthogonal_and_spread_every_axis(size):
         np.testing.assert_allclose(np.abs(q), 0.25)
 
 
+@pytest.mark.slow
 def test_outliers_of_the_hidden_states_cost_less_after_rotation():
     source = perturbed(SMALL)
     params = {path: np.array(leaf.load()) for path, leaf in source.leaves.items()}

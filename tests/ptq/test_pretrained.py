@@ -64,7 +64,7 @@ def test_the_command_calibrates(folder, capsys):
 def test_distillation_trains_scales_and_keeps_codes(folder, capsys):
     words = ["quantize", str(folder / "float"), "int3:search", "--data", str(folder / "text.txt"), "--quiet"]
     assert main([*words[:3], str(folder / "before"), *words[3:], "--data-tokens", "1024"]) == 0
-    assert main([*words[:3], str(folder / "after"), *words[3:], "--data-tokens", "1024", "--distill", "40"]) == 0
+    assert main([*words[:3], str(folder / "after"), *words[3:], "--data-tokens", "1024", "--distill", "20"]) == 0
     before, after, source = (open_model(folder / name) for name in ("before", "after", "float"))
     moved = []
     for path, leaf in before.leaves.items():
