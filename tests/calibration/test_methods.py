@@ -157,7 +157,7 @@ def test_strings_and_objects_are_the_same(text, typed):
         ("", "unknown calibration"),
     ],
 )
-def test_a_bad_string_is_refused_when_the_description_is_made(text, message):
+def test_a_bad_string_raises_when_the_description_is_made(text, message):
     with pytest.raises(ValueError, match=message):
         Quantizer("int8", calibration=text)
 

@@ -126,6 +126,6 @@ def test_static_bounds_quantize():
         (lambda: AmaxHistory().init({"min": jnp.zeros(1), "max": jnp.ones(1)}), "symmetric"),
     ],
 )
-def test_bad_trackers_are_refused(make, message):
+def test_bad_trackers_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()

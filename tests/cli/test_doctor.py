@@ -53,7 +53,7 @@ def test_an_old_jax_is_essential():
     assert item["essential"]
 
 
-def test_an_absent_extra_is_told_with_its_packages():
+def test_an_absent_extra_is_named_with_its_packages():
     requirements = [Requirement(name, "", "training", None) for name in ("optax", "rich")]
     (item,) = missing(requirements, PROBED)
     assert item == {

@@ -57,7 +57,7 @@ def test_a_function_that_is_low_precision_by_itself(capsys):
 
 
 @pytest.mark.parametrize(("weights", "other"), [([], [4, 2]), (["--weights=0"], [4, 2]), (["--weights=rhs"], [8, 4])])
-def test_gradients_are_those_of_the_first_argument_unless_told(capsys, weights, other):
+def test_gradients_are_those_of_the_first_argument_by_default(capsys, weights, other):
     found = verified(capsys, "toy:matmul", "--inputs", "f32[8,4]", "f32[4,2]", "--grad", *weights)
     forward, backward = found["matmuls"]
     assert (forward["backward"], backward["backward"]) == (False, True)

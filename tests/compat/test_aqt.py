@@ -371,7 +371,7 @@ def test_accumulators():
         (lambda: Operand("int8", channelwise_axes=(5,)).quantizer(2, contracting=(1,)), ValueError, "has 2 axes"),
     ],
 )
-def test_what_makes_no_sense_is_refused(build, error, text):
+def test_what_makes_no_sense_raises(build, error, text):
     with pytest.raises(error, match=text):
         build()
 
@@ -519,7 +519,7 @@ def test_smoothing_with_a_tracker():
     np.testing.assert_allclose(state["lhs"]["sum_of_absmax"].item(), np.abs(np.asarray(x) / s).max(), rtol=1e-5)
 
 
-def test_smoothing_is_refused_by_convolutions_and_ragged_dots():
+def test_smoothing_raises_in_convolutions_and_ragged_dots():
     config = smoothed(QAT, 0.5)
     with pytest.raises(NotImplementedError, match="leave smooth out of their config"):
         octavo.conv_general_dilated(jnp.ones((1, 2, 4, 4)), jnp.ones((3, 2, 3, 3)), (1, 1), "SAME", config=config)

@@ -305,7 +305,7 @@ def test_ptq_says_which_weights_stay_in_float():
     assert [(row.bytes_after, row.note) for row in rows] == [(160, None)] * 3
 
 
-def test_a_ptq_model_refuses_float_weights():
+def test_a_ptq_model_raises_for_float_weights():
     variables = nn.Dense(8).init(KEY, X)
     with pytest.raises(ValueError, match=r"unquantized param"):
         ptq(qwix, nn.Dense(8), **INT8).apply(variables, X)

@@ -98,7 +98,7 @@ def test_broken_files_are_fetched_again(script, entry, tmp_path):
     assert (tmp_path / "books" / "a.txt").read_text() == "alpha"
 
 
-def test_another_archive_is_refused(script, entry, tmp_path):
+def test_another_archive_raises(script, entry, tmp_path):
     with pytest.raises(ValueError, match=r"the archive of books@1: the sha256 is .*, and 0000 was expected"):
         script.fetch("books", entry(archive="0000"), tmp_path)
     with pytest.raises(ValueError, match=r"the files of books: the sha256 is .*, and 1111 was expected"):

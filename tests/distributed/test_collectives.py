@@ -35,7 +35,7 @@ def rows(*shape, seed=0):
 
 
 @pytest.mark.parametrize("shape", [(1000,), (3, 5), (256 * 8,), (1,), (64, 33)])
-def test_the_sum_is_close_and_what_is_missing_is_known(shape):
+def test_the_sum_is_close_and_its_error_is_known(shape):
     x = rows(*shape)
     total, lost = summed(x)
     assert total.shape == shape
@@ -56,7 +56,7 @@ def test_every_device_has_the_same_sum():
     assert jnp.array_equal(all_of_them, jnp.broadcast_to(all_of_them[:1], all_of_them.shape))
 
 
-def test_with_feedback_what_is_lost_arrives_later():
+def test_error_feedback_is_added_to_the_next_gradient():
     x = rows(300)
     with_feedback, without, error = 0, 0, None
     for _ in range(12):
@@ -96,7 +96,7 @@ def test_the_part_of_a_sum_is_that_of_the_whole(shape, axis):
     assert jnp.allclose(parts + lost.sum(0), x.sum(0), atol=1e-5)
 
 
-def test_parts_that_are_not_equal_are_refused():
+def test_parts_that_are_not_equal_raise():
     split = jax.shard_map(
         lambda x: quantized_psum_scatter(x[0], "data")[0], mesh=MESH, in_specs=P("data"), out_specs=P("data")
     )
@@ -109,6 +109,6 @@ def test_what_is_not_finite_is_seen_everywhere_it_was():
     assert jnp.isnan(total[7])
 
 
-def test_integers_are_refused():
+def test_integers_raise():
     with pytest.raises(TypeError, match=r"takes floats, got int32: use jax\.lax\.psum"):
         summed(jnp.ones((N, 4), jnp.int32))

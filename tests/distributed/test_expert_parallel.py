@@ -121,7 +121,7 @@ def test_rows_in_parts_give_what_one_device_gives(name, cut, dtype):
 
 @pytest.mark.parametrize("cut", ["columns", pytest.param("contraction", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("feedback", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_gradients_of_experts_are_added_up_in_eight_bits(cut, feedback):
+def test_gradients_of_experts_are_reduced_in_eight_bits(cut, feedback):
     """What arrives and what is lost are the gradient, to the rounding of float32."""
     lhs, rhs, sizes = operands()
     g = jnp.asarray(np.random.default_rng(1).normal(size=(lhs.shape[0], OUTPUTS)), jnp.float32)
@@ -154,7 +154,7 @@ def test_a_weight_in_codes_is_multiplied_as_it_is():
     np.testing.assert_allclose(found, reference(lhs, q, sizes, None), rtol=1e-5, atol=1e-5)
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_raises():
     lhs, rhs, sizes = operands()
     with pytest.raises(ValueError, match=r"rows in 4 shards take group_sizes \(4, 2\), .*; got \(8,\), 48 rows"):
         ragged_dot(lhs, rhs, jnp.asarray(sizes).reshape(-1), sharding=sharding_of())
@@ -249,7 +249,7 @@ def test_tokens_are_sent_in_low_precision(qtype, sent):
 
 
 @pytest.mark.slow
-def test_the_gradient_of_a_weight_is_added_up_in_the_accumulator():
+def test_the_gradient_of_a_weight_is_summed_in_the_accumulator():
     lhs, rhs, sizes = operands()
     config, sharding = CONFIGS["fp8"], sharding_of(**SHARDINGS["columns"])
     low = config.replace(drhs=config.drhs.replace(accumulator="bfloat16"))

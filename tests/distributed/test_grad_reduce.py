@@ -63,7 +63,7 @@ def found(name, qtype="int8", how="int8"):
 
 
 @pytest.mark.parametrize("name", [n if n in EXACT else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
-def test_what_arrives_and_what_is_lost_are_the_gradient(name):
+def test_the_reduced_gradient_and_the_error_sum_to_the_gradient(name):
     (*wanted, _), (*grads, state), left = found(name)
     exact, sent, lost = wanted[1 - left], grads[1 - left], state[ERROR_FEEDBACK]["error"]
     assert lost.shape == (4, *exact.shape)
@@ -105,7 +105,7 @@ def test_other_formats(qtype, how):
 
 
 @pytest.mark.slow
-def test_with_feedback_what_is_lost_arrives_later():
+def test_error_feedback_is_added_to_the_next_gradient():
     """The same gradient ten times: without feedback ever the same is missing."""
     lhs, rhs, numbers, where, _, g = operands("as stored")
     sums = []
@@ -140,7 +140,7 @@ def test_eight_bits_are_sent_and_each_device_gets_its_part():
     assert not [c for c in sent if c.kind in ("all-reduce", "reduce-scatter") and c.total > 1024]
 
 
-def test_rows_that_do_not_divide_are_refused():
+def test_rows_that_do_not_divide_raise():
     _, rhs, numbers, where, _, _ = operands("as stored")
     reduction = GradReduce(where, (ROWS,), "int8")
     with pytest.raises(ValueError, match=r"6 rows do not divide among the 4 devices along \('data', 'fsdp'\), over wh"):
@@ -154,7 +154,7 @@ def test_feedback_needs_its_state():
         gradients(lhs, rhs, g, numbers, {}, reduction=reduction)
 
 
-def test_meshes_with_explicit_axes_are_refused():
+def test_meshes_with_explicit_axes_raise():
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
     where = NamedSharding(mesh, P("fsdp"))
     options = {"config": INT8, "placement": Placement(reduction=GradReduce(where, (("fsdp",),), "int8"))}
@@ -164,7 +164,7 @@ def test_meshes_with_explicit_axes_are_refused():
         jax.eval_shape(jax.grad(lambda w: dot_general(x, w, numbers, **options, out_sharding=where).sum()), w)
 
 
-def test_experts_without_a_sharding_are_refused():
+def test_experts_without_a_sharding_raise():
     reduction = GradReduce(NamedSharding(MESH, P(None, "fsdp")), (ROWS,), "int8")
     options = {"config": INT8, "placement": Placement(reduction=reduction)}
     sizes = jnp.asarray([4, 4])
@@ -217,7 +217,7 @@ def test_a_rule_says_where_and_how():
         ({"reduce_qtype": "nvfp4", "reduce_axes": ("fsdp",)}, "reduce_qtype='nvfp4' has tiles of its own"),
     ],
 )
-def test_what_contradicts_itself_is_refused(changes, message):
+def test_what_contradicts_itself_raises(changes, message):
     with pytest.raises(ValueError, match=message):
         rule(**changes)
 

@@ -67,7 +67,7 @@ def read_all(path):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case, tmp_path):
+def test_errors(case, tmp_path):
     header, data, message = REFUSED[case]
     path = tmp_path / "x.safetensors"
     path.write_bytes(raw(header, data if isinstance(data, bytes) else bytes(data)))

@@ -24,7 +24,7 @@ def test_bytes_by_position(tmp_path):
         file.read(0, 1, "them")
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_what_is_no_file_raises(tmp_path):
     with pytest.raises(FileError, match="nowhere: there is no such file"):
         RegularFile(tmp_path / "nowhere")
     with pytest.raises(FileError, match="is a directory"):

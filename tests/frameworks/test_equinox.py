@@ -227,6 +227,6 @@ def test_quantizing_again_replaces_the_rules(model, low):
     assert_same(quantize_equinox(low, QtProvider(rule)).encode(X[0]), by_hand(model.first.weight, X[0], rule))
 
 
-def test_what_is_no_module_is_refused():
+def test_what_is_no_module_raises():
     with pytest.raises(TypeError, match=r"takes an eqx\.Module, got int"):
         quantize_equinox(3, QtProvider(RULE))

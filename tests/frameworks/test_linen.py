@@ -83,7 +83,7 @@ def test_only_the_named_methods():
         octavo.quantize_model(FLOAT, INT8, methods=["encode"])
 
 
-def test_inputs_are_refused():
+def test_inputs_raise():
     with pytest.raises(ValueError, match="without inputs"):
         octavo.quantize_model(FLOAT, INT8, X)
 

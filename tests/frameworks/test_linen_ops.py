@@ -345,7 +345,7 @@ class TestDelayedScaling:
             merged["params"]["kernel"], grads[0]["params"]["kernel"] + grads[1]["params"]["kernel"]
         )
 
-    def test_what_was_lost_does_not_merge(self):
+    def test_error_feedback_does_not_merge(self):
         grads = {
             "params": jnp.ones(1),
             "_overwrite_with_gradient": {"scaling": {"error_feedback": {"error": jnp.ones(1)}}},
@@ -493,6 +493,6 @@ class TestMaxTextModes:
         assert frozen.qvalue.names == ("embed", "mlp")
         assert frozen.scale.names == ((None, None) if replicate else (None, "mlp"))
 
-    def test_modes_of_flax_float8_are_refused(self):
+    def test_modes_of_flax_float8_raise(self):
         with pytest.raises(ValueError, match="store no weights: 'serve' is for AQT's configs"):
             maxtext.configure_quantization(types.SimpleNamespace(quantization="fp8"), "serve")

@@ -475,7 +475,7 @@ def test_quantizing_again_replaces_the_rules(model, low):
     assert_same(again.encode(X), by_hand(X, model.first.kernel.get_value(), QtRule(weight_qtype="int4")))
 
 
-def test_what_is_no_module_is_refused():
+def test_what_is_no_module_raises():
     with pytest.raises(TypeError, match=r"takes an nnx\.Module, got int"):
         quantize_nnx(3, QtProvider(RULE))
     with pytest.raises(TypeError, match=r"rngs is an nnx\.Rngs, got int"):

@@ -40,7 +40,7 @@ class TestLinen:
         same(low.at(5).apply(variables, X), octavo.quantize_model(self.model, INT8).apply(variables, X))
         assert low.at(5) is low.at(99)
 
-    def test_training_goes_on_over_a_boundary_and_compiles_once_for_each_stage(self):
+    def test_training_continues_over_a_boundary_and_compiles_once_for_each_stage(self):
         low = octavo.quantize_model(self.model, Schedule([(0, None), (20, INT8)]))
         compiled = []
 
@@ -82,7 +82,7 @@ class TestLinen:
         same(grad(low.at(2)), grad(alone))
         same(grad(low.at(0))["params"], grad(octavo.quantize_model(self.model, INT8))["params"])
 
-    def test_stages_whose_states_differ_are_refused(self):
+    def test_stages_whose_states_differ_raise(self):
         low = octavo.quantize_model(self.model, Schedule([(0, STATIC), (2, STATIC.replace(act_batch_axes=(1,)))]))
         with pytest.raises(ValueError, match=r"a stage keeps another state for dot_general0_lhs.*act_batch_axes"):
             low.init(KEY, X)
@@ -137,7 +137,7 @@ class TestNnx:
         same(nnx.to_pure_dict(grad(low.at(3))), nnx.to_pure_dict(warm))
         same(nnx.to_pure_dict(grad(low.at(2))), nnx.to_pure_dict(grad(alone)))
 
-    def test_stages_whose_states_differ_are_refused(self):
+    def test_stages_whose_states_differ_raise(self):
         schedule = Schedule([(0, STATIC), (2, STATIC.replace(act_batch_axes=(1,)))])
         with pytest.raises(ValueError, match=r"dot_general0_lhs at '' has another state already.*act_batch_axes"):
             octavo.quantize_model(linear(), schedule, X)
@@ -154,7 +154,7 @@ def test_an_equinox_module_is_scheduled_as_a_function():
         octavo.quantize_model(model, Schedule([(0, None)]))
 
 
-def test_a_traced_step_is_refused():
+def test_a_traced_step_raises():
     low = octavo.quantize_model(nn.Dense(4), Schedule([(0, None), (5, INT8)]))
     with pytest.raises(TypeError, match="step is a Python int"):
         jax.jit(lambda step: low.at(step).init(KEY, X))(3)

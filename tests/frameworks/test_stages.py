@@ -144,7 +144,7 @@ class TestInjected:
         jax.tree.map(np.testing.assert_array_equal, ours[GRADIENT_STATE], theirs[GRADIENT_STATE])
 
     @pytest.mark.parametrize("kind", ["dot", "layer", "broadcast"])
-    def test_state_that_two_products_would_share_is_refused(self, kind):
+    def test_state_that_two_products_would_share_raises(self, kind):
         """The gradients of both would be added up, and the history be neither's."""
 
         class Model(nn.Module):

@@ -131,7 +131,7 @@ _TOGETHER = """ENTRY %main (v: f32[4], w: f32[4], x: f32[4]) -> (f32[32], f32[32
 """
 
 
-def test_arrays_of_one_collective_are_told_apart_and_one_array_of_two_weights_is_not():
+def test_arrays_of_one_collective_are_distinguished_and_one_array_of_two_weights_is_not():
     found = read_communication(_TOGETHER)
     assert [c.weights for c in found.collectives] == [("params['w']",), (), ("params['v']", "params['w']")]
     assert found.by_weight() == {"params['w']": 32 * 4 * 7 // 8}
@@ -367,7 +367,7 @@ def test_codes_that_were_scaled_by_what_was_measured_are_weights(mesh):
     assert read_communication(partitioned_hlo(lowered)).weights() == 64 * 64 * 7 // 8
 
 
-def test_which_arguments_are_weights_may_be_told(mesh):
+def test_weight_arguments_can_be_named(mesh):
     lowered = compiled(mesh, lambda w, x: x @ w, f32(64, 64), f32(8, 64), specs=[P("d"), P("d")], out=P("d"))
     text = partitioned_hlo(lowered)
     assert read_communication(text).weights() == 0
@@ -390,7 +390,7 @@ def test_a_program_in_the_compilation_cache_is_compiled_again(mesh):
     assert jax.config.jax_enable_compilation_cache
 
 
-def test_a_program_that_the_backend_refuses_is_partitioned_all_the_same(mesh):
+def test_a_program_that_the_backend_cannot_compile_is_partitioned_all_the_same(mesh):
     def run(params, x):
         return jax.lax.ragged_dot(x, params, jnp.array([4, 4], jnp.int32))
 

@@ -124,7 +124,7 @@ def test_weights_are_chosen_and_a_function_is_needed():
         cost(PARAMS, X)
 
 
-def test_loops_of_unknown_length_are_told():
+def test_loops_of_unknown_length_are_reported():
     def loop(params, x):
         return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ params["w"], x)
 

@@ -363,7 +363,7 @@ def test_the_worst_layer_of_a_scan_is_named():
     assert by_class(deeper)["weight"]["worst_site"] == "layers/dot_general0[0,1].rhs"
 
 
-def test_what_nothing_is_lost_of_has_no_mean_ratio():
+def test_an_exact_tensor_has_no_mean_ratio():
     sums = {name: jnp.ones(()) for name in SUMS} | {"noise": jnp.zeros(())}
     found = by_class({"a": {"rhs": Stats(**sums, kind="weight", qtype="int8")}})["weight"]
     assert found["worst_sqnr_db"] == math.inf
@@ -392,7 +392,7 @@ def test_a_quantized_function_and_a_provider_of_ones_own():
         (lambda y: {"loss": jnp.sum(y)}, "a dict"),
     ],
 )
-def test_what_is_no_loss_is_refused(out, told):
+def test_what_is_no_loss_raises(out, told):
     def predict(params, x):
         return out(x @ params["out"]["w"])
 

@@ -77,7 +77,7 @@ def test_a_compiler_that_is_not_there_is_one_line(nowhere, monkeypatch):
         compiling.build()
 
 
-def test_headers_that_are_missing_are_told(nowhere, monkeypatch):
+def test_missing_headers_are_reported(nowhere, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax.ffi", None)
     with pytest.raises(compiling.BuildError, match="jax, whose headers are needed, is not installed"):
         compiling.build()

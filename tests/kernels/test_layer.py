@@ -126,7 +126,7 @@ def test_threads_and_other_rows_do_not_change_a_bit(packed):
         np.testing.assert_array_equal(a[2:3], b)
 
 
-def test_what_lies_beyond_a_position_has_no_influence():
+def test_entries_beyond_a_position_have_no_influence():
     args, how = layer(2, rows=1, time=30)
     x, cos, sin, _, keys, values, weights = args
     position = jnp.asarray([11], jnp.int32)

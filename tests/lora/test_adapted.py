@@ -152,7 +152,7 @@ def test_loftq_is_the_alternation_of_quantization_and_truncated_svd(made, steps)
     np.testing.assert_allclose(tuned(adapters, low, x), decoder(merged, x), rtol=1e-4, atol=1e-4)
 
 
-def test_loftq_refuses_what_it_cannot_quantize(made):
+def test_loftq_raises_for_what_it_cannot_quantize(made):
     params, x, _ = made
     with pytest.raises(ValueError, match="has no weight_qtype in its rule"):
         adapted(decoder, LoraRule(rank=2, alpha=6.0)).init_loftq(params, x)

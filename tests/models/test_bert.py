@@ -83,7 +83,7 @@ def test_states_are_those_of_the_reference():
         np.testing.assert_allclose(states[row, :count], wanted, rtol=0, atol=2e-5)
 
 
-def test_types_are_all_the_first_unless_told():
+def test_token_types_are_zero_by_default():
     tokens, mask = batch()
     first, second = (states_of(tokens, mask, jnp.full(tokens.shape, n, tokens.dtype)) for n in (0, 1))
     np.testing.assert_allclose(run(SMALL, params_of(), tokens, mask), first, rtol=0, atol=1e-5)
@@ -216,7 +216,7 @@ def test_a_config_is_found_again():
     assert BertConfig.from_json(SMALL.to_json()) == SMALL
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_raises():
     params, (tokens, mask) = params_of(), batch()
     with pytest.raises(ValueError, match=r"tokens are integers of shape \[batch, length\], got int32 of shape \(7,\)"):
         bert_apply(SMALL, params, tokens[0], mask)

@@ -24,7 +24,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("config", "change", "text"), WRONG, ids=[text[:30] for *_, text in WRONG])
-def test_what_cannot_be_is_refused(config, change, text):
+def test_what_cannot_be_raises(config, change, text):
     with pytest.raises(ValueError, match=text):
         config.replace(**change)
 

@@ -41,7 +41,7 @@ def test_names_of_layers():
     assert set(names(apart)) | {"decoder_norm"} == set(abstract_params(apart)["decoder"])
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_raises():
     params, (tokens, positions, _) = abstract_params(DENSE), batch(DENSE)
     with pytest.raises(ValueError, match=r"no 'decoder/layers_0/.*'; an unexpected 'decoder/layers/.*unstack_layers"):
         apply(DENSE.replace(scan_layers=False), params, tokens)

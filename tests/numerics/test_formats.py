@@ -153,7 +153,7 @@ def test_names_and_dtypes_are_accepted():
         (3.5, "a name or a dtype"),
     ],
 )
-def test_unknown_formats_are_refused_with_near_matches(qtype, message):
+def test_unknown_formats_raise_with_near_matches(qtype, message):
     with pytest.raises(ValueError, match=message):
         get_format(qtype)
 

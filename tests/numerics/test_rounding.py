@@ -54,7 +54,7 @@ def test_noise_is_shared_along_chosen_axes():
     assert Stochastic().noise(jax.random.key(0), (3, 4)).dtype == jnp.float32
 
 
-def test_noise_lies_in_the_half_open_unit_interval():
+def test_noise_is_in_the_half_open_unit_interval():
     for bits in (8, 16, 24):
         noise = np.asarray(Stochastic(bits=bits).noise(jax.random.key(0), (100_000,)))
         assert noise.min() >= 0

@@ -429,7 +429,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_a_convolution_cannot_honour_is_refused(message):
+def test_what_a_convolution_cannot_honour_raises(message):
     x, w, _, _ = operands("same")
     with pytest.raises(NotImplementedError, match=message):
         conv_general_dilated(x, w, **geometry("same")[2], config=REFUSED[message])
@@ -446,7 +446,7 @@ def test_a_config_next_to_a_qarray():
     np.testing.assert_allclose(vjp(want)[0], pull(want)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_misuse_is_refused():
+def test_misuse_raises():
     x, w, _, _ = operands("same")
     kwargs, config = geometry("same")[2], DotConfig.qt("int8")
     with pytest.raises(ValueError, match="String padding is not implemented for transposed convolution"):

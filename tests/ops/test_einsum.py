@@ -101,7 +101,7 @@ def test_lists_of_axes_and_dtypes():
         ("i1,1k->ik", [(3, 4), (4, 5)], "does not fit"),
     ],
 )
-def test_bad_equations_are_refused(equation, shapes, message):
+def test_bad_equations_raise(equation, shapes, message):
     with pytest.raises(ValueError, match=message):
         octavo.einsum(equation, *data(shapes))
 

@@ -286,7 +286,7 @@ def test_inside_of_shard_map_each_device_runs_the_kernel():
     np.testing.assert_array_equal(fn(x, wide), run(x, wide, dims, "auto"))
 
 
-def test_a_forced_kernel_is_refused_on_a_mesh():
+def test_a_forced_kernel_raises_on_a_mesh():
     x, q = rows(4), quantized("int8")
     with jax.set_mesh(MESH), pytest.raises(ValueError, match=r"over the devices of the mesh: use jax\.shard_map"):
         run(x, q, dims_of(x, q), "kernel")

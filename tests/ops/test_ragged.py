@@ -316,7 +316,7 @@ def test_rows_of_no_group_influence_nothing(recipe):
     assert not np.asarray(poisoned[1])[total:].any()
 
 
-def test_tgmm_ignores_what_lies_in_rows_of_no_group():
+def test_tgmm_ignores_rows_of_no_group():
     x, _, ct = data(3)
     total = sum(SIZES["short"])
     for qtype in (None, "int8", "float8_e4m3fn"):

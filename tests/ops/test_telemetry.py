@@ -84,7 +84,7 @@ def test_int8_per_channel_of_long_rows():
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int4", "float8_e4m3fn"])
-def test_what_lies_beyond_a_fixed_range_is_saturated(qtype):
+def test_values_beyond_a_fixed_range_saturate(qtype):
     x = normal(0, 64, 1024)
     sums = fit(x, octavo.quantize(x, qtype, calibration_method="fixed,-0.1,0.1"))
     # Signed integers have one code more below zero.

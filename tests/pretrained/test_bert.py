@@ -162,7 +162,7 @@ def random():
     return Encoder(SMALL, jax.jit(bert_params, static_argnums=0)(SMALL, jax.random.key(0)), max_length=16)
 
 
-def test_what_embed_refuses(random, folder):
+def test_embed_raises(random, folder):
     with pytest.raises(ValueError, match="has no tokenizer: give ids to embed_tokens"):
         random.embed(["a"])
     encoder = open_encoder(folder)

@@ -122,7 +122,7 @@ def test_real_models_go_to_gguf_with_their_tokenizers(tmp_path):
         assert found.tokenizer.decode(found.tokenizer.encode(text)) == text
 
 
-def test_a_config_that_no_decoder_has_is_refused(small, tmp_path):
+def test_a_config_that_no_decoder_has_raises(small, tmp_path):
     write_huggingface(small, {p: leaf.load() for p, leaf in small.leaves.items()}, tmp_path)
     described = json.loads((tmp_path / "config.json").read_text())
 

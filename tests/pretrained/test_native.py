@@ -124,7 +124,7 @@ def test_what_is_no_model_says_what_one_is(tmp_path):
         open_model(tmp_path)
 
 
-def test_a_source_that_is_not_what_it_says_is_refused(small):
+def test_a_source_that_is_not_what_it_says_raises(small):
     leaves = dict(small.leaves)
     del leaves["decoder/decoder_norm/scale"]
     with pytest.raises(ValueError, match=r"small: .*: there is no 'decoder/decoder_norm/scale'"):

@@ -74,7 +74,7 @@ def test_outliers_of_the_hidden_states_cost_less_after_rotation():
     assert kl[1] < 0.5 * kl[0]
 
 
-def test_other_norms_are_refused():
+def test_other_norms_raise():
     with pytest.raises(ValueError, match=r"norm='layer': only models with RMS norms before attention"):
         rotated(source_of(SMALL.replace(norm="layer")))
     with pytest.raises(ValueError, match="norm_place='post'"):

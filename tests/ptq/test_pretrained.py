@@ -102,7 +102,7 @@ def test_errors_come_before_the_work(folder, capsys, monkeypatch, words, message
     assert message in capsys.readouterr().err
 
 
-def test_a_text_that_is_shorter_than_asked_is_told():
+def test_a_text_shorter_than_asked_is_an_error():
     windows = [np.zeros((2, 256), np.int32)]
     assert CalibrationData("", tokens=600).used(windows) == "calibrating on 512 tokens"
     told = "calibrating on 512 tokens: the text has fewer than the 1024 asked for"

@@ -145,13 +145,13 @@ def test_int1_is_not_garbage():
     np.testing.assert_allclose(got, [[0.55, -0.55, 0.55, -0.55]], rtol=1e-6)
 
 
-def test_a_scale_type_is_refused_as_a_value_type():
+def test_a_scale_type_raises_as_a_value_type():
     """Qwix gives NaN for float8_e8m0fnu."""
     with pytest.raises(ValueError, match="holds powers of two only"):
         octavo.quantize(jnp.ones(4), jnp.float8_e8m0fnu)
 
 
-def test_unsigned_types_are_refused_for_signed_data():
+def test_unsigned_types_raise_for_signed_data():
     """Qwix clips the negative half of the data to zero."""
     with pytest.raises(ValueError, match="no negative values"):
         octavo.quantize(jnp.ones(4), "uint8")

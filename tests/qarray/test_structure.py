@@ -112,7 +112,7 @@ def test_reshaping(how, shape, scale_shape):
     check(q.pack().reshape(shape), np.asarray(q.dequantize()).reshape(shape))
 
 
-def test_a_reshape_that_tears_tiles_is_refused():
+def test_a_reshape_that_tears_tiles_raises():
     with pytest.raises(ValueError, match="which would split its tiles"):
         HOW["column"].quantize(jnp.asarray(X)).reshape(4, -1)
     with pytest.raises(ValueError, match="is padded along axes"):
@@ -250,7 +250,7 @@ def test_quantizers_print_as_code_and_round_trip_through_json():
         (lambda: QArray(jnp.zeros((4,), jnp.int8), jnp.ones(1), jnp.zeros(1, jnp.int4)), "zero point has dtype"),
     ],
 )  # fmt: skip
-def test_bad_descriptions_are_refused(make, message):
+def test_bad_descriptions_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -130,7 +130,7 @@ def test_records_of_files_lie_beside_them(tmp_path, converted):
     assert "small.gguf" in page.text
 
 
-def test_damaged_records_are_told(tmp_path):
+def test_damaged_records_are_reported(tmp_path):
     (tmp_path / CONVERSION).write_text('{"name": ')
     with pytest.raises(ValueError, match=r"conversion.json is damaged: .*; run the command that wrote it again"):
         render(tmp_path)

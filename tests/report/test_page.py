@@ -136,7 +136,7 @@ def test_missing_parts_are_said_to_be_missing(tmp_path):
     assert not page.svgs
 
 
-def test_damaged_parts_are_told(tmp_path):
+def test_damaged_files_are_reported(tmp_path):
     run = make(tmp_path / "run")
     (run / "plan.json").write_text('{"rows": [')
     (run / "verify.json").write_text("[1]")

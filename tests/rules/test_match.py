@@ -88,7 +88,7 @@ def test_no_pattern_takes_forever(pattern):
     assert time.process_time() - start < 2
 
 
-def test_a_pattern_that_only_backtracking_matches_is_refused():
+def test_a_pattern_that_only_backtracking_matches_raises():
     with pytest.raises(ValueError, match="a regular expression with a backreference and repetitions within others"):
         QuantizationRule(module_path=r"((a+)+)\1", weight_qtype="int8")
     assert QuantizationRule(module_path=r"(.*)/\1", weight_qtype="int8").matches("a/a", "dot_general", weights=True)

@@ -51,12 +51,12 @@ def test_a_schedule_goes_to_json_and_back():
         ([(0, None), (-3, INT8)], "the first step of stage 2 is a number of steps, 0 or more; got -3"),
     ],
 )
-def test_what_is_no_schedule_is_refused(stages, message):
+def test_what_is_no_schedule_raises(stages, message):
     with pytest.raises(ValueError, match=message):
         Schedule(stages)
 
 
-def test_ranges_frozen_before_they_are_measured_are_refused():
+def test_ranges_frozen_before_they_are_measured_raise():
     with pytest.raises(ValueError, match=r"frozen at step 5, but the first stage with static ranges begins at step 10"):
         Schedule([(0, None), (10, STATIC)], freeze_at=5)
     with pytest.raises(ValueError, match="freeze_at is a number of steps, 0 or more; got -1"):

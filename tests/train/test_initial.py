@@ -65,8 +65,9 @@ def test_parameters_of_a_file_in_the_layout_of_the_run(name, files):
     floats = jax.tree.map(lambda x: x.dequantize("float32") if is_qarray(x) else x, opened.params("float32"),
                           is_leaf=is_qarray)  # fmt: skip
     tokens = np.arange(24).reshape(2, 12)
-    expected = apply(opened.config, floats, tokens)[0]
-    np.testing.assert_allclose(apply(layout, params, tokens)[0], expected, rtol=1e-5, atol=1e-5)
+    logits = jax.jit(apply, static_argnums=0)
+    expected = logits(opened.config, floats, tokens)[0]
+    np.testing.assert_allclose(logits(layout, params, tokens)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_run_on_a_mesh_from_a_hugging_face_directory(files, tmp_path):

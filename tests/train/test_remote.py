@@ -54,7 +54,7 @@ def files(fs):
 @pytest.mark.parametrize(
     "key", ["base_output_directory", "save_quantized_params_path", "load_parameters_path", "metrics_file"]
 )
-def test_a_scheme_whose_package_is_missing_is_refused_before_anything_runs(key, url, text, tmp_path, monkeypatch):
+def test_a_scheme_whose_package_is_missing_raises_before_anything_runs(key, url, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=text):
         Config(**{key: url, "quantization": "int8"})
@@ -158,7 +158,7 @@ def test_a_run_resumes_from_a_store_and_its_model_opens(store, capsys):
 
 
 @pytest.mark.parametrize("key", ["base_output_directory", "save_quantized_params_path"])
-def test_several_processes_are_refused_before_anything_runs(store, key, tmp_path, monkeypatch):
+def test_several_processes_raise_before_anything_runs(store, key, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("octavo.train.distributed.is_multiprocess", lambda: True)
     config = small(**{"base_output_directory": str(tmp_path), "quantization": "int8", key: "memory://bucket/runs"})

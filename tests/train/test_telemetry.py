@@ -135,7 +135,7 @@ def test_float_has_none():
     assert worst_weights(Trainer(small(quantization=""))) == []
 
 
-def test_the_last_step_is_measured_and_the_drift_goes_on_after_a_resume(monkeypatch):
+def test_the_last_step_is_measured_and_the_drift_continues_after_a_resume(monkeypatch):
     trainer = Mock(spec=Trainer)
     trainer.config = Mock(quantization_metrics_interval=100, steps=7)
     trainer.state, trainer.batch = None, lambda step: None

@@ -127,7 +127,7 @@ def test_two_weights_of_one_shape_are_both_recognised():
     assert [(s.leaf, s.config is not None) for s in sites] == [("a", True), ("b", True)]
 
 
-def test_settings_that_do_not_exist_are_refused():
+def test_settings_that_do_not_exist_raise():
     """Qwix takes any name in additional_qt_config, and any op, type or calibration in a rule."""
     with pytest.raises(ValueError, match="lhs_qtyp"):
         octavo.QtRule(weight_qtype="int8", act_qtype="int8", additional_qt_config={"lhs_qtyp": "int4"})

@@ -319,7 +319,7 @@ class TestWeights:
         config = dot_config(INT8, lhs_weight=True, rhs_weight=False)
         same(jax.jit(low)(PARAMS, X), jax.jit(lambda p, x: octavo.dot(p["a"]["w"].T, x.T, config=config))(PARAMS, X))
 
-    def test_weights_can_be_told(self):
+    def test_weights_can_be_named(self):
         fn = lambda p, q, x: x @ p + x @ q  # noqa: E731
         w = PARAMS["a"]["w"]
         assert [s.leaf for s in octavo.quantized(fn, "int8", weights="q").sites(w, w, X)] == [None, "q"]
@@ -466,7 +466,7 @@ class TestNothingSilently:
 
 
 class TestOperations:
-    def test_einsum_is_told_from_dot_general(self):
+    def test_einsum_is_distinguished_from_dot_general(self):
         fn = lambda params, x: (jnp.einsum("bi,io->bo", x, params["a"]["w"]), x @ params["a"]["w"])  # noqa: E731
         low = octavo.quantized(fn, INT8.replace(op_names=("einsum",)))
         assert [(s.op, s.config is not None) for s in low.sites(PARAMS, X)] == [

@@ -106,13 +106,13 @@ def test_a_history_that_a_stage_does_not_use_is_its_own_gradient():
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(updated), jax.tree.leaves(state), strict=True))
 
 
-def test_stages_whose_states_differ_are_refused():
+def test_stages_whose_states_differ_raise():
     low = scheduled(predict, Schedule([(0, STATIC), (2, STATIC.replace(act_batch_axes=(1,)))]))
     with pytest.raises(ValueError, match=r"a stage keeps another state for dot_general0_lhs at 'a'.*act_batch_axes"):
         low.init(PARAMS, X)
 
 
-def test_a_traced_step_and_what_is_no_schedule_are_refused():
+def test_a_traced_step_and_what_is_no_schedule_raise():
     low = scheduled(predict, Schedule([(0, None), (5, INT8)]))
     with pytest.raises(TypeError, match=r"step is a Python int, got .*choose the stage outside jit"):
         jax.jit(lambda step: low(PARAMS, X, step=step))(3)

@@ -79,7 +79,7 @@ def test_calling_without_state_says_how():
         octavo.quantized(mlp, STATIC)(PARAMS, normal(2, 4, 16))
 
 
-def test_state_of_another_function_is_refused():
+def test_state_of_another_function_raises():
     low = octavo.quantized(mlp, STATIC)
     x = normal(2, 4, 16)
     with pytest.raises(ValueError, match="the state has no quant_stats/b/dot_general0_lhs"):

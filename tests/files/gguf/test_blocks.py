@@ -161,7 +161,7 @@ def test_encoders_take_numbers_too_small_for_a_scale():
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-def test_what_cannot_be_encoded_is_refused(kind):
+def test_what_cannot_be_encoded_raises(kind):
     bad = np.zeros(32, np.float32)
     bad[3] = np.nan
     with pytest.raises(FileError, match=f"tensor 'x': holds inf or NaN, which {kind} cannot"):

@@ -221,14 +221,14 @@ def test_the_valid_file_is_used(valid, tmp_path):
     assert use(tmp_path / "m.gguf", valid)
 
 
-def test_every_truncation_is_refused(valid, tmp_path):
+def test_every_truncation_raises(valid, tmp_path):
     path = tmp_path / "m.gguf"
     last = len(valid) - len(valid) % 32  # padding after the last tensor may be missing
     assert not any(use(path, valid[:size]) for size in range(0, last - 128, 7))
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_are_refused(tmp_path_factory, data):
+def test_random_bytes_raise(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "random.gguf"
     for head in (b"", b"GGUF\3\0\0\0", b"GGUF\3\0\0\0\1" + bytes(7), b"GGUF\2\0\0\0" + bytes(8) + b"\1" + bytes(7)):
         use(path, head + data)

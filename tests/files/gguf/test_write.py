@@ -111,7 +111,7 @@ def test_plain_numbers_get_a_type(value, dtype, tmp_path):
         ([1, "a"], r"metadata 'k': a list holds one kind of value; give an array of NumPy to say which"),
     ],
 )
-def test_other_metadata_are_refused(value, text, tmp_path):
+def test_other_metadata_raise(value, text, tmp_path):
     with pytest.raises(FileError, match=text):
         write_gguf(tmp_path / "a.gguf", {"k": value}, {})
     assert list(tmp_path.iterdir()) == []
@@ -177,7 +177,7 @@ def test_a_qarray_is_kept(kind, qtype, packed, tmp_path):
             assert np.array_equal(np.asarray(back.dequantize()), np.asarray(q.dequantize()))
 
 
-def test_a_qarray_that_would_change_is_refused(tmp_path):
+def test_a_qarray_that_would_change_raises(tmp_path):
     x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 128)), jnp.float32)
     path = tmp_path / "a.gguf"
     with pytest.raises(FileError, match="tensor 'q': a QArray of nf4 cannot be stored as Q4_0; symmetric int8 can"):

@@ -31,7 +31,7 @@ def test_keys_of_a_file(tmp_path, monkeypatch):
     assert _api_keys(argparse.Namespace(api_key=None, api_key_file=None)) == ["other"]
 
 
-def test_wrong_options_are_told_before_anything_is_loaded(capsys, monkeypatch, tmp_path):
+def test_wrong_options_are_errors_before_anything_is_loaded(capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("OCTAVO_API_KEY", raising=False)
     keys = tmp_path / "keys"
     keys.write_text("# nothing\n")
@@ -47,7 +47,7 @@ def test_wrong_options_are_told_before_anything_is_loaded(capsys, monkeypatch, t
         assert text in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_told(capsys):
+def test_a_port_in_use_is_an_error(capsys):
     with bind("127.0.0.1", 0) as sock:
         sock.listen()
         port = sock.getsockname()[1]
@@ -55,7 +55,7 @@ def test_a_port_that_is_taken_is_told(capsys):
     assert f"octavo serve: cannot listen on port {port} of '127.0.0.1'" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there_is_told(capsys, tmp_path):
+def test_a_missing_model_is_an_error(capsys, tmp_path):
     assert main(["serve", str(tmp_path / "nothing"), "--port", "0"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("octavo serve: ")
@@ -70,7 +70,7 @@ def test_an_encoder_is_known_by_its_config(capsys, tmp_path):
     assert "safetensors" in capsys.readouterr().err
 
 
-def test_a_missing_package_is_told():
+def test_a_missing_package_is_named():
     # In a process of its own: what was imported stays imported.
     code = """
 import sys
@@ -109,7 +109,7 @@ def model(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.standard_promotion
-def test_the_command_serves_until_it_is_told_to_stop(model):
+def test_the_command_serves_until_it_is_stopped(model):
     words = ["serve", str(model), "--port", "0", "--slots", "2", "--max-length", "64", "--kv", "int8"]
     environment = {**os.environ, "OCTAVO_API_KEY": "secret"}
     command = [sys.executable, "-m", "octavo", *words]

@@ -161,7 +161,7 @@ def test_tools_and_formats_are_understood():
     ],
     ids=range(12),
 )
-def test_what_is_no_json_object_is_refused(body):
+def test_what_is_no_json_object_raises(body):
     with pytest.raises(ApiError, match="the body is") as caught:
         completion(body)
     assert caught.value.status == 400

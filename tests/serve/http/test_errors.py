@@ -88,7 +88,7 @@ def test_prompts_that_do_not_fit(url):
         assert message == "the prompt has a token id outside of the vocabulary: ids are from 0 to 255"
 
 
-def test_a_conversation_that_the_template_refuses(url):
+def test_a_conversation_that_the_template_rejects(url):
     status, found = post(url, "/v1/chat/completions", messages=[{"role": "alien", "content": "a"}])
     assert refused(status, found) == (400, "messages", "the template knows no role 'alien'")
 
@@ -191,7 +191,7 @@ def test_an_answer_that_takes_too_long(engine):
         assert post(url, prompt="a", max_tokens=2)[0] == 200
 
 
-def test_what_the_engine_refuses(engine):
+def test_invalid_requests_of_the_engine_raise(engine):
     engine.refusal = ValueError("the engine wants none of it")
     with running(engine) as url:
         assert refused(*post(url, prompt=["a", "b"])) == (400, None, "the engine wants none of it")
@@ -215,7 +215,7 @@ def test_a_fault_in_the_server_tells_its_number_and_no_more(engine, caplog):
         assert call(url, "/health")[0] == 200
 
 
-def test_an_engine_that_fails_is_told_to_all(engine, caplog):
+def test_a_failed_engine_ends_every_request(engine, caplog):
     engine.gate.clear()
     results = []
     with running(engine) as url:
