@@ -8,7 +8,19 @@ import pytest
 import octavo
 from octavo.cli import main, make_parser
 
-COMMANDS = ("doctor", "plan", "verify", "compile", "quantize", "eval", "serve", "generate", "report", "completion")
+COMMANDS = (
+    "doctor",
+    "plan",
+    "verify",
+    "compile",
+    "quantize",
+    "eval",
+    "serve",
+    "generate",
+    "embed",
+    "report",
+    "completion",
+)
 
 
 def test_help_names_the_commands_and_what_to_type_next(capsys):

@@ -15,7 +15,19 @@ _KEY_VALUE = {
     "compare": ("octavo.cli.compare", "train in float and in recipes side by side, over seeds"),
 }
 """Commands that take key=value arguments and print their own help: their modules and summaries."""
-_COMMANDS = ("doctor", "plan", "verify", "compile", "quantize", "eval", "serve", "generate", "report", "completion")
+_COMMANDS = (
+    "doctor",
+    "plan",
+    "verify",
+    "compile",
+    "quantize",
+    "eval",
+    "serve",
+    "generate",
+    "embed",
+    "report",
+    "completion",
+)
 
 _MODULES = {"eval": "evaluate"}
 """Commands whose module has another name."""

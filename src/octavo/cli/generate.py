@@ -9,11 +9,10 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from octavo.cli.compiled import use_compiled_programs
-from octavo.cli.options import MODEL, add_adapter, add_kv_cache, fail, kv_config, open_source
+from octavo.cli.options import MODEL, add_adapter, add_kv_cache, fail, kv_config, open_source, read_texts
 
 _MOST_SLOTS = 8
 
@@ -63,7 +62,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Generate, and return the exit status."""
     try:
-        prompts = _prompts(args)
+        prompts = read_texts(args.prompt, args.prompt_file, "--prompt")
         params = _params(args)
         engine, source, ids = _engine(args, prompts)
     except (ValueError, OSError, ModuleNotFoundError) as error:
@@ -83,16 +82,6 @@ def run(args: argparse.Namespace) -> int:
     printer.close()
     print(f"octavo generate: {clock.summary(ids)}\n{_memory(source, engine)}", file=sys.stderr)
     return 1 if clock.failed else 0
-
-
-def _prompts(args: argparse.Namespace) -> list[str]:
-    prompts = list(args.prompt or ())
-    if args.prompt_file is not None:
-        text = sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text("utf-8")
-        prompts += [line for line in text.splitlines() if line.strip()]
-    if not prompts:
-        raise ValueError("there is no prompt: give --prompt TEXT, or --prompt-file FILE with one on each line")
-    return prompts
 
 
 def _params(args: argparse.Namespace) -> Any:

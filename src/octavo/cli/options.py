@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 MODEL = """MODEL is an output of `octavo quantize`, a run of `octavo train` or one of its checkpoints, a Hugging Face
@@ -47,6 +48,17 @@ def add_grad(parser: argparse.ArgumentParser, verb: str) -> None:
         help=f"{verb} the backward pass too: the gradient of the mean of the squares of all float outputs with respect "
         "to the weights",
     )
+
+
+def read_texts(given: list[str] | None, path: str | None, option: str) -> list[str]:
+    """The texts of a repeatable option and those on the lines of a file, or of standard input if `path` is "-"."""
+    texts = list(given or ())
+    if path is not None:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text("utf-8")
+        texts += [line for line in text.splitlines() if line.strip()]
+    if not texts:
+        raise ValueError(f"there is no {option[2:]}: give {option} TEXT, or {option}-file FILE with one on each line")
+    return texts
 
 
 def add_adapter(parser: argparse.ArgumentParser) -> None:
