@@ -24,7 +24,19 @@ def script(capsys):
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_command_option_and_key_is_there(script, shell):
     text = script(shell)
-    for word in ("doctor", "plan", "verify", "quantize", "eval", "serve", "generate", "report", "train", "compare"):
+    for word in (
+        "doctor",
+        "plan",
+        "verify",
+        "quantize",
+        "eval",
+        "serve",
+        "generate",
+        "embed",
+        "report",
+        "train",
+        "compare",
+    ):
         assert word in text
     assert "at-least" in text
     assert "kv-axis" in text
