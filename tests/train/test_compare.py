@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import signal
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from scipy import stats
 from octavo.cli import main
 from octavo.report import compare_report
 from octavo.train import compare
-from octavo.train.compare import Comparison, Result, interval
+from octavo.train.compare import Comparison, Result, StoppedError, interval
 from tests.report.page import read
 from tests.train.common import small, words
 
@@ -95,6 +96,44 @@ def test_a_comparison_is_run_kept_and_reported(tmp_path, capsys):
     assert main(argv) == 0
     assert "seed 0" not in capsys.readouterr().out
     assert json.loads((tmp_path / "test" / "comparison.json").read_text()) == saved
+
+
+@pytest.mark.slow
+def test_a_stopped_comparison_is_resumed(tmp_path, capsys, monkeypatch):
+    """Stopped between two checkpoints: losses are those of a comparison that nothing stopped."""
+    changes = {"steps": 5, "checkpoint_period": 2, "eval_steps": 1, "base_num_decoder_layers": 1}
+
+    def command(folder):
+        arguments = words(**changes, base_output_directory=tmp_path / folder)
+        return main(["compare", *arguments, "quantization=int8", "seeds=1", "eval_points=5"]), capsys.readouterr().out
+
+    def losses(folder):
+        runs = json.loads((tmp_path / folder / "test" / "comparison.json").read_text())["runs"]
+        return [(run["name"], run["loss"], run["eval_loss"]) for run in runs]
+
+    assert command("whole")[0] == 0
+    step, taken = compare.Trainer.step, []
+
+    def interrupted(self):
+        taken.append(self.config.quantization)
+        if len(taken) == 5:  # the third step of float, and int8 takes it too
+            signal.raise_signal(signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(compare.Trainer, "step", interrupted)
+    status, said = command("parts")
+    assert (status, len(taken)) == (130, 6)
+    assert said.endswith("stopped by Ctrl-C after 3 steps of seed 0, saved; the same command resumes\n")
+    status, said = command("parts")
+    assert (status, len(taken)) == (0, 10)
+    assert "resuming at step 3 of 5" in said
+    assert losses("parts") == losses("whole")
+    assert not list((tmp_path / "parts" / "test" / "checkpoints").iterdir())
+
+
+def test_what_a_stopped_comparison_says():
+    text = str(StoppedError(1, 7, signal.SIGTERM, saved=False))
+    assert text == "stopped by SIGTERM after 7 steps of seed 1, not saved, because of enable_checkpointing=false"
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """`octavo compare`: the same training in float and in recipes, over seeds, with a table and a report."""
 
 import json
+import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,14 @@ _HELP = """usage: octavo compare [CONFIG.yml] quantization=RECIPE[,RECIPE...] [s
 Trains the same model from the same seeds on the same batches in float and in each recipe, with interleaved steps, and
 prints a table: loss on held-out text, its gap to float with a 95 % interval over the seeds, time and memory of a step
 relative to float, and the share of matmul FLOPs in low precision. Writes the results as JSON and a report page with the
-curves. Finished runs are kept in the directory and not run again.
+curves. Finished runs are kept in the directory and not run again. SIGTERM and Ctrl-C end a comparison after the
+current step, with a checkpoint; the same command resumes it.
 
   quantization=int8,fp8_full   the recipes; `octavo plan --rules list` prints them all
   seeds=3                      number of seeds (default 2; the interval needs two or more)
   eval_points=10               number of evaluations on held-out text
-  fresh=true                   run finished runs again
+  fresh=true                   run all runs again from their first step
+  checkpoint_period=100        steps between two checkpoints of unfinished runs
   key=value                    everything that `octavo train --help` lists: steps=200 model_name=10m ...
 
 Example: octavo compare quantization=int8,fp8_full model_name=1m steps=100 seeds=3
@@ -74,14 +77,18 @@ def _flag(name: str, text: str) -> bool:
 
 def _compare(config: "Config", recipes: list[str], options: dict[str, Any]) -> int:
     from octavo import _remote
+    from octavo.checkpoint import CheckpointError
     from octavo.report import compare_report
-    from octavo.train.compare import Comparison
+    from octavo.train.compare import Comparison, StoppedError
 
     directory = _remote.pull(config.run_path)
     comparison = Comparison(config, recipes, directory=directory, log=_log, **options)
     try:
         comparison.run()
-    except (OSError, ValueError) as error:
+    except StoppedError as error:
+        print(error)
+        return 130 if error.by == signal.SIGINT else 0
+    except (OSError, ValueError, CheckpointError) as error:
         return fail("compare", error, status=1)
     finally:
         _remote.push(config.run_path)

@@ -1,13 +1,17 @@
 """Paired runs: the same seeds and batches in float and in each recipe, steps interleaved."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import json
 import math
+import shutil
+import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,9 @@ import jax
 
 from octavo._io import atomic_write
 from octavo._text import format_table
+from octavo.checkpoint import CheckpointManager
 from octavo.train.config import Config
+from octavo.train.halt import StopSignal, stop_signals
 from octavo.train.telemetry import Telemetry, worst_weights
 from octavo.train.trainer import Trainer
 
@@ -42,6 +48,7 @@ class Result:
     eval_loss: list[list[Any]] = dataclasses.field(default_factory=list)
     step_seconds: list[float] = dataclasses.field(default_factory=list)
     float_seconds: list[float] = dataclasses.field(default_factory=list)
+    diverged: bool = False
     plan: dict[str, Any] | None = None
     telemetry: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     histograms: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -53,6 +60,23 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"final_loss": self.final_loss}
+
+
+class StoppedError(Exception):
+    """A signal ended a comparison before its last step.
+
+    Args:
+      seed: The seed whose runs were stopped.
+      step: The number of steps that they have taken.
+      by: The signal.
+      saved: Whether the next comparison resumes from there.
+    """
+
+    def __init__(self, seed: int, step: int, by: signal.Signals, *, saved: bool):
+        self.by = by
+        what = "Ctrl-C" if by == signal.SIGINT else by.name
+        rest = "saved; the same command resumes" if saved else "not saved, because of enable_checkpointing=false"
+        super().__init__(f"stopped by {what} after {step} steps of seed {seed}, {rest}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +101,8 @@ class Comparison:
       recipes: Values of `quantization`.
       seeds: The number of seeds.
       eval_points: The number of evaluations of a run.
-      directory: Keeps results, so that finished runs are not run again.
-      fresh: Whether finished runs are run again.
+      directory: Keeps results, so that finished runs are not run again, and checkpoints of unfinished ones.
+      fresh: Whether all runs are run again from their first step.
       log: Takes each line of the log.
     """
 
@@ -99,13 +123,19 @@ class Comparison:
         self._programs: dict[str, Any] = {}  # seeds are arguments of a step, so all of them run the same programs
 
     def run(self) -> list[Result]:
-        """All runs, seed by seed."""
-        for seed in self.seeds:
-            found = {name: self._load(name, seed) for name in (FLOAT, *self.recipes)}
-            if missing := [name for name, known in found.items() if known is None]:
-                # Float is run again with the missing recipes: its losses are the same, and step times are comparable.
-                found |= {result.name: result for result in self._paired(dict.fromkeys([FLOAT, *missing]), seed)}
-            self.results += [result for result in found.values() if result is not None]
+        """All runs, seed by seed; resumes a seed from its checkpoint.
+
+        Raises:
+          StoppedError: SIGTERM or Ctrl-C was received. The runs of this seed are saved.
+        """
+        with stop_signals() as stop:
+            for seed in self.seeds:
+                found = {name: self._load(name, seed) for name in (FLOAT, *self.recipes)}
+                if missing := [name for name, known in found.items() if known is None]:
+                    # Float is run again with the missing recipes: its losses are the same, and step times comparable.
+                    names = tuple(dict.fromkeys([FLOAT, *missing]))
+                    found |= {result.name: result for result in self._paired(names, seed, stop)}
+                self.results += [result for result in found.values() if result is not None]
         return self.results
 
     def _config(self, name: str, seed: int) -> Config:
@@ -113,47 +143,86 @@ class Comparison:
         base = self.config.init_weights_seed
         return self.config.replace(init_weights_seed=base + seed, data_shuffle_seed=base + seed, **precision)
 
-    def _paired(self, names: Iterable[str], seed: int) -> list[Result]:
+    def _paired(self, names: Sequence[str], seed: int, stop: StopSignal) -> list[Result]:
+        """The runs of a seed, a step of each in turn."""
         self.log(f"seed {seed}: {', '.join(names)}")
         trainers = {name: Trainer(self._config(name, seed), programs=self._programs) for name in names}
         results = {name: _empty(name, seed, trainer) for name, trainer in trainers.items()}
         steps = self.config.steps
-        every = max(1, steps // self.eval_points)
-        for step in range(steps):
-            last = (step + 1) % every == 0 or step + 1 == steps
-            for name, trainer in list(trainers.items()):
-                before = time.perf_counter()
-                metrics = jax.block_until_ready(trainer.step())
-                results[name].step_seconds.append(time.perf_counter() - before)
-                results[name].loss.append([step, float(metrics["learning/lm_loss"])])
-                if bool(metrics["halted"]):
-                    self.log(f"{name}: the loss of step {step} is not finite; this run ends here")
-                    results[name].eval_loss.append([step + 1, math.nan])
-                    del trainers[name]
-                elif last:
-                    results[name].eval_loss.append([step + 1, trainer.evaluate()])
-            if (step + 1) % every == 0:
-                seconds = {name: statistics.median(result.step_seconds) for name, result in results.items()}
-                each = (f"{name} {result.final_loss:.4f} ({seconds[name]:.2f} s)" for name, result in results.items())
-                self.log(f"step {step + 1} of {steps}: {', '.join(each)}")
+        with self._checkpoints(names, seed) as checkpoints:
+            start = 0
+            if checkpoints is not None:
+                start, results = _restore(checkpoints, trainers, results)
+            if start:
+                self.log(f"resuming at step {start} of {steps}")
+            for step in range(start, steps):
+                self._round(step, trainers, results)
+                if step + 1 == steps or (stop.by is None and (step + 1) % self.config.checkpoint_period):
+                    continue
+                if checkpoints is not None:
+                    saved = {"results": {name: dataclasses.asdict(result) for name, result in results.items()}}
+                    checkpoints.save(step + 1, {name: trainer.state for name, trainer in trainers.items()}, saved)
+                if stop.by is not None:
+                    raise StoppedError(seed, step + 1, stop.by, saved=checkpoints is not None)
         for name, trainer in trainers.items():
-            if name != FLOAT and seed == self.seeds[0]:
+            if name != FLOAT and seed == self.seeds[0] and not results[name].diverged:
                 results[name].plan = json.loads(trainer.plan().to_json())
                 results[name].telemetry = [{"step": steps - 1, **Telemetry(trainer).measure(steps - 1)}]
                 results[name].histograms = worst_weights(trainer)
         for result in results.values():
             result.float_seconds = results[FLOAT].step_seconds
             self._save(result)
+        if self.directory is not None:
+            shutil.rmtree(self._checkpoint_path(names, seed), ignore_errors=True)
         return list(results.values())
+
+    def _round(self, step: int, trainers: dict[str, Trainer], results: dict[str, Result]) -> None:
+        """One step of every run that has not diverged, and its evaluation where one is due."""
+        every = max(1, self.config.steps // self.eval_points)
+        is_due = (step + 1) % every == 0
+        for name, trainer in trainers.items():
+            result = results[name]
+            if result.diverged:
+                continue
+            before = time.perf_counter()
+            metrics = jax.block_until_ready(trainer.step())
+            result.step_seconds.append(time.perf_counter() - before)
+            result.loss.append([step, float(metrics["learning/lm_loss"])])
+            if bool(metrics["halted"]):
+                self.log(f"{name}: the loss of step {step} is not finite; this run ends here")
+                result.eval_loss.append([step + 1, math.nan])
+                result.diverged = True
+            elif is_due or step + 1 == self.config.steps:
+                result.eval_loss.append([step + 1, trainer.evaluate()])
+        if is_due:
+            seconds = {name: statistics.median(result.step_seconds) for name, result in results.items()}
+            each = (f"{name} {result.final_loss:.4f} ({seconds[name]:.2f} s)" for name, result in results.items())
+            self.log(f"step {step + 1} of {self.config.steps}: {', '.join(each)}")
+
+    def _checkpoint_path(self, names: Sequence[str], seed: int) -> Path:
+        assert self.directory is not None
+        digests = "".join(self._digest(name, seed) for name in names)
+        return self.directory / "checkpoints" / f"seed{seed}-{hashlib.sha256(digests.encode()).hexdigest()[:12]}"
+
+    def _checkpoints(self, names: Sequence[str], seed: int) -> AbstractContextManager[CheckpointManager | None]:
+        """The checkpoints of the runs of a seed; None where nothing is kept."""
+        if self.directory is None or not self.config.enable_checkpointing:
+            return contextlib.nullcontext()
+        path = self._checkpoint_path(names, seed)
+        if self.fresh:
+            shutil.rmtree(path, ignore_errors=True)
+        return CheckpointManager(path, max_to_keep=1, asynchronous=False)
 
     # Results on disk, by a digest of the configuration.
 
     def _path(self, name: str, seed: int) -> Path | None:
         if self.directory is None:
             return None
+        return self.directory / "runs" / f"{name}-seed{seed}-{self._digest(name, seed)}.json"
+
+    def _digest(self, name: str, seed: int) -> str:
         settings = self._config(name, seed).to_dict() | {"run_name": "", "base_output_directory": ""}
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
-        return self.directory / "runs" / f"{name}-seed{seed}-{digest}.json"
+        return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
     def _load(self, name: str, seed: int) -> Result | None:
         path = self._path(name, seed)
@@ -197,6 +266,18 @@ class Comparison:
             rows.append((row.name, f"{row.loss:.4f}", gap, interval, ratio, memory, share))
         lines = format_table(rows)
         return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def _restore(
+    checkpoints: CheckpointManager, trainers: dict[str, Trainer], results: dict[str, Result]
+) -> tuple[int, dict[str, Result]]:
+    """Resume all runs of a seed from the newest intact checkpoint; returns its step and the results until then."""
+    found = checkpoints.restore({name: trainer.state for name, trainer in trainers.items()})
+    if found is None:
+        return 0, results
+    for name, trainer in trainers.items():
+        trainer.resume(found.state[name])
+    return found.step, {name: Result(**saved) for name, saved in found.extra["results"].items()}
 
 
 def _empty(name: str, seed: int, trainer: Any) -> Result:
