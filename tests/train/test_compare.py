@@ -123,7 +123,9 @@ def test_a_stopped_comparison_is_resumed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compare.Trainer, "step", interrupted)
     status, said = command("parts")
     assert (status, len(taken)) == (130, 6)
-    assert said.endswith("stopped by Ctrl-C after 3 steps of seed 0, saved; the same command resumes\n")
+    assert said.endswith(
+        "stopped by Ctrl-C after 3 steps of seed 0, saved; the same command with run_name=test resumes\n"
+    )
     status, said = command("parts")
     assert (status, len(taken)) == (0, 10)
     assert "resuming at step 3 of 5" in said
@@ -132,7 +134,7 @@ def test_a_stopped_comparison_is_resumed(tmp_path, capsys, monkeypatch):
 
 
 def test_what_a_stopped_comparison_says():
-    text = str(StoppedError(1, 7, signal.SIGTERM, saved=False))
+    text = str(StoppedError(1, 7, signal.SIGTERM, run_name=None))
     assert text == "stopped by SIGTERM after 7 steps of seed 1, not saved, because of enable_checkpointing=false"
 
 

@@ -100,7 +100,7 @@ def test_terminated_from_outside(whole):
             before += process.stdout.readlines()
         assert process.returncode == status
         assert text in before[-1]
-        assert "saved; the same command resumes" in before[-1]
+        assert "saved; the same command with run_name=terminated resumes" in before[-1]
     text = finish(start(whole, run_name="terminated", checkpoint_period=50, **MEASURED))
     assert "resuming at step " in text
     assert_same(whole, "whole", "terminated")

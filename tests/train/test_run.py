@@ -189,7 +189,7 @@ def test_the_command_prints_that_it_was_stopped(tmp_path, monkeypatch, capsys, n
     monkeypatch.setattr(Trainer, "step", signalled)
     assert command(words(**at(tmp_path))) == status
     out = capsys.readouterr().out
-    assert f"stopped by {text} after 3 steps, saved; the same command resumes, loss " in out
+    assert f"stopped by {text} after 3 steps, saved; the same command with run_name=test resumes, loss " in out
     assert "Next:" not in out
 
 

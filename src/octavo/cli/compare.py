@@ -16,7 +16,7 @@ Trains the same model from the same seeds on the same batches in float and in ea
 prints a table: loss on held-out text, its gap to float with a 95 % interval over the seeds, time and memory of a step
 relative to float, and the share of matmul FLOPs in low precision. Writes the results as JSON and a report page with the
 curves. Finished runs are kept in the directory and not run again. SIGTERM and Ctrl-C end a comparison after the
-current step, with a checkpoint; the same command resumes it.
+current step, with a checkpoint; the same command with the same run_name resumes it.
 
   quantization=int8,fp8_full   the recipes; `octavo plan --rules list` prints them all
   seeds=3                      number of seeds (default 2; the interval needs two or more)

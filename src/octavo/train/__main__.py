@@ -131,7 +131,7 @@ def _outcome_line(outcome: "Outcome", config: "Config") -> str:
     }
     parts = [f"{reasons.get(outcome.reason, outcome.reason)} after {outcome.step} steps"]
     if not outcome.complete:
-        saved = "saved; the same command resumes"
+        saved = f"saved; the same command with run_name={config.run_name} resumes"
         parts.append(saved if config.enable_checkpointing else "not saved, because of enable_checkpointing=false")
     for name, loss in (("loss", outcome.loss), ("eval loss", outcome.eval_loss)):
         if loss is not None:

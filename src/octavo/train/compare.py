@@ -69,13 +69,15 @@ class StoppedError(Exception):
       seed: The seed whose runs were stopped.
       step: The number of steps that they have taken.
       by: The signal.
-      saved: Whether the next comparison resumes from there.
+      run_name: The name by which the next comparison resumes from there; None if nothing is saved.
     """
 
-    def __init__(self, seed: int, step: int, by: signal.Signals, *, saved: bool):
+    def __init__(self, seed: int, step: int, by: signal.Signals, *, run_name: str | None):
         self.by = by
         what = "Ctrl-C" if by == signal.SIGINT else by.name
-        rest = "saved; the same command resumes" if saved else "not saved, because of enable_checkpointing=false"
+        rest = f"saved; the same command with run_name={run_name} resumes"
+        if run_name is None:
+            rest = "not saved, because of enable_checkpointing=false"
         super().__init__(f"stopped by {what} after {step} steps of seed {seed}, {rest}")
 
 
@@ -163,7 +165,8 @@ class Comparison:
                     saved = {"results": {name: dataclasses.asdict(result) for name, result in results.items()}}
                     checkpoints.save(step + 1, {name: trainer.state for name, trainer in trainers.items()}, saved)
                 if stop.by is not None:
-                    raise StoppedError(seed, step + 1, stop.by, saved=checkpoints is not None)
+                    run_name = None if checkpoints is None else self.config.run_name
+                    raise StoppedError(seed, step + 1, stop.by, run_name=run_name)
         for name, trainer in trainers.items():
             if name != FLOAT and seed == self.seeds[0] and not results[name].diverged:
                 results[name].plan = json.loads(trainer.plan().to_json())

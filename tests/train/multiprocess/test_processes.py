@@ -93,7 +93,7 @@ def test_killed_and_asked_to_stop(tmp_path):
     again.all[1].send_signal(signal.SIGTERM)
     assert again.statuses(timeout=60) == [0, 0], again.everything()
     assert "SIGTERM: stopping after step " in again.text(0)
-    assert "saved; the same command resumes" in again.text(0)
+    assert "saved; the same command with run_name=test resumes" in again.text(0)
     stopped = load(tmp_path / "test" / "checkpoints").step
     assert len(losses(tmp_path)) == stopped > step + 10
 
