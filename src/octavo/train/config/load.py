@@ -135,15 +135,15 @@ class _Loader:
         paths, values, rest = [], {}, iter(argv)
         for word in rest:
             key, equals, text = word.partition("=")
+            key = key.strip()
             name = key.lstrip("-")
             if not equals and name != key and (name in _FIELDS or maxtext.no_effect(name)):
                 value = next(rest, "VALUE")
                 self._add(f"{word} {value}: write {name}={value}, without dashes")
                 continue
             if equals:
-                if key != key.lstrip("-"):
-                    self._add(f"{word}: write {word.lstrip('-')}, without dashes")
-                name = key.strip().lstrip("-")
+                if key != name:
+                    self._add(f"{word}: write {name}={text}, without dashes")
                 if values.setdefault(name, text) != text:
                     self._add(f"{name}={values[name]} and {name}={text}: give it once", name)
             elif word.endswith((".yml", ".yaml")):
