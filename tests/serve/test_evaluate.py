@@ -10,12 +10,14 @@ import pytest
 from octavo.pretrained import convert_model, weight_rules
 from octavo.pretrained.model import Leaf, PretrainedModel
 from octavo.serve import KVConfig
+from octavo.serve import evaluate as module
 from octavo.serve.evaluate import evaluate, layer_outputs
 from tests.pretrained.conftest import SMALL, source_of
 
 pytestmark = pytest.mark.standard_promotion
 
 TEXT = np.random.default_rng(0).integers(0, 255, 150).tolist()
+LOGITS = np.zeros((3, 64, SMALL.vocab_size), np.float32)
 
 
 def converted(source, asked):
@@ -42,6 +44,14 @@ def reference(source, length):
         logits = jax.jit(source.function())(source.params(), jnp.asarray([window[:-1]]))[0][0]
         rows.append((np.asarray(jax.nn.log_softmax(logits), np.float64), np.asarray(window[1:])))
     return rows
+
+
+def test_a_short_text_is_a_small_batch(source, monkeypatch):
+    """Logits of so small a vocabulary would fit for a thousand windows, and the text has three."""
+    shapes = []
+    monkeypatch.setattr(module, "_forward", lambda source, kv: lambda tokens: shapes.append(tokens.shape) or LOGITS)
+    assert evaluate(source, TEXT, length=64).tokens == len(TEXT)
+    assert shapes == [(3, 64)]
 
 
 @pytest.mark.slow

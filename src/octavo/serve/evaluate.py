@@ -114,7 +114,7 @@ def evaluate(
             f"the vocabularies differ: {source.config.vocab_size} and {against.config.vocab_size} tokens; models of "
             "one family can be compared"
         )
-    rows = max(1, _LOGITS_AT_ONCE // (length * source.config.vocab_size))
+    rows = min(len(windows), max(1, _LOGITS_AT_ONCE // (length * source.config.vocab_size)))
     found: dict[str, list[np.ndarray]] = {}
     for start in range(0, len(windows), rows):
         tokens, targets, counts = _padded(windows[start : start + rows], rows, length)
