@@ -32,7 +32,7 @@ NARROW = {
 
 def row(**changes):
     fine = {"saturation": 0.0, "underflow": 0.0, "worst_site": "mlp.rhs", "worst_underflow_site": "mlp.dlhs"}
-    return {**fine, **changes}
+    return {**fine, "to_noise": 9.0, **changes}
 
 
 def test_ranges_that_fit_are_not_mentioned():
@@ -46,6 +46,16 @@ def test_clipping_and_underflow_warn_with_the_key_that_changes_them():
         "warning: 40 % of gradient values underflow to zero, worst at mlp.dlhs: narrow "
         "bwd_quantization_calibration_method, or use smaller tiles",
     ]
+
+
+def test_gradients_below_the_square_root_of_three_times_their_error_warn():
+    (found,) = range_warnings({"weight": row(to_noise=1.0), "gradient": row(to_noise=1.7)})
+    assert found == (
+        "warning: gradients are 1.7 times their quantization error, less than the square root of 3, worst at mlp.rhs: "
+        "use more bits, or finish in float by quantization_stop_step"
+    )
+    assert not list(range_warnings({"gradient": row(to_noise=1.74)}))
+    assert not list(range_warnings({"gradient": row(to_noise=float("nan"))}))
 
 
 def test_a_tensor_of_zeros_has_a_bound_too():

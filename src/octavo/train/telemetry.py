@@ -31,6 +31,9 @@ MARGIN = 1.25
 """The least ratio of a proposed bound to the largest magnitude, before it is rounded up to a power of two."""
 CLIPS, VANISHES = 1e-3, 0.1
 """Thresholds of the warnings: shares of values that are clipped, or flushed to zero."""
+DROWNS = math.sqrt(3)
+"""Where the norm of a gradient is fewer times that of its quantization error, training stops improving: Chmiel et al.,
+FP4 All the Way, arXiv:2505.19115."""
 
 
 class Telemetry:
@@ -146,6 +149,11 @@ def range_warnings(measured: Mapping[str, Any]) -> Iterator[str]:
             yield (
                 f"warning: {100 * row['underflow']:.2g} % of {kind} values underflow to zero, worst at "
                 f"{row['worst_underflow_site']}: narrow {METHODS[kind]}, or use smaller tiles"
+            )
+        if kind == "gradient" and row["to_noise"] < DROWNS:
+            yield (
+                f"warning: gradients are {row['to_noise']:.2g} times their quantization error, less than the square root "
+                f"of 3, worst at {row['worst_site']}: use more bits, or finish in float by quantization_stop_step"
             )
 
 
