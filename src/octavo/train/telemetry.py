@@ -152,8 +152,8 @@ def range_warnings(measured: Mapping[str, Any]) -> Iterator[str]:
             )
         if kind == "gradient" and row["to_noise"] < DROWNS:
             yield (
-                f"warning: gradients are {row['to_noise']:.2g} times their quantization error, less than the square root "
-                f"of 3, worst at {row['worst_site']}: use more bits, or finish in float by quantization_stop_step"
+                f"warning: gradients are {row['to_noise']:.2g} times their quantization error, less than the square "
+                f"root of 3, worst at {row['worst_site']}: use more bits, or finish in float by quantization_stop_step"
             )
 
 
