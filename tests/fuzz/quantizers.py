@@ -75,7 +75,7 @@ def check(case: Case) -> str:
         sizes[axis] = min(tile, x.shape[axis])
     x64 = x.astype(np.float64)
     want, scales = quantize_dequantize(x64, fmt, sizes, scale_dtype=q.scale.dtype, asymmetric=case["asymmetric"])
-    if near_another_scale(x64, fmt, sizes, case["asymmetric"]):
+    if near_another_scale(x64, fmt, sizes, case["asymmetric"], q.scale.dtype):
         return "scale on a boundary"
     slack = 4e-6 * scales * max(fmt.bound, 1)
     worse = np.abs(got - x64) - np.abs(want - x64) - slack
@@ -87,11 +87,13 @@ def check(case: Case) -> str:
     return "blocks" if fmt.tile is not None else "values"
 
 
-def near_another_scale(x: np.ndarray, fmt: octavo.Format, sizes: list[int], asymmetric: bool = False) -> bool:
+def near_another_scale(x: np.ndarray, fmt: octavo.Format, sizes: list[int], asymmetric: bool, dtype: np.dtype) -> bool:
     """Whether rounding in float32 may choose another low-precision scale or zero point than float64 does."""
-    if not isinstance(fmt, BlockFormat):
-        return False
     ideal, lowest = np.array([ideal_scale(x[tile], fmt, asymmetric=asymmetric) for tile in groups(x.shape, sizes)]).T
+    if not isinstance(fmt, BlockFormat):
+        # A range divided by 7 can be just between two bfloat16 scales, and its product with 1/7 is an ulp above.
+        low, high = (np.asarray(ideal * f, np.float32).astype(dtype) for f in (1 - 1e-6, 1 + 1e-6))
+        return dtype != np.float32 and bool((low != high).any())
     nudged = [np.asarray(ideal * f, np.float32) for f in (1 - 1e-5, 1 + 1e-5)]
     if fmt.scale_dtype == "float8_e8m0fnu":
         low, high = (np.ceil(np.log2(n, where=n > 0, out=np.zeros_like(n))) for n in nudged)
