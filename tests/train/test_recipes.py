@@ -39,8 +39,7 @@ def configure(name: str, folder, **changes) -> Config:
         changes["quant_cfg_path"] = str(table)
     if name == "aqt_fp8_full-aqt":
         changes["constant_bound_config"] = (16.0, 4.0, 0.1, 4.0, 0.1, 16.0)
-    changes |= SIZES if recipe == "deepseek_fp8" else {}
-    return small(quantization=recipe, use_qwix_quantization=numerics == "qwix", **changes)
+    return small(**SIZES, quantization=recipe, use_qwix_quantization=numerics == "qwix", **changes)
 
 
 @pytest.mark.parametrize("name", slow_except(("int8-qwix", "te_nvfp4-qwix"), NAMES))
