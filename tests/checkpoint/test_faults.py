@@ -188,6 +188,29 @@ def test_a_file_size_limit(tmp_path):
     assert steps == "[1, 3] ['.lock', '1', '3']"
 
 
+def test_the_folder_of_a_failed_save_is_deleted_while_others_still_write(tmp_path, monkeypatch):
+    """One array fails and another is written a little later, when the folder is being deleted."""
+    remove, late = shutil.rmtree, tmp_path / "2.saving" / "state" / "late"
+
+    def rmtree(path, **kwargs):
+        if path.name == "2.saving" and path.exists() and not late.exists():
+            late.parent.mkdir(parents=True, exist_ok=True)
+            late.touch()
+            monkeypatch.setattr(shutil, "rmtree", remove)  # this deletion fails, the next does not
+            return
+        remove(path, **kwargs)
+
+    def fail(folder, arrays):
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        raise OSError("No space left on device")
+
+    with CheckpointManager(tmp_path, asynchronous=False) as manager:
+        monkeypatch.setattr("octavo.checkpoint.array_store.write", fail)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            manager.save(2, {"w": np.zeros(2)})
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock"]
+
+
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs Linux")
 @pytest.mark.slow
 def test_a_full_disk(tmp_path):

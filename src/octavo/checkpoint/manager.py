@@ -7,6 +7,7 @@ import operator
 import os
 import shutil
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -247,7 +248,7 @@ class CheckpointManager:
             self._steps.commit(step)
         except BaseException as error:
             space = self._space(size)  # Before the incomplete folder is deleted.
-            shutil.rmtree(staging, ignore_errors=True)
+            _delete_unfinished(staging)
             self._failure = self._save_error(step, f"{type(error).__name__}: {error}; {space}")
             self._failure.__cause__ = error
             return
@@ -289,6 +290,15 @@ class CheckpointManager:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+
+def _delete_unfinished(path: Path, *, seconds: float = 5.0) -> None:
+    """Delete the folder of a failed save. Writes of other arrays may still be ending and create files meanwhile."""
+    end = time.monotonic() + seconds
+    shutil.rmtree(path, ignore_errors=True)
+    while path.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _tree_json(state: Any, leaves: dict[Names, tuple[Leaf, Any]]) -> str:
