@@ -87,7 +87,7 @@ def check_train(case: Case) -> str:
         config, _ = load(case["args"], environ={})
     except ConfigError:
         return "train raised"
-    unknown = [arg for arg in case["args"] if "=" in arg and not hasattr(config, arg.split("=")[0].strip())]
+    unknown = [arg for arg in case["args"] if "=" in arg and not hasattr(config, arg.split("=")[0])]
     if unknown:
         raise DefectError(f"{unknown} was accepted")
     return "train accepted"

@@ -167,7 +167,7 @@ def test_the_environment_is_that_of_the_process(monkeypatch):
     [
         ("foo", "foo: neither a .yml file nor key=value"),
         ("--steps=5", "--steps=5: write steps=5, without dashes"),
-        (" --steps=5", " --steps=5: write steps=5, without dashes"),
+        (" --steps=5", "unknown key ' --steps' (command line): did you mean 'steps'?"),
         ("base_config=base.yml", "base_config is for files; give the file itself as the first argument"),
         ("lr=3", "unknown key 'lr' (command line): write 'learning_rate'"),
         ("learning_rte=3", "unknown key 'learning_rte' (command line): did you mean 'learning_rate'?"),

@@ -135,7 +135,6 @@ class _Loader:
         paths, values, rest = [], {}, iter(argv)
         for word in rest:
             key, equals, text = word.partition("=")
-            key = key.strip()
             name = key.lstrip("-")
             if not equals and name != key and (name in _FIELDS or maxtext.no_effect(name)):
                 value = next(rest, "VALUE")
