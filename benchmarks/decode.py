@@ -1,4 +1,4 @@
-"""Tokens per second of a real model at batch size 1: float32, int8 and int4 weights, against llama.cpp.
+"""Tokens per second of a real model at batch size 1, decoded and prefilled: float32, int8 and int4 weights, llama.cpp.
 
     python benchmarks/decode.py [--quick] [--json FILE] [--model FILE] [--tokens 64] [--rounds 5] [--threads 2]
         [--llama PYTHON]
@@ -9,16 +9,17 @@ fastest counts. PYTHON is an interpreter that has llama-cpp-python; its F32, Q8_
 same weights, and its rounds are interleaved with ours, on as many threads.
 """
 
+import itertools
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 from peers import MissingError, Peer
-from timing import Results, arguments, side_by_side
+from timing import Results, Timing, arguments, side_by_side
 
 from octavo import QArray, kernels
 from octavo.pretrained import gguf, open_model
@@ -33,16 +34,26 @@ WEIGHTS = {"octavo float32": None, "octavo int8": "int8", "octavo int4 g32": "in
 FILES = {"llama.cpp F32": "float32", "llama.cpp Q8_0": "int8", "llama.cpp Q4_0": "int4"}
 RIVALS = dict(zip(WEIGHTS, FILES, strict=True))
 
-# Runs in the other interpreter: a line with a file's number for each round, answered by seconds per token.
+PROMPT_TOKENS = 512
+
+# Runs in the other interpreter: a line with a file's number for each round, answered by seconds per token. After the
+# number, "prompt" asks for those of a prompt.
 LLAMA = """
 import json, sys, time, llama_cpp
 from llama_cpp import Llama
 files, tokens, threads, prompt = json.loads(sys.argv[1])
-models = [Llama(f, n_ctx=512, n_threads=threads, n_threads_batch=threads, verbose=False) for f in files]
+models = [Llama(f, n_ctx=1024, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False) for f in files]
 print(f"llama-cpp-python {llama_cpp.__version__}", flush=True)
 for line in sys.stdin:
-    model = models[int(line)]
+    number, *what = line.split()
+    model = models[int(number)]
     model.reset()
+    if what:
+        ids = (model.tokenize(prompt.encode()) * 512)[:512]
+        begin = time.perf_counter()
+        model.eval(ids)
+        print((time.perf_counter() - begin) / len(ids), flush=True)
+        continue
     model.eval(model.tokenize(prompt.encode()))
     begin = time.perf_counter()
     for _ in range(tokens):
@@ -72,6 +83,14 @@ def decode(engine: Engine, ids: list[int], tokens: int) -> float:
     return (time.perf_counter() - begin) / count
 
 
+def prefill(engine: Engine, ids: list[int], rounds: Iterator[int]) -> float:
+    """Seconds per token of a prompt, no prefix of which is in the cache."""
+    prompt = [next(rounds) % 1000 + 10, *ids * PROMPT_TOKENS][:PROMPT_TOKENS]
+    begin = time.perf_counter()
+    list(engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1)))
+    return (time.perf_counter() - begin) / len(prompt)
+
+
 class LlamaCpp:
     """llama.cpp in another interpreter, with files of the same weights."""
 
@@ -83,9 +102,9 @@ class LlamaCpp:
         words = json.dumps([[str(file) for file in files.values()], tokens, threads, PROMPT])
         self.peer = Peer(python, ["-c", LLAMA, words], missing="llama-cpp-python, or it cannot load the files")
 
-    def calls(self) -> dict[str, Callable[[], float]]:
-        """A call per file that returns seconds per token."""
-        return {name: lambda i=i: float(self.peer.ask(str(i))) for i, name in enumerate(FILES)}
+    def calls(self, what: str = "") -> dict[str, Callable[[], float]]:
+        """A call per file that returns seconds per token, decoded or, for "prompt", of a prompt."""
+        return {name: lambda i=i: float(self.peer.ask(f"{i} {what}")) for i, name in enumerate(FILES)}
 
 
 def main() -> None:
@@ -104,13 +123,15 @@ def main() -> None:
     source = open_model(args.model)
     ids = source.tokenizer.encode(PROMPT)
     engines = {
-        name: Engine(with_weights(source, qtype), slots=1, max_length=512, eos_ids=())
+        name: Engine(with_weights(source, qtype), slots=1, max_length=1024, eos_ids=())
         for name, qtype in WEIGHTS.items()
     }
     sizes = {name: engine.programs.params_nbytes for name, engine in engines.items()}
     for engine in engines.values():
         decode(engine, ids, 4)
     calls = {name: lambda engine=engine: decode(engine, ids, tokens) for name, engine in engines.items()}
+    count = itertools.count()
+    prompts = {name: lambda engine=engine: prefill(engine, ids, count) for name, engine in engines.items()}
     llama = None
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -119,20 +140,28 @@ def main() -> None:
             llama = LlamaCpp(args.llama, source, Path(folder), tokens, args.threads)
             results.add_versions(llama.peer.ready)
             calls, sizes = calls | llama.calls(), sizes | llama.sizes
+            prompts |= llama.calls("prompt")
         except MissingError as error:
             results.skip("llama.cpp", str(error))
-        times = side_by_side(calls, repeats=rounds)
+        times, of_prompts = side_by_side(calls, repeats=rounds), side_by_side(prompts, repeats=rounds)
         if llama is not None:
             llama.peer.close()
+    for title, found in (("decoded", times), (f"of a prompt of {PROMPT_TOKENS}", of_prompts)):
+        add_table(results, title, found, sizes)
+
+
+def add_table(results: Results, title: str, times: dict[str, Timing], sizes: dict[str, int]) -> None:
+    """Add the tokens per second of all engines."""
     base = times["octavo float32"].seconds
     rows = []
     for name, timing in times.items():
         rival = times.get(RIVALS.get(name, ""))
         cells = [f"{1 / timing.seconds:.1f}", f"{base / timing.seconds:.2f}"]
         cells += [f"{rival.seconds / timing.seconds:.2f}" if rival else "", f"{sizes[name] / 2**20:.0f}"]
-        rows.append([name, *cells, f"{sizes[name] / timing.seconds / 1e9:.1f}", f"{timing.spread:.0%}"])
+        bandwidth = f"{sizes[name] / timing.seconds / 1e9:.1f}" if title == "decoded" else ""
+        rows.append([name, *cells, bandwidth, f"{timing.spread:.0%}"])
     results.add(
-        "Tokens of SmolLM2-135M, batch size 1",
+        f"Tokens of SmolLM2-135M {title}, batch size 1",
         ["", "tokens/s", "float32 / it", "llama.cpp / it", "MiB", "GB/s", "spread"],
         rows,
         "Ratios of times: float32 is octavo's, llama.cpp's has as many bits. MiB are those of the weights; peak "

@@ -1,11 +1,12 @@
 """Fine-tuning a pretrained model: memory of full, LoRA and QLoRA training; with --steps, peak memory, losses and speed.
 
-    python benchmarks/finetune.py MODEL --text FILE [--steps 60] [--rank 16] [--length 128] [--batch 4]
+    python benchmarks/finetune.py MODEL --text FILE [--steps 60] [--rank 16] [--length 128] [--batch 4] [--way QLoRA]
 
 The state is what stays in memory between steps: trained and frozen parameters, and AdamW's moments. Gradients are those
 of trained parameters. With --steps, each way runs in a process of its own, from the same model, on the same batches:
-peak memory is the largest resident set of that process after its first step, losses are those of held-out text, and
-times include everything but compiling.
+what a step needs is its arguments and temporary arrays as compiled (activations are recomputed, by --remat), peak
+memory is the largest resident set of that process after its first step, losses are those of held-out text at
+four points, and times are those of steps without the first, which compiles.
 """
 
 import argparse
@@ -21,8 +22,15 @@ from octavo.pretrained.memory import peak_memory
 from octavo.train import Config, Trainer
 from octavo.train.program import Program
 
-WAYS = {"full": {}, "LoRA": {"lora_weight_qtype": ""}, "QLoRA nf4": {"lora_weight_qtype": "nf4"}}
-RATES = {"full": 2e-5}
+WAYS = {
+    "full": {},
+    "LoRA": {"lora_weight_qtype": ""},
+    "QLoRA": {"lora_weight_qtype": "nf4_double"},
+    "LoftQ": {"lora_weight_qtype": "nf4_double", "lora_init": "loftq"},
+}
+RATE = 5e-4
+"""The learning rate of adapters; that of all weights is a tenth."""
+POINTS = 4
 
 
 def nbytes(tree) -> int:
@@ -39,16 +47,26 @@ def sizes(config: Config) -> str:
 
 def train(config: Config) -> str:
     trainer = Trainer(config)
-    before = trainer.evaluate()
+    memory = trainer.compiled("train", 0).memory_analysis()
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    print(
+        f"  a step needs {needed / 2**20:.0f} MiB, {memory.temp_size_in_bytes / 2**20:.0f} of them temporary",
+        flush=True,
+    )
+    losses = [trainer.evaluate()]
     jax.block_until_ready(trainer.step())
     Path("/proc/self/clear_refs").write_text("5")  # the peak from here on: without loading and compiling
-    start = time.perf_counter()
-    for _ in range(config.steps - 1):
-        metrics = jax.block_until_ready(trainer.step())
-    seconds, peak = time.perf_counter() - start, peak_memory()
+    seconds, peak = 0.0, 0
+    for point in range(1, POINTS + 1):
+        start = time.perf_counter()
+        while trainer.now < config.steps * point // POINTS:
+            metrics = jax.block_until_ready(trainer.step())
+        seconds += time.perf_counter() - start
+        peak = peak or peak_memory()  # of training alone: evaluations come after
+        losses.append(trainer.evaluate())
     speed = (config.steps - 1) * float(metrics["learning/total_weights"]) / seconds
-    loss = trainer.evaluate()
-    return f"peak {peak / 2**20:.0f} MiB, held-out loss {before:.4f} -> {loss:.4f}, {speed:.0f} tokens/s"
+    curve = " ".join(f"{loss:.4f}" for loss in losses)
+    return f"peak {peak / 2**20:.0f} MiB, held-out loss {curve}, {speed:.0f} tokens/s"
 
 
 def main() -> None:
@@ -56,6 +74,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--text", required=True)
     parser.add_argument("--way", choices=tuple(WAYS), help="only one, in this process")
+    parser.add_argument("--rate", type=float, help="the learning rate, instead of that of the way")
+    parser.add_argument("--remat", default="full", help="the trainer's remat_policy")
     for name, default in (("steps", 0), ("rank", 16), ("length", 128), ("batch", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
@@ -66,7 +86,9 @@ def main() -> None:
     config = Config(
         load_parameters_path=given.model, dataset_type="text", dataset_path=given.text, num_devices=1,
         max_target_length=given.length, per_device_batch_size=given.batch, steps=max(1, given.steps), eval_steps=8,
-        learning_rate=RATES.get(given.way, 2e-4), lora_rank=given.rank if WAYS[given.way] else 0, **WAYS[given.way],
+        remat_policy=given.remat,
+        learning_rate=given.rate or (RATE if WAYS[given.way] else RATE / 10),
+        lora_rank=given.rank if WAYS[given.way] else 0, **WAYS[given.way],
     )  # fmt: skip
     print(f"{given.way}: {sizes(config)}", flush=True)
     if given.steps > 1:

@@ -3,16 +3,19 @@
 python benchmarks/ptq.py [--inputs 512] [--outputs 512]
 python benchmarks/ptq.py --model .cache/data/stories15m
 python benchmarks/ptq.py --model .cache/data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --data book.txt --text other.txt
-    [--llama PYTHON]
+    [--tokens 8192] [--llama PYTHON] [--keep DIR]
 
 Without --data and --text, the model tells texts itself: 24 for the calibration (--told) and 16 for the evaluation.
 Recipes that begin with gguf: are GGUF files with an importance matrix of the same text, such as gguf:q4_k_m; those that
 begin with llama: are quantized by llama.cpp itself with the same matrix. PYTHON is an interpreter that has cyllama and
-numpy. A recipe of several formats ends with its budget, such as int3,int4,int8:gptq@4.5; +300 distills for 300 steps,
-and rotated: before a recipe rotates the model first.
+numpy. A recipe of several formats ends with its budget, such as mixed:gptq@4.5; +300 distills for 300 steps; rotated:
+before a recipe rotates the model first, and hadamard: rotates the inputs of matmuls in blocks of 32 while it runs.
+With --rotate all of them, and the float model, are rotated: the weights of SmolLM2 are on a grid of four bits, which a
+rotation undoes. --keep keeps the texts, the statistics and the rows: the same command resumes.
 """
 
 import argparse
+import json
 import math
 import subprocess
 import tempfile
@@ -24,15 +27,25 @@ import jax.numpy as jnp
 import numpy as np
 
 import octavo
+from octavo.pretrained.memory import peak_memory
 from octavo.pretrained.model import to_float
 from octavo.ptq import Scales, gptq
 
-MIXED = "int3_double:minmax,int4_double:minmax,int5_double:minmax,int6_double:minmax,int8:gptq"
 RECIPES = (
-    *("int4", "int4:signed", "int4:mse", "int4:search", "int4:gptq", "int4:minmax", "int4:minmax:gptq"),
-    *("int4:gptaq", "int4:awq", "int4_double:minmax:search", "int4_double:minmax:gptq", "int4_double:minmax:gptaq"),
-    *("nf4", "nf4:gptq", "nf4_double:gptq", "nvfp4", "nvfp4:search", "nvfp4:gptq", "int3", "int3:gptq"),
-    *("int3_double:minmax:gptq", "int5_double:minmax:gptq", f"{MIXED}@4", f"{MIXED}@4.5", f"{MIXED}@5.5"),
+    *("int4", "int4:signed", "int4:mse", "int4:search", "int4:gptq", "int4:minmax", "int4:minmax:gptq", "int4:awq"),
+    *("int4_double:minmax:search", "int4_double:minmax:gptq", "int4_double:minmax:gptaq", "nf4", "nf4:gptq"),
+    *(
+        "nf4_double:gptq",
+        "nvfp4",
+        "nvfp4:search",
+        "nvfp4:gptq",
+        "mxfp4:gptq",
+        "hadamard:mxfp4:gptq",
+        "int2:minmax:gptq",
+        "int2:minmax:autoround",
+    ),
+    *("int3", "int3:gptq", "int3:autoround", "int3_double:minmax:gptq", "int3_double:minmax:autoround"),
+    *("int5_double:minmax:gptq", *(f"mixed:gptq@{bits}" for bits in (4, 4.5, 5, 5.5, 6))),
     *("gguf:int4", "gguf:q4_k_m", "gguf:int8", "llama:q4_0", "llama:q4_k_m", "llama:q8_0"),
 )
 FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_k_s": 14, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
@@ -153,24 +166,27 @@ def by_llama(source, kind: str, calibration, python: str):
         return from_gguf(paths[1], source)
 
 
-def as_recipe(source, recipe: str, calibration, head: str, budgets: dict):
+def as_recipe(source, recipe: str, calibration, head: str, budgets: dict, keep: Path | None):
     """A model converted by a recipe, and the bits per quantized weight."""
-    from octavo.pretrained import PretrainedModel, convert_model, rotated, weight_rules
-    from octavo.pretrained.budgeted import budget_options, budget_rules
+    from octavo.pretrained import PretrainedModel, convert_model, hadamard, rotated, weight_rules
+    from octavo.pretrained.budgeted import budget_formats, budget_options, budget_rules
     from octavo.pretrained.calibrated import calibrated_codes, distilled, split_method
 
     if recipe.startswith("rotated:"):
-        source, recipe = rotated(source), recipe.removeprefix("rotated:")
+        source, recipe, keep = rotated(source), recipe.removeprefix("rotated:"), None
+    if recipe.startswith("hadamard:"):
+        source, recipe, keep = hadamard(source, inputs=32), recipe.removeprefix("hadamard:"), None
     recipe, _, steps = recipe.partition("+")
     recipe, _, bits = recipe.partition("@")
     plain, method = split_method(recipe)
     options = {"scale_dtype": "bfloat16"}
-    if "," in plain:
-        found = budgets.get(plain) or budget_options(source, plain.split(","), calibration, **options)
-        rules, _ = budget_rules(source, budgets.setdefault(plain, found), bits=float(bits), head=head)
+    kept = {**options, "checkpoint": None if method in ("gptaq", "awq") else keep}
+    if bits:
+        found = budgets.get(plain) or budget_options(source, budget_formats(plain), calibration, **kept)
+        rules, _ = budget_rules(source, budgets.setdefault(plain, found), bits=float(bits), head=head, **options)
     else:
         rules = weight_rules(plain, source.config, head=head)
-    codes = calibrated_codes(source, rules, calibration, method=method, **options) if method else None
+    codes = calibrated_codes(source, rules, calibration, method=method, **kept) if method else None
     params, _ = convert_model(source, rules, codes=codes, **options)
     if steps:
         params = distilled(source, params, rules, calibration, steps=int(steps))
@@ -179,37 +195,61 @@ def as_recipe(source, recipe: str, calibration, head: str, budgets: dict):
     return PretrainedModel.from_params(source.config, params, tokenizer=source.tokenizer, origin=source.origin), size
 
 
-def model(path: str, data: str, text: str, recipes: list[str], head: str, llama: str | None, count: int) -> None:
+def texts_of(source, args) -> list[str]:
+    """The texts of the calibration and of the evaluation."""
+    if args.data and args.text:
+        return [Path(name).read_text(encoding="utf-8") for name in (args.data, args.text)]
+    paths = [args.keep / name for name in ("calibration.txt", "evaluation.txt")] if args.keep else []
+    if paths and all(path.exists() for path in paths):
+        return [path.read_text(encoding="utf-8") for path in paths]
+    told = tell(source, args.told + 16)
+    texts = ["\n\n".join(part) for part in (told[: args.told], told[args.told :])]
+    for path, text in zip(paths, texts, strict=bool(paths)):
+        path.write_text(text, encoding="utf-8")
+    return texts
+
+
+def model(args) -> None:
     """Perplexity and KL of a model in several recipes, against float."""
-    from octavo.pretrained import CalibrationData, open_model
+    from octavo.pretrained import CalibrationData, open_model, rotated
     from octavo.serve.evaluate import evaluate
 
-    source = open_model(path)
-    if data and text:
-        texts = [Path(name).read_text(encoding="utf-8") for name in (data, text)]
-    else:
-        told = tell(source, count + 16)
-        texts = ["\n\n".join(part) for part in (told[:count], told[count:])]
-    ids, calibration = source.tokenizer.encode(texts[1]), CalibrationData(texts[0])
+    source = open_model(args.model)
+    if args.rotate:
+        source = rotated(source)
+        leaves = {path: leaf.load() for path, leaf in source.leaves.items()}
+        source = type(source).from_params(source.config, leaves, tokenizer=source.tokenizer, origin=source.origin)
+    if args.keep:
+        args.keep.mkdir(parents=True, exist_ok=True)
+    texts = texts_of(source, args)
+    ids = source.tokenizer.encode(texts[1])[: args.tokens]
+    calibration = CalibrationData(texts[0], tokens=args.data_tokens)
+    rows = args.keep / "rows.json" if args.keep else None
+    done = json.loads(rows.read_text()) if rows and rows.exists() else {}
     print(f"{source.describe()}; {len(ids)} tokens")
-    print(f"{'recipe':26} {'bits':>6} {'perplexity %':>16} {'KL':>18} {'same top %':>11} {'CPU s':>8}")
+    print(f"{'recipe':32} {'bits':>6} {'perplexity %':>16} {'KL':>18} {'same top %':>11} {'CPU s':>8} {'s':>6}")
     budgets = {}
-    for recipe in recipes:
-        start = time.process_time()
-        if recipe.startswith("gguf:"):
-            low, size = as_gguf(source, recipe.removeprefix("gguf:"), calibration, head)
-        elif recipe.startswith("llama:"):
-            if llama is None:
-                continue
-            low, size = by_llama(source, recipe.removeprefix("llama:"), calibration, llama)
-        else:
-            low, size = as_recipe(source, recipe, calibration, head, budgets)
-        seconds = time.process_time() - start
-        found = evaluate(low, ids, against=source, layers=False)
-        change = f"{math.expm1(found.log_ratio.mean):+.2%} ± {found.log_ratio.error:.2%}"
-        kl = f"{found.kl.mean:.4f} ± {found.kl.error:.4f}"
-        recipe = recipe.replace(MIXED, "3 to 8 bits:gptq")
-        print(f"{recipe:26} {size:6.2f} {change:>16} {kl:>18} {found.same_top.mean:11.2%} {seconds:8.1f}", flush=True)
+    for recipe in args.recipes.split():
+        if recipe.startswith("llama:") and args.llama is None:
+            continue
+        if recipe not in done:
+            start, wall = time.process_time(), time.perf_counter()
+            if recipe.startswith("gguf:"):
+                low, size = as_gguf(source, recipe.removeprefix("gguf:"), calibration, args.head)
+            elif recipe.startswith("llama:"):
+                low, size = by_llama(source, recipe.removeprefix("llama:"), calibration, args.llama)
+            else:
+                low, size = as_recipe(source, recipe, calibration, args.head, budgets, args.keep)
+            seconds, wall = time.process_time() - start, time.perf_counter() - wall
+            found = evaluate(low, ids, against=source, layers=False)
+            change = f"{math.expm1(found.log_ratio.mean):+.2%} ± {found.log_ratio.error:.2%}"
+            kl = f"{found.kl.mean:.4f} ± {found.kl.error:.4f}"
+            top = f"{found.same_top.mean:11.2%} {seconds:8.1f} {wall:6.1f}"
+            done[recipe] = f"{recipe:32} {size:6.2f} {change:>16} {kl:>18} {top}"
+            if rows:
+                rows.write_text(json.dumps(done))
+        print(done[recipe], flush=True)
+    print(f"peak memory of this process: {peak_memory() >> 20} MiB")
 
 
 def main() -> None:
@@ -223,9 +263,13 @@ def main() -> None:
     parser.add_argument("--recipes", default=" ".join(RECIPES))
     parser.add_argument("--llama", metavar="PYTHON", help="an interpreter that has cyllama and numpy")
     parser.add_argument("--head", default="float", help="the format of the embedding table and the logits")
+    parser.add_argument("--data-tokens", type=int, help="tokens of the calibration text; all of it by default")
+    parser.add_argument("--tokens", type=int, help="tokens of the evaluation text; all of it by default")
+    parser.add_argument("--rotate", action="store_true", help="rotate the float model first")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep texts, statistics and rows in DIR, and resume")
     args = parser.parse_args()
     if args.model:
-        model(args.model, args.data, args.text, args.recipes.split(), args.head, args.llama, args.told)
+        model(args)
     else:
         layer(args.inputs, args.outputs)
 

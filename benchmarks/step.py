@@ -5,8 +5,9 @@
 Four layers, width 512, MLP 2048, 8 heads, 2048 tokens as 16 x 128 and as 4 x 512; forward, backward and AdamW. The
 linear layers are quantized, the rest stays in float32; in the row "+ attention" the two matmuls of attention are int8
 too. The row "no linears" replaces every linear layer by a trivial operation: the cost of the rest of a step, and so the
-limit of what quantizing them can gain. "octavo fp8" is float8 with a scale per tensor. Prints time, peak temporary
-memory and compile time.
+limit of what quantizing them can gain. "octavo fp8" is float8 with a scale per tensor. In the rows "+ residuals" other
+operations store residuals in int8, and in the last of them AdamW has moments in 8 bits. Prints time, peak temporary
+memory, the bytes of the optimizer's state and compile time.
 
 PYTHON is an interpreter with torch and torchao, whose steps are interleaved with ours: the same model and optimizer,
 compiled by inductor, in float32 and as torchao trains it in int8 and in float8. Each is also compared with torch's own
@@ -17,6 +18,7 @@ import functools
 import sys
 import time
 import warnings
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -88,23 +90,49 @@ def implementations() -> dict:
     return found
 
 
+def compressed(attention: bool) -> Callable[..., jax.Array]:
+    """The loss with int8 linear layers, and attention if asked for, and residuals of other operations in int8."""
+    int8 = {"weight_qtype": "int8", "act_qtype": "int8", "bwd_qtype": "int8", "residual_qtype": "int8"}
+    rules = [
+        octavo.QtRule(module_path="head", skip=True),
+        octavo.QtRule(**int8, scope="all" if attention else "weights"),
+    ]
+    return octavo.quantized(lambda params, tokens: loss(params, tokens, jnp.matmul, jnp.einsum), rules)
+
+
+def steps(optimizer: optax.GradientTransformation) -> dict:
+    """The training step of each contender, and its optimizer."""
+    losses = {
+        name: functools.partial(loss, dot=dot, einsum=einsum) for name, (dot, einsum) in implementations().items()
+    }
+    losses |= {"octavo + residuals": compressed(False), "octavo + attention + residuals": compressed(True)}
+    optimizers = dict.fromkeys(losses, optimizer)
+    losses["octavo + residuals, 8-bit AdamW"] = losses["octavo + residuals"]
+    losses["octavo + attention + residuals, 8-bit AdamW"] = losses["octavo + attention + residuals"]
+    found = {}
+    for name, fn in losses.items():
+        own = optimizers.get(name) or octavo.optim.adamw(1e-3)
+
+        def step(params, state, tokens, fn=fn, own=own):
+            value, grads = jax.value_and_grad(fn)(params, tokens)
+            updates, state = own.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        found[name] = step, own
+    return found
+
+
 def compare(results: Results, batch: int, length: int, repeats: int, torch: Torch | None) -> None:
     """One table: every contender on the same tokens."""
     params = init(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, VOCAB)
-    adam = optax.adamw(1e-3)
-    state = adam.init(params)
     calls, costs = {}, {}
-    for name, (dot, einsum) in implementations().items():
-
-        def step(params, state, tokens, dot=dot, einsum=einsum):
-            value, grads = jax.value_and_grad(loss)(params, tokens, dot, einsum)
-            updates, state = adam.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, value
-
+    for name, (step, optimizer) in steps(optax.adamw(1e-3)).items():
+        state = jax.jit(optimizer.init)(params)
         start = time.perf_counter()
         compiled = jax.jit(step).lower(params, state, tokens).compile()
-        costs[name] = (compiled.memory_analysis().temp_size_in_bytes / 1e6, time.perf_counter() - start)
+        seconds, stored = time.perf_counter() - start, sum(x.nbytes for x in jax.tree.leaves(state))
+        costs[name] = (compiled.memory_analysis().temp_size_in_bytes / 1e6, seconds, stored / 1e6)
         calls[name] = (compiled, (params, state, tokens))
     if torch is not None:
         calls |= steps_of(torch, results, batch, length)
@@ -113,7 +141,19 @@ def compare(results: Results, batch: int, length: int, repeats: int, torch: Torc
     ahead = [f"{t[name].seconds / t['octavo'].seconds:.2f}x as {words}" for name, words in rivals.items() if name in t]
     results.add(
         f"A training step on {batch} x {length} tokens",
-        ["", "ms", "f32 / it", "torch f32 / it", "temporary MB", "of f32", "trace and compile s", "of f32", "spread"],
+        [
+            "",
+            "ms",
+            "f32 / it",
+            "torch f32 / it",
+            "temporary MB",
+            "of f32",
+            "trace and compile s",
+            "of f32",
+            "state MB",
+            "of f32",
+            "spread",
+        ],
         [row(name, t, costs) for name in t],
         f"octavo is {', '.join(ahead).replace('x as', 'x as fast as', 1)}. Memory and compile time are "
         "XLA's; torch's are not measured.",
@@ -131,15 +171,16 @@ def steps_of(torch: Torch, results: Results, batch: int, length: int) -> dict:
     return found
 
 
-def row(name: str, t: dict[str, Timing], costs: dict[str, tuple[float, float]]) -> list[str]:
-    """Cells of a contender: times, and memory and compile time where they are known."""
+def row(name: str, t: dict[str, Timing], costs: dict[str, tuple[float, float, float]]) -> list[str]:
+    """Cells of a contender: times, and where they are known memory, compile time and the optimizer's state."""
     cells = [name, f"{1e3 * t[name].seconds:.0f}", f"{t['f32'].seconds / t[name].seconds:.2f}"]
     cells.append(f"{t['torch f32'].seconds / t[name].seconds:.2f}" if "torch f32" in t else "")
     if name in costs:
-        (memory, compiling), base = costs[name], costs["f32"]
+        (memory, compiling, state), base = costs[name], costs["f32"]
         cells += [f"{memory:.0f}", f"{memory / base[0]:.3f}", f"{compiling:.1f}", f"{compiling / base[1]:.2f}"]
+        cells += [f"{state:.0f}", f"{state / base[2]:.3f}"]
     else:
-        cells += [""] * 4
+        cells += [""] * 6
     return [*cells, f"{t[name].spread:.0%}"]
 
 

@@ -36,9 +36,11 @@ DATA = Path(__file__).parents[1] / ".cache" / "data"
 SHAPED = ("calibration", "kernels", "models", "numerics", "qarray", "serve")
 # Files that take longer than their number of tests says, by default or with slow tests.
 LONG = (
-    *("train/test_communication", "train/test_mesh", "train/test_resume", "train/test_recipes", "train/test_run"),
-    *("train/test_trainer", "checkpoint/test_faults", "cli/test_compile", "docs/test_code", "compat/test_aqt"),
-    *("transform/test_quantized", "ops/test_ragged", "optim/test_optimizers", "examples/test_mnist"),
+    *("docs/test_code", "train/test_communication", "train/test_mesh", "train/test_resume", "train/test_recipes"),
+    *("train/test_run", "train/test_trainer", "checkpoint/test_faults", "cli/test_compile", "compat/test_aqt"),
+    *("frameworks/test_linen_ops", "transform/test_quantized", "compat/test_qwix_programs", "models/test_decoder"),
+    *("ops/test_ragged", "inspect/test_telemetry", "optim/test_optimizers", "frameworks/test_nnx", "ptq/test_models"),
+    *("pretrained/test_architectures", "ptq/test_algorithms", "examples/test_mnist"),
 )
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 

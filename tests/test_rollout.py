@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from octavo.rollout import importance_weights, mismatch, token_logprobs
+from tests.arrays import normal
 
 
 def test_mismatch_is_the_formula_in_float64():
@@ -47,7 +48,7 @@ def test_weights_are_truncated_finite_and_have_no_gradient():
 
 
 def test_token_logprobs_are_log_softmax():
-    logits = jax.random.normal(jax.random.key(0), (2, 4, 7))
+    logits = normal(0, 2, 4, 7)
     tokens = jnp.asarray([[1, 2, 3, 4], [6, 5, 0, 1]])
     logs = jax.nn.log_softmax(logits)
     expected = [[logs[row, i, tokens[row, i + 1]] for i in range(3)] for row in range(2)]

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-# `accelerators` needs the compilers of TPUs and GPUs, `ptq` a model and texts: they are run by hand.
-HELPERS = {"__main__", "accelerators", "finetune", "peers", "ptq", "timing", "torch_peer", "torch_step"}
+# `accelerators` needs the compilers of TPUs and GPUs, others a model and texts: they are run by hand.
+BY_HAND = {"accelerators", "finetune", "ptq", "qat", "rollout"}
+HELPERS = {"__main__", *BY_HAND, "peers", "timing", "torch_peer", "torch_step"}
 
 
 @pytest.fixture

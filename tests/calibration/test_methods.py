@@ -89,8 +89,9 @@ def test_constant_with_a_bias_is_a_shifted_range():
     assert (bounds["min"][0, 0].item(), bounds["max"][0, 0].item()) == (-2.5, 1.5)
 
 
-@pytest.mark.parametrize("method", ["mse", "snr", "mse,9,0.5"])
-@pytest.mark.parametrize("fmt", ["int4", "int2", "nf4", "float4_e2m1fn"])
+@pytest.mark.parametrize(
+    ("method", "fmt"), [("mse", "int4"), ("snr", "int2"), ("mse,9,0.5", "nf4"), ("mse", "float4_e2m1fn")]
+)
 def test_searches_lose_less_than_absmax(method, fmt):
     x, search = jnp.asarray(X), Quantizer(fmt, calibration=method, channelwise_axes=(0,))
     plain = search.replace(calibration="absmax")

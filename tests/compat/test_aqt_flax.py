@@ -14,6 +14,7 @@ import pytest
 
 from octavo.compat import aqt, aqt_flax
 from octavo.compat.aqt_flax import FreezerMode, QuantMode
+from tests.arrays import normal
 from tests.docs.test_pages import table
 
 theirs = pytest.importorskip("aqt.jax.v2.config", reason="the oracles group is not installed: pip install aqtp==0.9.0")
@@ -25,7 +26,7 @@ pytestmark = [
 ]
 
 KEY = jax.random.key(0)
-X = jax.random.normal(jax.random.key(1), (8, 12))
+X = normal(1, 8, 12)
 
 
 # Names.
@@ -117,7 +118,7 @@ class MlpBlock(nn.Module):
 
 def test_the_readme():
     inputs = X[:3, :4]
-    variables = MlpBlock(None).init(KEY, inputs)
+    variables = jax.jit(MlpBlock(None).init)(KEY, inputs)
     wanted = MlpBlock(None).apply(variables, inputs)
     config, their_config = (lib.fully_quantized(fwd_bits=8, bwd_bits=8) for lib in (aqt, theirs))
     rngs = {"params": jax.random.key(2)}
@@ -196,7 +197,7 @@ def test_the_flax_example_is_served_as_it_is_trained():
 @pytest.mark.slow
 def test_the_flax_example_is_that_of_aqt():
     ours, peer = (functools.partial(Example, *libs) for libs in ((aqt_flax, aqt), (their_flax, theirs)))
-    params = ours().init(KEY, X)
+    params = jax.jit(ours().init)(KEY, X)
     for a, b in zip(
         jax.tree.leaves(jax.grad(lambda p: jnp.sum(jnp.sin(ours().apply(p, X))))(params)),
         jax.tree.leaves(jax.grad(lambda p: jnp.sum(jnp.sin(peer().apply(p, X))))(params)),
@@ -225,7 +226,7 @@ def test_static_ranges_are_calibrated_converted_and_served():
         modes |= {"lhs_freeze_mode": FreezerMode.CALIBRATION, "rhs_freeze_mode": FreezerMode.CALIBRATION_AND_VALUE}
         return nn.Dense(6, dot_general_cls=functools.partial(aqt_flax.AqtDotGeneral, config, **modes))
 
-    variables = dense("CALIBRATE").init(KEY, X)
+    variables = jax.jit(dense("CALIBRATE").init)(KEY, X)
     with pytest.raises(ValueError, match="a static range of lhs that was never calibrated"):
         dense("TRAIN").apply(variables, X)
     for factor in (1.0, 2.0):
@@ -247,7 +248,7 @@ def test_what_aqt_asserts_raises():
     config = aqt.config_v4()
     stored = {"rhs_freeze_mode": FreezerMode.CALIBRATION_AND_VALUE}
     dense = lambda **fields: nn.Dense(4, dot_general_cls=functools.partial(aqt_flax.AqtDotGeneral, config, **fields))  # noqa: E731
-    params = nn.Dense(4).init(KEY, X)
+    params = jax.jit(nn.Dense(4).init)(KEY, X)
     with pytest.raises(ValueError, match=r"rhs_freeze_mode is NONE: use FreezerMode.CALIBRATION_AND_VALUE"):
         dense(rhs_quant_mode=QuantMode.CONVERT).apply(params, X, mutable="aqt")
     with pytest.raises(ValueError, match="apply the model in mode CONVERT"):
@@ -274,21 +275,21 @@ def test_a_layer_of_the_readme_cannot_share_a_stored_weight():
             dot = aqt_flax.AqtDotGeneral(aqt.config_v4(), **modes)
             return nn.Dense(12, dot_general=dot)(nn.Dense(6, dot_general=dot)(x))
 
-    params = Shared(QuantMode.TRAIN).init(KEY, X)
+    params = jax.jit(Shared(QuantMode.TRAIN).init)(KEY, X)
     with pytest.raises(ValueError, match="give each layer its own, by dot_general_cls"):
         Shared(QuantMode.CONVERT).apply(params, X, mutable="aqt")
 
 
 def test_a_convolution():
     config = aqt.conv_general_dilated_make(2, 8, 8)
-    x = jax.random.normal(KEY, (2, 6, 6, 3))
+    x = normal(10, 2, 6, 6, 3)
 
     def conv(mode):
         stored = {"rhs_quant_mode": mode, "rhs_freeze_mode": FreezerMode.CALIBRATION_AND_VALUE}
         kind = functools.partial(aqt_flax.AqtConvGeneralDilated, config, **stored)
         return nn.Conv(4, (3, 3), conv_general_dilated_cls=kind)
 
-    params = conv(QuantMode.TRAIN).init(KEY, x)
+    params = jax.jit(conv(QuantMode.TRAIN).init)(KEY, x)
     wanted = conv(QuantMode.TRAIN).apply(params, x)
     exact = nn.Conv(4, (3, 3)).apply(params, x)
     assert 0 < jnp.linalg.norm(wanted - exact) < 0.02 * jnp.linalg.norm(exact)

@@ -16,6 +16,7 @@ from octavo.compat import aqt, maxtext
 from octavo.rules import dot_config, mixed_precision
 from octavo.train.config import ConfigError, load
 from octavo.train.quantization import training_rules
+from tests.arrays import normal
 from tests.compat.test_aqt import PLAIN, data, off, three
 from tests.docs.test_pages import table
 
@@ -318,7 +319,7 @@ def test_stored_codes_are_those_of_aqt():
 def test_operations_of_fp8_full():
     quant = maxtext.QwixQuantization(weight_calibration_method="fixed,-224,224")
     dense = nn.Dense(8, dot_general_cls=quant.dot_general_cls())
-    x = jax.random.normal(jax.random.key(0), (4, 16))
+    x = normal(0, 4, 16)
     out, variables = dense.init_with_output(jax.random.key(1), x)
     want = octavo.dot(x, variables["params"]["kernel"], config=quant.config)
     np.testing.assert_array_equal(out, want)

@@ -14,14 +14,15 @@ from flax import nnx
 import octavo
 from octavo.compat import aqt
 from octavo.compat import qwix as ours
+from tests.arrays import normal
 
 pytestmark = [
     pytest.mark.standard_promotion,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of Qwix's calls of Flax
 ]
 LIBRARIES = (ours, qwix)
-X = jax.random.normal(jax.random.key(0), (4, 64))
-W = jax.random.normal(jax.random.key(1), (64, 8))
+X = normal(0, 4, 64)
+W = normal(1, 64, 8)
 
 
 def model(lib, **rule):

@@ -8,6 +8,7 @@ import pytest
 import qwix
 
 import octavo
+from tests.arrays import normal
 from tests.cases import slow_except
 
 pytestmark = [
@@ -16,7 +17,7 @@ pytestmark = [
 ]
 
 KEY = jax.random.key(0)
-X = jax.random.normal(jax.random.key(1), (8, 64))
+X = normal(1, 8, 64)
 
 
 class Model(nn.Module):
@@ -41,7 +42,7 @@ RULES = {
 
 @pytest.mark.parametrize("name", slow_except(["qt"], RULES))
 def test_values_and_gradients_are_those_of_qwix(name):
-    variables = Model().init(KEY, X)
+    variables = jax.jit(Model().init)(KEY, X)
     ours = octavo.quantize_model(Model(), octavo.QtProvider([octavo.QtRule(**RULES[name], arithmetic="qwix")]))
     theirs = qwix.quantize_model(Model(), qwix.QtProvider([qwix.QtRule(**RULES[name])]))
     run = lambda model: jax.jit(jax.value_and_grad(lambda v: jnp.sum(model.apply(v, X) ** 2)))(variables)  # noqa: E731
@@ -65,9 +66,9 @@ def test_statistics_are_those_of_qwix():
     ]
     states = []
     for model in models:
-        variables = model.init(KEY, X)
+        variables = jax.jit(model.init)(KEY, X)
         for seed in range(3):
-            x = jax.random.normal(jax.random.key(seed), X.shape)
+            x = normal(seed, *X.shape)
             _, stats = model.apply(variables, x, mutable="quant_stats")
             variables = {**variables, **stats}
         states.append(variables["quant_stats"])
@@ -78,7 +79,7 @@ def test_statistics_are_those_of_qwix():
 @pytest.mark.slow
 def test_converted_parameters_are_those_of_qwix():
     rule = {"weight_qtype": "int8", "act_qtype": "int8"}
-    params = Model().init(KEY, X)["params"]
+    params = jax.jit(Model().init)(KEY, X)["params"]
     ours = octavo.quantize_model(Model(), octavo.PtqProvider([octavo.QuantizationRule(**rule, arithmetic="qwix")]))
     theirs = qwix.quantize_model(Model(), qwix.PtqProvider([qwix.QuantizationRule(**rule)]))
     got = octavo.quantize_params(params, jax.eval_shape(ours.init, KEY, X)["params"])

@@ -21,6 +21,7 @@ from octavo.compat.qwix.contrib import smooth_quant as sq
 from octavo.compat.qwix.contrib.kernels import lhs_fused_quantized_matmul as fused
 from octavo.compat.qwix.contrib.kernels import quantized_matmul as qmm
 from octavo.compat.qwix.contrib.sparsity.sparsity_module import SparsityModule, SparsityRule
+from tests.arrays import normal
 
 pytestmark = [
     pytest.mark.standard_promotion,
@@ -29,8 +30,8 @@ pytestmark = [
 ]
 
 KEY = jax.random.key(0)
-X = jax.random.normal(jax.random.key(1), (32, 16)) * jnp.geomspace(0.1, 5, 16)[None]
-KERNEL = jax.random.normal(jax.random.key(2), (6, 16))
+X = normal(1, 32, 16) * jnp.geomspace(0.1, 5, 16)[None]
+KERNEL = normal(2, 6, 16)
 
 
 class Model(nn.Module):
@@ -120,7 +121,7 @@ def test_what_is_not_offered_says_what_to_use():
 
 
 def run(lib, contrib, calibration, serving, rules, batches=(X,)):
-    variables = Model().init(KEY, X)
+    variables = jax.jit(Model().init)(KEY, X)
     model = lib.quantize_model(Model(), calibration(rules))
     stats = {}
     for batch in batches:
@@ -190,7 +191,7 @@ def test_statistics_of_smooth_quant_are_those_of_qwix():
     import qwix
 
     theirs, rule = peer("smooth_quant"), {"weight_qtype": "int8", "act_qtype": "int8", "alpha": 0.6}
-    variables = Model().init(KEY, X)
+    variables = jax.jit(Model().init)(KEY, X)
     found = []
     for lib, module in ((ours, sq), (qwix, theirs)):
         model = lib.quantize_model(Model(), module.SqCalibrationProvider([module.SqRule(**rule)]))
@@ -201,7 +202,7 @@ def test_statistics_of_smooth_quant_are_those_of_qwix():
 @pytest.mark.slow
 def test_qep_is_that_of_qwix():
     theirs = peer("qep")
-    variables = Model().init(KEY, X)
+    variables = jax.jit(Model().init)(KEY, X)
     mine, wanted = (
         module.quantize(Model(), [X[:16], X[16:]], [module.QepRule(weight_qtype="int4")], variables=variables)
         for module in (qep, theirs)
@@ -245,7 +246,7 @@ def test_smooth_quant_quantizes_activations():
 
 
 def test_smooth_quant_needs_symmetric_activations():
-    variables = Model().init(KEY, X)
+    variables = jax.jit(Model().init)(KEY, X)
     for rule, text in (
         ({"weight_qtype": "int8"}, "no act_qtype"),
         ({"weight_qtype": "int8", "act_qtype": "int8", "act_calibration_method": "minmax"}, "symmetric"),
@@ -273,7 +274,7 @@ def test_nnx_models_are_calibrated_and_served():
 
 
 def test_qep_says_what_it_needs():
-    variables = Model().init(KEY, X)
+    variables = jax.jit(Model().init)(KEY, X)
     rules = [qep.QepRule(weight_qtype="int4")]
     with pytest.raises(ValueError, match="takes Linen models"):
         qep.quantize(Linear(), [X], rules)
@@ -288,7 +289,7 @@ def test_qep_says_what_it_needs():
 @pytest.mark.slow
 def test_qep_corrects_for_earlier_weights():
     """The outputs are nearer to those of float than without the correction."""
-    variables = Model().init(KEY, X)
+    variables = jax.jit(Model().init)(KEY, X)
     errors = []
     for factor in (0.0, 1.0):
         rules = [qep.QepRule(weight_qtype="int3", correction_factor=factor)]
@@ -355,7 +356,7 @@ def test_awq_and_qep_cores_are_those_of_qwix():
     got = awq_core.search_optimal_scales(KERNEL, scales, how)
     wanted = peer("awq_core").search_optimal_scales(KERNEL, scales, qarray.HowToQuantize(**options))
     np.testing.assert_allclose(got, wanted, rtol=1e-4)
-    noisy = X + 0.1 * jax.random.normal(KEY, X.shape)
+    noisy = X + 0.1 * normal(10, *X.shape)
     stats = qep_core.compute_qep_stats(noisy.T, X.T)
     theirs = peer("qep_core")
     wanted = theirs.weight_correct(KERNEL, *theirs.compute_qep_stats(noisy.T, X.T).values())
@@ -416,7 +417,7 @@ def test_masks_are_those_of_qwix(fields):
     mine = SparsityModule((16, 8), (None, None), SparsityRule(**fields))
     wanted = theirs((16, 8), None, sparsity.SparsityRule(**fields))
     for step in range(3):
-        weight = jax.random.normal(jax.random.key(step), (16, 8))
+        weight = normal(step, 16, 8)
         for a, b in zip(mine(X, weight), wanted(X, weight), strict=True):
             np.testing.assert_array_equal(a, b)
 

@@ -14,6 +14,7 @@ from octavo.compat.qwix.contrib import calibration, gptq_core, padded_ptq
 from octavo.compat.qwix.contrib import smooth_quant as sq
 from octavo.compat.qwix.contrib.kernels import lhs_fused_quantized_matmul as fused
 from octavo.compat.qwix.contrib.kernels import quantized_matmul as qmm
+from tests.arrays import normal
 
 pytestmark = [
     pytest.mark.standard_promotion,
@@ -22,8 +23,8 @@ pytestmark = [
 ]
 
 KEY = jax.random.key(0)
-X = jax.random.normal(jax.random.key(1), (16, 12))
-W = jax.random.normal(jax.random.key(2), (12, 3, 2))
+X = normal(1, 16, 12)
+W = normal(2, 12, 3, 2)
 
 
 def peer(name):

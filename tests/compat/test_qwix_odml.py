@@ -10,6 +10,7 @@ import pytest
 import qwix
 
 from octavo.compat import qwix as ours
+from tests.arrays import normal
 from tests.cases import slow_except
 
 pytestmark = [
@@ -21,7 +22,7 @@ pytestmark = [
 ]
 
 KEY = jax.random.key(0)
-X = jax.random.normal(jax.random.key(1), (2, 4, 4, 3))
+X = normal(1, 2, 4, 4, 3)
 
 
 class Model(nn.Module):
@@ -42,7 +43,7 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def variables():
-    return Model().init(KEY, X)
+    return jax.jit(Model().init)(KEY, X)
 
 
 @pytest.mark.parametrize("per_tensor", slow_except([False], [False, True]))
@@ -93,7 +94,7 @@ class Sum(nn.Module):
 
 def test_a_transposed_weight_has_the_scales_of_its_rows():
     x = X.reshape(8, 12)
-    variables = Sum().init(KEY, x)
+    variables = jax.jit(Sum().init)(KEY, x)
     rules = [ours.QuantizationRule(weight_qtype="int8")]
     model = ours.quantize_model(Sum(), ours.OdmlConversionProvider(rules, variables["params"], {}))
     text = jax.jit(model.apply).lower(variables, x).as_text()
@@ -122,7 +123,7 @@ class Tensors(nn.Module):
 
 
 STATIC = {"weight_qtype": "int8", "act_qtype": "int8", "act_batch_axes": (0,)}
-IDS, ROWS = jnp.array([1, 2]), jax.random.normal(jax.random.key(2), (2, 8))
+IDS, ROWS = jnp.array([1, 2]), normal(2, 2, 8)
 
 
 def calibrated(lib, **options):
@@ -226,7 +227,7 @@ def test_fixed_ranges_of_inputs_and_outputs():
     ranges = {"fixed_range_for_inputs": (-1.0, 1.0), "fixed_range_for_outputs": (-0.25, 0.25)}
     model = ours.quantize_model(Sums(), ours.OdmlQatProvider(rules, **ranges))
     x = jnp.asarray([[0.1, 0.05, -3.0], [0.1, 0.05, -0.3]])
-    variables = model.init(KEY, x)
+    variables = jax.jit(model.init)(KEY, x)
     variables |= model.apply(variables, x, mutable="quant_stats")[1]
     out, grad = jax.value_and_grad(lambda x: model.apply(variables, x)[:, 0].sum())(x)
     np.testing.assert_allclose(out, -0.25 - 0.15, atol=0.01)

@@ -12,12 +12,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 import octavo.compat.qwix.pallas as ours
 from octavo.compat.qwix import to_qwix
+from tests.arrays import normal
 from tests.cases import slow_except
 
 pytestmark = pytest.mark.standard_promotion
 
-X = jax.random.normal(jax.random.key(0), (16, 32))
-W = jax.random.normal(jax.random.key(1), (32, 24))
+X = normal(0, 16, 32)
+W = normal(1, 32, 24)
 NUMBERS = (((1,), (0,)), ((), ()))
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 
 import octavo as qwix
 from octavo.compat import qwix as compat
+from tests.arrays import normal
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -165,7 +166,7 @@ def test_the_providers_of_quantizations_py(provider):
 
 INT8 = {"weight_qtype": "int8", "act_qtype": "int8"}
 KEY = jax.random.key(0)
-X = jax.random.normal(jax.random.key(1), MODEL_INPUT.shape)
+X = normal(1, *MODEL_INPUT.shape)
 
 
 @functools.cache
@@ -212,7 +213,7 @@ def check_qat():
     variables, found = modes()
     kernel = variables["params"]["Dense_0"]["kernel"]
     fake = qwix.fake_quant(kernel, qwix.Quantizer("int8", channelwise_axes=(1,)))
-    h = nn.relu(jax.random.normal(KEY, (4, 32)))
+    h = nn.relu(normal(10, 4, 32))
     low = qwix.quantize_model(
         nn.Dense(8, use_bias=False), qwix.QtProvider([qwix.QuantizationRule(weight_qtype="int8")])
     )

@@ -13,6 +13,7 @@ from octavo.compat.maxtext import Quantization
 from octavo.frameworks.linen_ops import DotGeneral, Einsum
 from octavo.rules import dot_config, recipe
 from octavo.transform.state import GRADIENT_STATE
+from tests.arrays import normal
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -35,9 +36,9 @@ def of_length(config, length):
 
 
 class TestEinsum:
-    x = jax.random.normal(jax.random.key(1), (4, 6, 16))
-    w = jax.random.normal(jax.random.key(2), (16, 4, 8))
-    g = jax.random.normal(jax.random.key(3), (4, 6, 4, 8))
+    x = normal(1, 4, 6, 16)
+    w = normal(2, 16, 4, 8)
+    g = normal(3, 4, 6, 4, 8)
     sizes = (1.0, 1.6, 0.5, 0.9, 3.0, 0.1)
 
     def run(self, op, w=None):
@@ -119,8 +120,8 @@ class TestEinsum:
 
     @pytest.mark.slow
     def test_each_contraction_has_a_history_of_its_own(self):
-        op, x, v = Einsum(FP8), jax.random.normal(KEY, (4, 8)), jax.random.normal(KEY, (6, 5))
-        w = 3 * jax.random.normal(KEY, (8, 6))
+        op, x, v = Einsum(FP8), normal(10, 4, 8), normal(11, 6, 5)
+        w = 3 * normal(12, 8, 6)
         operands = ("bi,ij,jk->bk", x, w, v)
         state = op.init(KEY, *operands)[GRADIENT_STATE]
         assert sorted(state) == ["product0", "product1"]
@@ -155,7 +156,7 @@ class TestEinsum:
                 return Einsum(octavo.DotConfig.qt("int8"), static=True)(EQUATION, x, w)
 
         model = Model()
-        variables = model.init(KEY, self.x)
+        variables = jax.jit(model.init)(KEY, self.x)
         variables |= model.apply(variables, self.x, mutable="quant_stats")[1]
         low = octavo.convert(model, variables, self.x)
         assert isinstance(low["params"]["w"], octavo.QArray)

@@ -11,13 +11,14 @@ from octavo.frameworks.equinox import equinox_sites, quantize_equinox
 from octavo.inspect import verify
 from octavo.rules import QtRule, QuantizationRule, dot_config
 from octavo.transform import PtqProvider, QtProvider
+from tests.arrays import normal
 
 pytestmark = pytest.mark.standard_promotion
 
 D = 8
 RULE = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
 PTQ = QuantizationRule(weight_qtype="int8", act_qtype="int8")
-X = jax.random.normal(jax.random.key(1), (4, D))
+X = normal(1, 4, D)
 
 
 def by_hand(w, x, rule=RULE):
@@ -206,7 +207,7 @@ def test_b4_activation_of_a_params_shape_is_no_weight():
         def __call__(self, x, y):
             return self.w @ (x @ y)
 
-    x, y, w = (jax.random.normal(jax.random.key(i), (D, D)) for i in range(3))
+    x, y, w = (normal(i, D, D) for i in range(3))
     rule = QtRule(weight_qtype="int8")
     assert_same(quantize_equinox(Square(w), QtProvider(rule))(x, y), by_hand(w, x @ y, rule))
 

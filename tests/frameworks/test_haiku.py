@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 import octavo
+from tests.arrays import normal
 
 pytestmark = pytest.mark.standard_promotion
 
 
 def test_a_haiku_model_is_quantized_by_its_parameters_paths():
     model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([32, 8])(x)))
-    x = jax.random.normal(jax.random.key(1), (4, 16))
+    x = normal(1, 4, 16)
     params = model.init(jax.random.key(0), x)
     rule = octavo.QtRule(module_path=r"mlp/~/linear_\d", weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
     low = octavo.quantized(model.apply, rule)

@@ -10,6 +10,7 @@ import pytest
 
 import octavo
 from octavo.rules import dot_config
+from tests.arrays import normal
 from tests.cases import slow_except
 from tests.ops.walk import dot_types
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.standard_promotion
 INT8 = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
 CONFIG = dot_config(INT8, lhs_weight=False, rhs_weight=True)
 KEY = jax.random.key(0)
-X = jax.random.normal(jax.random.key(1), (4, 16))
+X = normal(1, 4, 16)
 
 
 class Mlp(nn.Module):
@@ -154,7 +155,7 @@ class TestStaticRange:
         variables = low.init(KEY, X)
         assert set(variables) == {"params", "quant_stats"}
         for seed in range(3):
-            x = jax.random.normal(jax.random.key(seed), (5, 16))
+            x = normal(seed, 5, 16)
             _, update = low.apply(variables, x, mutable="quant_stats")
             variables = {**variables, **update}
         stat = variables["quant_stats"]["Dense_0"]["dot_general0_lhs"]

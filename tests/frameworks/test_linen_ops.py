@@ -16,12 +16,13 @@ import octavo
 from octavo.compat import aqt, maxtext
 from octavo.frameworks.linen_ops import ConvGeneralDilated, DotGeneral, Einsum
 from octavo.rules import mixed_precision
+from tests.arrays import normal
 from tests.cases import slow_except
 
 pytestmark = pytest.mark.standard_promotion
 
 KEY = jax.random.key(0)
-X = jax.random.normal(jax.random.key(1), (4, 16, 16, 3))
+X = normal(1, 4, 16, 16, 3)
 CONFIGS = {
     "int8": octavo.DotConfig.qt("int8"),
     "int4": octavo.DotConfig.qt("int4", "int8"),
@@ -67,8 +68,8 @@ class Model(nn.Module):
 
 
 def trained(model, x=X):
-    variables = model.init(KEY, x)
-    noise = lambda w: w + 0.1 * jax.random.normal(jax.random.key(w.size), w.shape)  # noqa: E731
+    variables = jax.jit(model.init)(KEY, x)
+    noise = lambda w: w + 0.1 * normal(w.size, *w.shape)  # noqa: E731
     return {**variables, "params": jax.tree.map(noise, variables["params"])}
 
 
@@ -104,7 +105,7 @@ def test_served_logits_are_trained_logits_bit_for_bit(name):
 def test_nnx_layers_serve_what_they_trained(name):
     dot = functools.partial(octavo.dot_general, config=CONFIGS[name])
     model = nnx.Linear(32, 16, dot_general=dot, rngs=nnx.Rngs(0))
-    x = jax.random.normal(KEY, (8, 32))
+    x = normal(10, 8, 32)
     served = octavo.quantize_model(model, octavo.PtqProvider(()), x)
     assert isinstance(served.kernel, octavo.WithAux)
     np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(served, x), nnx.jit(lambda m, x: m(x))(model, x))
@@ -149,8 +150,8 @@ def test_nnx_models_serve_what_they_trained(name, dense):
 
 def test_frozen_scales_of_weights_whose_values_still_change():
     model = nn.Dense(8, use_bias=False, dot_general_cls=functools.partial(DotGeneral, CONFIGS["int8"], static="rhs"))
-    x = jax.random.normal(KEY, (4, 16))
-    variables = model.init(KEY, x)
+    x = normal(11, 4, 16)
+    variables = jax.jit(model.init)(KEY, x)
     assert variables["quant_stats"]["DotGeneral_0"]["rhs"]["sum_of_absmax"].shape == (1, 8)
     _, stats = model.apply(variables, x, mutable="quant_stats")
     frozen = {**variables, **stats}
@@ -166,8 +167,8 @@ def test_names_of_sharded_axes_go_to_codes_and_scales(replicate):
     init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
     config = octavo.DotConfig.weight_only("int8", tile=8)
     model = nn.Dense(8, kernel_init=init, dot_general_cls=functools.partial(DotGeneral, config))
-    x = jax.random.normal(KEY, (4, 16))
-    variables = model.init(KEY, x)
+    x = normal(12, 4, 16)
+    variables = jax.jit(model.init)(KEY, x)
     kernel = octavo.convert(model, variables, x, replicate_scale=replicate)["params"]["kernel"]
     assert kernel.qvalue.names == ("embed", "mlp")
     assert kernel.scale.names == ((None, None) if replicate else ("embed", "mlp"))  # two tiles along the first axis
@@ -178,7 +179,7 @@ def test_names_of_sharded_axes_go_to_codes_and_scales(replicate):
 @pytest.mark.slow
 def test_training_falls_and_gradients_flow_through_conv_dense_and_experts():
     model = Model(CONFIGS["int8"])
-    params = model.init(KEY, X)["params"]
+    params = jax.jit(model.init)(KEY, X)["params"]
     loss = lambda p: jnp.mean((model.apply({"params": p}, X) - 1) ** 2)  # noqa: E731
     step = jax.jit(lambda p: jax.tree.map(lambda w, g: w - 0.05 * g, p, jax.grad(loss)(p)))
     grads = jax.grad(loss)(params)
@@ -197,7 +198,7 @@ class TestModes:
         variables = trained(self.model)
         assert set(variables["quant_stats"]) == {"Conv_0", "first", "second"}
         for seed in range(2):
-            x = jax.random.normal(jax.random.key(seed), X.shape)
+            x = normal(seed, *X.shape)
             _, stats = self.model.apply(variables, x, mutable="quant_stats")
             variables = {**variables, **stats}
         converted = octavo.convert(self.model, variables, X)
@@ -206,7 +207,7 @@ class TestModes:
 
     def test_never_calibrated_is_an_error(self):
         with pytest.raises(ValueError, match="read before anything was measured"):
-            self.model.apply(self.model.init(KEY, X), X)
+            self.model.apply(jax.jit(self.model.init)(KEY, X), X)
 
     def test_names(self):
         quant = maxtext.configure_quantization(types.SimpleNamespace(quantization="int8"), "serve")
@@ -228,9 +229,9 @@ class TestModes:
 
 
 def test_a_function_is_converted_and_served():
-    params = {"w": jax.random.normal(KEY, (32, 16))}
+    params = {"w": normal(13, 32, 16)}
     fn = lambda params, x: jnp.tanh(octavo.einsum("bi,io->bo", x, params["w"], config=CONFIGS["int8"]))  # noqa: E731
-    x = jax.random.normal(KEY, (8, 32))
+    x = normal(14, 8, 32)
     low = octavo.convert(fn, params, x)
     np.testing.assert_array_equal(jax.jit(octavo.served(fn))(low, x), jax.jit(fn)(params, x))
     rule = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8")
@@ -243,7 +244,7 @@ def test_a_function_is_converted_and_served():
 @pytest.mark.parametrize("replicate", [False, True])
 def test_codes_and_scales_lie_where_the_parameter_lay(replicate):
     mesh = jax.make_mesh((8,), ("m",), axis_types=(jax.sharding.AxisType.Auto,))
-    w = jax.device_put(jax.random.normal(KEY, (32, 16)), NamedSharding(mesh, P(None, "m")))
+    w = jax.device_put(normal(15, 32, 16), NamedSharding(mesh, P(None, "m")))
     fn = lambda params, x: octavo.dot(x, params["w"], config=CONFIGS["int8"])  # noqa: E731
     low = octavo.convert(fn, {"w": w}, jnp.ones((4, 32)), replicate_scale=replicate, donate=True)["w"]
     assert low.qvalue.sharding.spec == P(None, "m")
@@ -278,7 +279,7 @@ def test_one_injected_operation_shared_by_two_layers():
             dot = DotGeneral(CONFIGS["int8"])
             return nn.Dense(8, dot_general=dot)(nn.relu(nn.Dense(32, dot_general=dot)(x)))
 
-    model, x = Mlp(), jax.random.normal(KEY, (4, 16))
+    model, x = Mlp(), normal(16, 4, 16)
     variables = trained(model, x)
     converted = octavo.convert(model, variables, x)
     np.testing.assert_array_equal(jax.jit(octavo.served(model).apply)(converted, x), jax.jit(model.apply)(variables, x))
@@ -306,9 +307,9 @@ def every_equation(jaxpr):
 def test_aqt_16_a_served_program_has_no_float_weight_and_does_not_quantize_it(name):
     """AQT declares the float parameter when it serves, and quantizes it once more."""
     model = nn.Dense(48, dot_general_cls=functools.partial(DotGeneral, CONFIGS[name]))
-    x = jax.random.normal(KEY, (8, 32))
-    variables = model.init(KEY, x)
-    assert {"input", "round"} <= touching(model.apply, variables, x)  # as it is trained
+    x = normal(17, 8, 32)
+    variables = jax.jit(model.init)(KEY, x)
+    assert {"input", "octavo_quantize"} <= touching(model.apply, variables, x)  # as it is trained
     served, low = octavo.served(model), octavo.convert(model, variables, x)
     assert touching(served.apply, low, x) == set()
     made = jax.eval_shape(served.init, KEY, x)["params"]
@@ -318,7 +319,7 @@ def test_aqt_16_a_served_program_has_no_float_weight_and_does_not_quantize_it(na
 
 def test_einsum_is_injected():
     model = Einsum(CONFIGS["int8"])
-    x, w = jax.random.normal(KEY, (4, 8)), jax.random.normal(KEY, (8, 2))
+    x, w = normal(18, 4, 8), normal(19, 8, 2)
     out = model.apply({}, "bi,io->bo", x, w)
     np.testing.assert_array_equal(out, octavo.einsum("bi,io->bo", x, w, config=CONFIGS["int8"]))
     with pytest.raises(ValueError, match="static is True, False, 'lhs', 'rhs' or 'both', got 'left'"):
@@ -332,8 +333,8 @@ class TestDelayedScaling:
 
     def test_histories_are_kept_in_the_gradient_and_merge_by_maximum(self):
         model = nn.Dense(8, use_bias=False, dot_general_cls=functools.partial(DotGeneral, self.config))
-        x = jax.random.normal(KEY, (8, 16))
-        variables = model.init(KEY, x)
+        x = normal(20, 8, 16)
+        variables = jax.jit(model.init)(KEY, x)
         grad = jax.jit(jax.grad(lambda v, x: jnp.sum(model.apply(v, x) ** 2)))
         grads = [grad(variables, part) for part in (x[:4], x[4:])]
         whole = grad(variables, x)
@@ -357,8 +358,8 @@ class TestDelayedScaling:
 
     def test_the_next_step_reads_the_history(self):
         model = nn.Dense(8, use_bias=False, dot_general_cls=functools.partial(DotGeneral, self.config))
-        x = jax.random.normal(KEY, (8, 16))
-        variables = model.init(KEY, x)
+        x = normal(21, 8, 16)
+        variables = jax.jit(model.init)(KEY, x)
         grads = jax.grad(lambda v: jnp.sum(model.apply(v, x) ** 2))(variables)
         after = octavo.overwrite_with_gradients(variables, grads)
         np.testing.assert_array_equal(after["params"]["kernel"], variables["params"]["kernel"])
@@ -389,8 +390,8 @@ class TestConfigure:
         quant = maxtext.configure_quantization(config)
         assert type(quant).__name__ == kind
         model = nn.Dense(32, use_bias=False, dot_general_cls=quant.dot_general_cls(("embed", "mlp")))
-        x = jax.random.normal(KEY, (64, 32))
-        variables = model.init(KEY, x)
+        x = normal(22, 64, 32)
+        variables = jax.jit(model.init)(KEY, x)
         rngs = {"stochastic_rounding": KEY}
         grads = jax.jit(jax.grad(lambda v: jnp.sum(model.apply(v, x, rngs=rngs) ** 2)))(variables)
         exact = jax.grad(lambda p: jnp.sum((x @ p) ** 2))(variables["params"]["kernel"])
@@ -464,7 +465,7 @@ class TestMaxTextModes:
         return self.Model(maxtext.configure_quantization(config, mode))
 
     def test_convert_stores_codes_and_serve_multiplies_them(self):
-        x = jax.random.normal(KEY, (4, 16))
+        x = normal(23, 4, 16)
         params = self.model("train").init(KEY, x)
         trained = self.model("train").apply(params, x)
         out, stored = self.model("convert").apply(params, x, mutable="aqt")

@@ -17,12 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 import octavo
 from octavo.rules import dot_config
+from tests.arrays import normal
 from tests.cases import slow_except
 
 pytestmark = pytest.mark.standard_promotion
 
 DEPTH, WIDTH, HIDDEN = 2, 16, 32
-X = jax.random.normal(jax.random.key(1), (32, WIDTH))  # four rows for each of eight devices
+X = normal(1, 32, WIDTH)  # four rows for each of eight devices
 
 RECIPES = {
     "int8_qt": octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8"),

@@ -13,6 +13,7 @@ from octavo.frameworks.params import WithAux, quantize_params
 from octavo.inspect import verify
 from octavo.rules import QtRule, QuantizationRule, dot_config
 from octavo.transform import PtqProvider, QtProvider, QuantizationProvider
+from tests.arrays import normal
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -20,7 +21,7 @@ D = 8
 RULE = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
 STATIC = QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
 PTQ = QuantizationRule(weight_qtype="int8", act_qtype="int8")
-X = jax.random.normal(jax.random.key(1), (4, D))
+X = normal(1, 4, D)
 
 
 def by_hand(x, w, rule=RULE):
@@ -198,7 +199,7 @@ def test_b4_activation_of_a_params_shape_is_no_weight():
 
     model = Square(nnx.Rngs(0))
     rule = QtRule(weight_qtype="int8")
-    x, y = (jax.random.normal(jax.random.key(i), (D, D)) for i in (3, 4))
+    x, y = (normal(i, D, D) for i in (3, 4))
     assert_same(quantize_nnx(model, QtProvider(rule))(x, y), by_hand(x @ y, model.w.get_value(), rule))
     stored = quantize_nnx(model, PtqProvider(rule), x, y)
     assert_same(stored.w.unboxed().array, octavo.quantize(model.w.get_value(), "int8", channelwise_axes=(1,)))

@@ -9,6 +9,7 @@ import pytest
 from octavo import Quantizer, quantize
 from octavo.frameworks import params as module
 from octavo.frameworks.params import WithAux, quantize_params, unwrap
+from tests.arrays import normal
 
 HOW = Quantizer("int8", channelwise_axes=(1,))
 
@@ -23,7 +24,7 @@ def _abstract(shape=(8, 4)):
 
 
 def _params(shape=(8, 4)):
-    return {"layer": {"kernel": jax.random.normal(jax.random.key(0), shape), "bias": jnp.zeros(shape[-1])}}
+    return {"layer": {"kernel": normal(0, *shape), "bias": jnp.zeros(shape[-1])}}
 
 
 def test_leaves_become_what_the_model_holds_and_the_rest_stays():
@@ -84,7 +85,7 @@ def test_what_is_no_array_is_named():
 def test_donated_parameters_are_freed_one_by_one(monkeypatch):
     """At no time do the float model and the quantized one take more than 1.2 times the float model."""
     shape, count = (256, 256), 10
-    params = {str(i): jax.random.normal(jax.random.key(i), shape) for i in range(count)}
+    params = {str(i): normal(i, *shape) for i in range(count)}
     abstract = jax.eval_shape(lambda: {str(i): WithAux(HOW.quantize(jnp.ones(shape)), HOW) for i in range(count)})
     floats = sum(x.nbytes for x in params.values())
     others = sum(x.nbytes for x in jax.live_arrays()) - floats

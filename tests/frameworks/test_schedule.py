@@ -13,6 +13,7 @@ import octavo
 from octavo.frameworks.nnx import OverwriteWithGradient, QuantStat
 from octavo.rules.schedule import Schedule
 from octavo.transform.state import GRADIENT_STATE
+from tests.arrays import normal
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -20,8 +21,8 @@ KEY = jax.random.key(0)
 INT8 = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
 STATIC = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
 DELAYED = octavo.recipe("te_fp8_delayedscaling", exclude=None)
-X = jax.random.normal(jax.random.key(1), (8, 16))
-Y = X @ jax.random.normal(jax.random.key(2), (16, 4))
+X = normal(1, 8, 16)
+Y = X @ normal(2, 16, 4)
 
 
 def same(a, b):

@@ -12,12 +12,13 @@ import octavo
 from octavo.frameworks.linen_ops import DotGeneral, Einsum
 from octavo.rules import dot_config, recipe
 from octavo.transform.state import GRADIENT_STATE
+from tests.arrays import normal
 
 KEY = jax.random.key(0)
 FP8 = dot_config(recipe("te_fp8_delayedscaling", exclude=None)[0], lhs_weight=False, rhs_weight=True)
 STAGES, STEPS = 2, 2
 AXES = {"params": 0, GRADIENT_STATE: 0}
-X = jax.random.normal(jax.random.key(1), (8, 16))
+X = normal(1, 8, 16)
 
 
 class Layer(nn.Module):
@@ -89,7 +90,7 @@ class TestInjected:
     def test_layers_of_a_scan_have_the_histories_of_an_unrolled_loop(self, remat):
         layer = nn.remat(Layer, prevent_cse=False) if remat else Layer
         model = nn.scan(layer, variable_axes=AXES, split_rngs={"params": True}, length=STAGES)()
-        variables = model.init(KEY, X)
+        variables = jax.jit(model.init)(KEY, X)
         run = lambda v, x: model.apply(v, x)[0]  # noqa: E731
         assert_same_and_of_their_own(*both(run, unrolled, variables, X.shape))
 
@@ -97,7 +98,7 @@ class TestInjected:
         """All stages at once, each on rows of its own, as between two steps of a pipeline."""
         model = nn.vmap(Layer, variable_axes=AXES, split_rngs={"params": True})()
         x = jnp.stack([X] * STAGES)
-        variables = model.init(KEY, x)
+        variables = jax.jit(model.init)(KEY, x)
         run = lambda v, x: model.apply(v, x)[0]  # noqa: E731
         loop = lambda v, x: stack([Layer().apply(slice_of(v, i), x[i])[0] for i in range(STAGES)])  # noqa: E731
         assert_same_and_of_their_own(*both(run, loop, variables, x.shape))
@@ -124,7 +125,7 @@ class TestInjected:
         )()
         start = jnp.ones((STAGES, *X.shape))
         rows = jnp.stack([X] * turns)
-        variables = model.init(KEY, start, rows)
+        variables = jax.jit(model.init)(KEY, start, rows)
         assert jax.tree.leaves(variables[GRADIENT_STATE])[0].shape[:2] == (turns, STAGES)
 
         def loop(v, rows):
@@ -170,7 +171,7 @@ def layer(params, x):
 
 def parameters():
     shape = (STAGES, 16, 16)
-    return {n: jax.random.normal(jax.random.key(i), shape) / 4 for i, n in enumerate(("a", "b"))}
+    return {n: normal(i, *shape) / 4 for i, n in enumerate(("a", "b"))}
 
 
 class TestFunctions:

@@ -6,5 +6,6 @@ from tests.fuzz.kills import KILLED
 from tests.fuzz.products import PRODUCTS
 from tests.fuzz.programs import PROGRAMS
 from tests.fuzz.quantizers import QUANTIZERS
+from tests.fuzz.requests import REQUESTS
 
-FUZZERS = {fuzzer.name: fuzzer for fuzzer in (QUANTIZERS, PRODUCTS, PROGRAMS, CONFIGS, CHECKPOINTS, KILLED)}
+FUZZERS = {fuzzer.name: fuzzer for fuzzer in (QUANTIZERS, PRODUCTS, PROGRAMS, CONFIGS, CHECKPOINTS, REQUESTS, KILLED)}

@@ -10,7 +10,7 @@ from tests.fuzz import FUZZERS
 from tests.fuzz.runner import DefectError, Fuzzer, fuzz
 
 # As many as most machines check in a minute, so that they check the same ones; `make fuzz` goes on.
-MOST = {"quantizers": 100, "products": 60, "programs": 60, "configs": 5000, "checkpoints": 400}
+MOST = {"quantizers": 100, "products": 60, "programs": 60, "configs": 5000, "checkpoints": 400, "requests": 3000}
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def test_scales_of_two_levels():
     check(jitted(decode_layer, args, how)(), plain(args, how))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(14))
 def test_any_shape(seed):
     args, how = layer(seed, **shapes(seed))
 

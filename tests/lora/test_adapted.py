@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import octavo
 from octavo.lora import LoraRule, adapted
+from tests.arrays import normal
 
 KEY = jax.random.key(0)
 NORMAL = jax.nn.initializers.normal(0.1)
@@ -87,7 +88,7 @@ def test_grouped_matmuls_have_an_adapter_per_group():
     def experts(params, x, sizes):
         return jax.lax.ragged_dot(x, params["w"], sizes)
 
-    w, x, sizes = jax.random.normal(KEY, (2, 4, 6)), jax.random.normal(KEY, (5, 4)), jnp.asarray([2, 3])
+    w, x, sizes = normal(10, 2, 4, 6), normal(11, 5, 4), jnp.asarray([2, 3])
     tuned = adapted(experts, RULE)
     adapters = tuned.init(KEY, {"w": w}, x, sizes)
     assert jax.tree.map(jnp.shape, adapters) == {"w_lora_a": (2, 4, 2), "w_lora_b": (2, 2, 6)}
@@ -150,6 +151,27 @@ def test_loftq_is_the_alternation_of_quantization_and_truncated_svd(made, steps)
             np.testing.assert_array_equal(q, p)
         assert np.sum((weight - own) ** 2) < 0.6 * np.sum((weight - p) ** 2)
     np.testing.assert_allclose(tuned(adapters, low, x), decoder(merged, x), rtol=1e-4, atol=1e-4)
+
+
+def test_with_statistics_adapters_make_up_for_the_error_of_outputs(made):
+    params, _, _ = made
+    spread = jnp.geomspace(0.05, 3, 8)
+    x = jax.random.normal(KEY, (64, 8)) * spread[None]
+    rule = LoraRule(rank=2, alpha=6.0, weight_qtype="int3", tile_size=4)
+    tuned = adapted(decoder, rule)
+    statistics, _ = octavo.ptq.collect_statistics(decoder, params, [x])
+    plain, low = tuned.init_loftq(params, x, steps=1)
+    own, same = tuned.init_loftq(params, x, steps=1, statistics=statistics)
+    np.testing.assert_array_equal(same["layers"]["heads"].qvalue, low["layers"]["heads"].qvalue)
+    for name in ("kernel", "heads"):
+        errors = []
+        for adapters in (plain, own):
+            merged, _ = tuned.merge(adapters, low, x)
+            error = (merged["layers"][name] - params["layers"][name]).reshape(3, 8, 8)
+            errors.append(float(statistics[f"layers/{name}"].loss(error)))
+        assert errors[1] < 0.8 * errors[0]
+    with pytest.raises(ValueError, match=r"there is no Hessian of the inputs of 'layers/(heads|kernel)'"):
+        tuned.init_loftq(params, x, statistics={})
 
 
 def test_loftq_raises_for_what_it_cannot_quantize(made):

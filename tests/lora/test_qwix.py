@@ -9,10 +9,12 @@ import qwix
 from flax import nnx
 
 import octavo
+from tests.arrays import normal
+from tests.cases import slow_except
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Qwix asks Flax for old names
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (2, 6, 8))
+X = normal(10, 2, 6, 8)
 NORMAL = jax.nn.initializers.normal(0.3)
 ONE = {"rank": 2, "alpha": 6.0, "lora_b_initializer": NORMAL}
 
@@ -47,7 +49,7 @@ def shapes(tree):
     return {octavo._tree.path_str(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-@pytest.mark.parametrize("qtype", [None, "int8"])
+@pytest.mark.parametrize("qtype", slow_except(("int8",), (None, "int8")))
 def test_linen_has_qwixs_parameters_and_results(qtype):
     ours = octavo.apply_lora_to_model(Linen(), provider(octavo, qtype, arithmetic="qwix"))
     theirs = qwix.apply_lora_to_model(Linen(), provider(qwix, qtype))
@@ -64,7 +66,7 @@ def test_linen_has_qwixs_parameters_and_results(qtype):
     )
 
 
-@pytest.mark.parametrize("qtype", [None, "int8"])
+@pytest.mark.parametrize("qtype", slow_except((None,), (None, "int8")))
 def test_nnx_has_qwixs_parameters_and_results(qtype):
     model = Nnx(nnx.Rngs(0))
     ours = octavo.apply_lora_to_model(model, provider(octavo, qtype, arithmetic="qwix"), X, rngs=nnx.Rngs(1))

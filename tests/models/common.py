@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from octavo.models import ModelConfig, apply, init_params
+from octavo.models import ModelConfig, abstract_params, apply, init_params
+from tests.arrays import random_params
 
 DENSE = ModelConfig(vocab_size=31, emb_dim=16, num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24)
 MOE = DENSE.replace(num_experts=4, experts_per_token=2, moe_mlp_dim=12, shared_experts=2)
@@ -19,15 +20,10 @@ run = jax.jit(apply, static_argnums=0)
 
 @functools.cache
 def params_of(config):
-    """Random parameters, with norm scales that are not all one. One program: eagerly, every leaf compiles its own."""
-
-    @jax.jit
-    def make():
-        params = init_params(config, jax.random.key(0))
-        keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
-        return jax.tree.map(lambda x: x * (1 + 0.3 * jax.random.normal(next(keys), x.shape, x.dtype)), params)
-
-    return make()
+    """Random parameters, with norm scales that are not all one."""
+    rng = np.random.default_rng(1)
+    noisy = lambda x: jnp.asarray((x * (1 + 0.3 * rng.standard_normal(x.shape))).astype(x.dtype))  # noqa: E731
+    return jax.tree.map(noisy, jax.device_get(random_params(abstract_params(config))))
 
 
 def batch(config, shape=(2, 7), key=2):

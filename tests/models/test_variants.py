@@ -8,6 +8,7 @@ import pytest
 from octavo.models import ModelConfig, abstract_params, apply, fuse
 from octavo.models.attention import rotary_frequencies
 from octavo.serve import KVCache
+from tests.arrays import normal
 from tests.models import reference
 from tests.models.common import DENSE, MOE, batch, params_of, run
 
@@ -80,7 +81,7 @@ def test_against_numpy(config, monkeypatch):
         for layer in ("layers_0", "layers_1"):
             for number, name in enumerate(("query", "key", "value")):
                 part = params["decoder"][layer]["self_attention"][name]
-                part["bias"] = jax.random.normal(jax.random.key(number), part["bias"].shape)
+                part["bias"] = normal(number, *part["bias"].shape)
     logits, _ = run(config, params, *inputs)
     np.testing.assert_allclose(logits, plain(config, params, *inputs, monkeypatch), atol=1e-4)
     assert np.abs(logits - run(PLAIN, params_of(PLAIN), *inputs)[0]).max() > 1e-3

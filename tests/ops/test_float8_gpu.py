@@ -9,6 +9,7 @@ import octavo
 from octavo.hlo import count_types, devices, get_accelerator, read_matmuls
 from octavo.hlo.text import parse
 from octavo.rules import dot_config
+from tests.arrays import normal
 
 NUMBERS = (((1,), (0,)), ((), ()))
 TYPES = {"f8e4m3fn x f8e4m3fn -> f32": 1, "f8e4m3fn x f8e5m2 -> f32": 1, "f8e5m2 x f8e4m3fn -> f32": 1}
@@ -76,13 +77,13 @@ def test_cublas_multiplies_by_the_scale():
 
 def test_scales_are_multiplied_one_by_one_where_cublas_is_not():
     """On CPUs the result is the same as by one multiplication after the other, without vmap and with it."""
-    x, w = jax.random.normal(jax.random.key(0), (3, 8, 16)), jax.random.normal(jax.random.key(1), (16, 4))
+    x, w = normal(0, 3, 8, 16), normal(1, 16, 4)
     run = lambda x: octavo.dot_general(x, w, NUMBERS, config=config("te_fp8_currentscaling"))  # noqa: E731
     np.testing.assert_array_equal(jax.jit(jax.vmap(run))(x), jnp.stack([run(each) for each in x]))
 
 
 def test_the_gradient_of_scales():
-    codes = [octavo.quantize(jax.random.normal(jax.random.key(n), (8, 8)), "float8_e4m3fn") for n in (0, 1)]
+    codes = [octavo.quantize(normal(n, 8, 8), "float8_e4m3fn") for n in (0, 1)]
     assert all(q.scale.size == 1 for q in codes)
 
     def dot(*scales):

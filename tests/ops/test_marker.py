@@ -14,9 +14,10 @@ from octavo import DotConfig, Operand
 from octavo.calibration import AbsMax
 from octavo.distributed import WeightGather
 from octavo.ops import Placement, dot_general, marked_product
+from tests.arrays import normal
 
 PLAIN = (((1,), (0,)), ((), ()))
-X, W = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(8, 64), (64, 32)]))
+X, W = (normal(i, *shape) for i, shape in enumerate([(8, 64), (64, 32)]))
 INT8 = DotConfig.qt("int8")
 
 

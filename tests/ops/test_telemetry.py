@@ -7,10 +7,7 @@ import pytest
 
 import octavo
 from octavo.ops.telemetry import SUMS, fit
-
-
-def normal(seed, *shape, std=1.0):
-    return std * jax.random.normal(jax.random.key(seed), shape)
+from tests.arrays import normal
 
 
 def db(sums):

@@ -8,6 +8,7 @@ import pytest
 from octavo.numerics import FloatFormat, get_format
 from octavo.optim import MOMENTS, ExpandedMoment, dequantize_state
 from octavo.optim.moment import block_shape, quantize_like
+from tests.arrays import normal
 
 ALL = pytest.mark.parametrize("name", MOMENTS)
 
@@ -116,7 +117,7 @@ def test_codes_of_float8_are_those_of_its_dtype():
 
 def test_expansion_shrinks_the_error_of_moments():
     """The range of a block is two to three decades, half of that of float8 on a logarithmic scale."""
-    x = jax.random.normal(jax.random.key(0), (64, 128)) * 0.01
+    x = normal(0, 64, 128) * 0.01
     plain = MOMENTS["float8"].replace(expand=False)
     relative = [
         float(jnp.mean(jnp.abs(fmt.quantize(x).dequantize() - x) / jnp.abs(x))) for fmt in (MOMENTS["float8"], plain)

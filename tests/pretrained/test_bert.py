@@ -11,8 +11,9 @@ import tokenizers
 
 import octavo
 from octavo.files.safetensors import write
-from octavo.models.bert import BertConfig, bert_apply, bert_params, mean_pool, normalize
+from octavo.models.bert import BertConfig, abstract_bert_params, bert_apply, mean_pool, normalize
 from octavo.pretrained.bert import Encoder, open_encoder
+from tests.arrays import random_params
 from tests.pretrained.encoder import DESCRIBED, tensors, write_encoder
 
 SMALL = BertConfig(vocab_size=13, emb_dim=64, num_layers=2, num_heads=4, mlp_dim=96, max_length=16)
@@ -120,7 +121,7 @@ def test_tokenizers_that_do_not_fit(folder):
 
 @pytest.fixture(scope="module")
 def random():
-    return Encoder(SMALL, jax.jit(bert_params, static_argnums=0)(SMALL, jax.random.key(0)), max_length=16)
+    return Encoder(SMALL, random_params(abstract_bert_params(SMALL)), max_length=16)
 
 
 def test_embed_raises(random, folder):

@@ -10,7 +10,7 @@ import pytest
 from octavo import QArray
 from octavo._tree import unflatten_paths
 from octavo.cli import main
-from octavo.pretrained import convert_model, gguf, open_model, weight_rules
+from octavo.pretrained import Request, convert_model, export_model, gguf, open_model, weight_rules
 from octavo.pretrained.huggingface import write_huggingface
 from octavo.pretrained.model import on_device
 from tests.cases import slow_except
@@ -94,6 +94,34 @@ def test_a_model_goes_to_gguf_and_back(tmp_path, asked, tolerance):
 
 
 @pytest.mark.slow
+def test_trained_codes_are_written_to_gguf_as_they_are(tmp_path):
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    source = source_of(SMALL)
+    rules = weight_rules("int4:mse", source.config, head="float")
+    params, _ = convert_model(source, rules)
+    low = type(source).from_params(source.config, params, rules=rules)
+    export_model("gguf", low, tmp_path / "m.gguf", Request("trained", head="f32"))
+    found = open_model(tmp_path / "m.gguf")
+    for path, codes in params.items():
+        if isinstance(codes, QArray):
+            again = found.leaves[path].load()
+            np.testing.assert_array_equal(again.unpack().qvalue, codes.unpack().qvalue)
+            np.testing.assert_array_equal(again.scale, np.float16(codes.scale).astype(np.float32))
+    (tensor,) = [t for t in GGUFReader(tmp_path / "m.gguf").tensors if t.name == "blk.0.ffn_down.weight"]
+    ours = found.leaves["decoder/layers_0/mlp/wo/kernel"].load().dequantize()
+    np.testing.assert_array_equal(dequantize(tensor.data, tensor.tensor_type), np.asarray(ours).T)
+    # A model in float with the rules of its training is the same.
+    trained = type(source).from_params(source.config, {p: x.load() for p, x in source.leaves.items()}, rules=rules)
+    export_model("gguf", trained, tmp_path / "n.gguf", Request("trained", head="f32"))
+    assert (tmp_path / "n.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
+    params, _ = convert_model(source, weight_rules("int4:minmax", source.config, head="float"))
+    other = type(source).from_params(source.config, params, rules=rules)
+    with pytest.raises(ValueError, match=r"the trained codes of 'decoder/layers_0.*symmetric int4 and int8 in groups"):
+        export_model("gguf", other, tmp_path / "o.gguf", Request("trained"))
+
+
 def test_the_command_writes_gguf_with_a_card(small, tmp_path, capsys):
     write_huggingface(small, {p: leaf.load() for p, leaf in small.leaves.items()}, tmp_path / "float")
     out = tmp_path / "m.gguf"

@@ -1,12 +1,25 @@
 """A rotated model computes the same logits, and has no outliers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import octavo
 from octavo.models import apply
-from octavo.pretrained import PretrainedModel, convert_model, rotated, weight_rules
+from octavo.pretrained import (
+    PretrainedModel,
+    Request,
+    convert_model,
+    export_model,
+    hadamard,
+    open_model,
+    rotated,
+    weight_rules,
+)
+from octavo.pretrained.convert import logits
 from octavo.pretrained.rotation import random_rotation
 from tests.cases import slow_except
 from tests.pretrained.conftest import SMALL, source_of
@@ -80,3 +93,45 @@ def test_other_norms_raise():
         rotated(source_of(SMALL.replace(norm="layer")))
     with pytest.raises(ValueError, match="norm_place='post'"):
         rotated(source_of(SMALL.replace(norm_place="post")))
+
+
+@pytest.mark.parametrize(
+    "blocks", slow_except([{"inputs": 32, "keys": 16}], [{"inputs": 32, "keys": 16}, {"mlp": 128}])
+)
+def test_rotations_while_the_model_runs_cancel(blocks, tmp_path):
+    source = perturbed(SMALL)
+    low = hadamard(source, **blocks)
+    tokens = jnp.arange(24).reshape(2, 12) % 256
+    expected, found = (jax.jit(apply, static_argnums=0)(s.config, s.params(), tokens)[0] for s in (source, low))
+    np.testing.assert_allclose(found, expected, atol=2e-5 * float(jnp.abs(expected).max()))
+    moved = {p for p, leaf in source.leaves.items() if not np.array_equal(leaf.load(), low.leaves[p].load())}
+    assert {path.split("/")[-2] for path in moved} == (
+        {"query", "key", "value", "out", "wi_0", "wi_1", "wo"} if "inputs" in blocks else {"wo"}
+    )
+    # The config is stored with the weights, and no other program could run these.
+    export_model("octavo", low, tmp_path / "low", Request("mxfp4", head="float"))
+    assert open_model(tmp_path / "low").config == low.config
+    with pytest.raises(ValueError, match="no architecture of other programs has hadamard"):
+        export_model("gguf", low, tmp_path / "low.gguf", Request("int8"))
+
+
+def test_rules_do_not_quantize_the_rotations():
+    """They are additions: a rule for all matmuls has the same as without them."""
+    low, tokens = hadamard(source_of(), inputs=32, keys=16), jnp.zeros((1, 8), jnp.int32)
+    rule = octavo.QuantizationRule(weight_qtype="int8", act_qtype="int8")
+    sites = [
+        octavo.quantized(functools.partial(logits, m.config), rule).sites(m.params(), tokens)
+        for m in (source_of(), low)
+    ]
+    assert [(s.path, s.op_id, s.quantized) for s in sites[1]] == [(s.path, s.op_id, s.quantized) for s in sites[0]]
+
+
+def test_what_cannot_be_rotated_by_blocks():
+    with pytest.raises(ValueError, match="hadamard_inputs is a power of two that divides 64, 64, 128; got 48"):
+        hadamard(source_of(), inputs=48)
+    with pytest.raises(ValueError, match="the inputs of experts are not rotated"):
+        hadamard(source_of(SMALL.replace(**EXPERTS)), inputs=32)
+    with pytest.raises(ValueError, match="rotated or fused already"):
+        hadamard(hadamard(source_of(), keys=16), mlp=128)
+    with pytest.raises(ValueError, match="has Hadamard rotations already"):
+        rotated(hadamard(source_of(), mlp=128))

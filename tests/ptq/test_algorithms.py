@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import octavo
-from octavo.ptq import Scales, eora, gptq, quantize_weight, scales_of, search
+from octavo.ptq import Scales, autoround, eora, gptq, quantize_weight, scales_of, search
 from octavo.ptq.layout import MatrixView
 from octavo.ptq.scales import FACTORS
 from octavo.ptq.statistics import Statistics
+from tests.arrays import normal
 from tests.cases import slow_except
 from tests.ptq import reference
 
@@ -145,7 +146,7 @@ def test_a_last_group_that_is_not_full():
 
 
 def test_a_singular_hessian_is_damped_more_and_one_without_hope_is_an_error():
-    w = jax.random.normal(jax.random.key(0), (1, 16, 4))
+    w = normal(0, 1, 16, 4)
     scales = Scales(jnp.full(w.shape, 0.3))
     ones = jnp.ones((1, 16, 16))
     assert bool(jnp.all(jnp.isfinite(gptq(w, ones, scales, INT4, damping=1e-12))))
@@ -201,7 +202,7 @@ def test_dots_with_double_quantization_are_those_of_the_values():
     """By the CPU kernel for a few rows, by XLA for many, packed and not, with activations in float and in int8."""
     w, _ = problem(inputs=512, outputs=128)
     q = octavo.Quantizer("int4_double", tiled_axes={0: 32}, calibration="minmax").quantize(jnp.asarray(w))
-    x = jax.random.normal(jax.random.key(0), (80, 512))
+    x = normal(0, 80, 512)
     numbers = (((1,), (0,)), ((), ()))
     dots = jax.jit(lambda x, q: [octavo.dot_general(y, q, numbers) for y in (x[:1], x)])
     exact = np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64)
@@ -226,3 +227,50 @@ def test_eora_is_the_best_of_its_rank():
     assert left < 0.8 * reference.loss(error, h)
     with pytest.raises(ValueError, match=r"the rank is 1 to 20 for weights of shape \(48, 20\), got 21"):
         eora(jnp.asarray(error)[None], jnp.asarray(h)[None], rank=21)
+
+
+def mlp(params, x):
+    return x + jnp.tanh(x @ params["up"]) @ params["down"]
+
+
+@pytest.mark.parametrize(
+    "name", slow_except(("int2:minmax", "int3_double:minmax"), ("int2:minmax", "int3", "int3_double:minmax"))
+)
+def test_autoround_lowers_the_error_of_a_block_and_moves_codes_by_one_at_most(name):
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {"up": jax.random.normal(keys[0], (64, 128)) / 8, "down": jax.random.normal(keys[1], (128, 64)) / 11}
+    x = jax.random.normal(keys[2], (1024, 16)) @ jax.random.normal(keys[3], (16, 64)) / 4
+    x = x + 0.3 * jax.random.normal(keys[3], x.shape)
+    exact = mlp(params, x)
+    name, _, calibration = name.partition(":")
+    rule = octavo.QuantizationRule(
+        weight_qtype=name,
+        tile_size=None if octavo.get_format(name).tile else 32,
+        weight_calibration_method=calibration or "absmax",
+    )
+    low = octavo.ptq.quantize(mlp, params, rule, [x[:512]], method="search")
+    new = autoround(mlp, params, low, x[:512], exact[:512], steps=50, rows=256)
+
+    def errors(low):
+        out = mlp({path: q.dequantize() for path, q in low.items()}, x)
+        return [float(jnp.mean((out - exact)[part] ** 2)) for part in (slice(512), slice(512, None))]
+
+    assert all(after < 0.5 * before for after, before in zip(errors(new), errors(low), strict=True))
+    for path, q in new.items():
+        np.testing.assert_array_equal(q.scale, low[path].scale)
+        moved = np.asarray(q.qvalue).astype(int) - np.asarray(low[path].qvalue).astype(int)
+        assert np.abs(moved).max() == 1
+    # Nothing is better than no error: the start is returned, packed as it was.
+    packed = {path: q.pack(0) for path, q in low.items()}
+    same = autoround(mlp, {path: q.dequantize() for path, q in low.items()}, packed, x[:512], steps=3, rows=512)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, same, packed))
+
+
+def test_autoround_is_for_integers():
+    w = {"w": jnp.ones((32, 4))}
+    with pytest.raises(ValueError, match="w is quantized to nf4, but AutoRound is for integers: use 'gptq'"):
+        autoround(mlp, w, {"w": octavo.quantize(w["w"], "nf4")}, jnp.ones((8, 32)))
+    with pytest.raises(ValueError, match="no parameter is quantized"):
+        autoround(mlp, w, w, jnp.ones((8, 32)))
+    with pytest.raises(ValueError, match="at least 1: got 0"):
+        autoround(mlp, w, {"w": octavo.quantize(w["w"], "int3")}, jnp.ones((8, 32)), steps=0)

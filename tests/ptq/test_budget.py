@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import octavo
+from octavo.pretrained import convert_model, param_quantizers, weight_rules
+from octavo.pretrained.budgeted import budget_formats, budget_rules
 from octavo.ptq import Option, assign, sensitivity
+from tests.pretrained.conftest import SMALL, source_of
 
 RULES = {name: octavo.QuantizationRule(weight_qtype=name, tile_size=16) for name in ("int3", "int4", "int8")}
 
@@ -110,6 +113,47 @@ def test_many_weights_fit_their_budget():
     assert sum(options[w][n].nbytes for w, n in chosen.items()) <= budget
     uniform = sum(own["int4"].kl for own in options.values())
     assert sum(options[w][n].kl for w, n in chosen.items()) < 0.95 * uniform
+
+
+def model_options(source, costs):
+    """Options of each weight of the layers, whose divergence in a format is its cost times 4^-bits."""
+    found = {}
+    for name in budget_formats("mixed"):
+        rules = weight_rules(name, source.config, head="float")
+        for weight, q in param_quantizers(source.config, rules, scale_dtype="bfloat16").items():
+            size = source.leaves[weight].shape
+            option = Option(costs(weight) * 4.0**-q.qtype.bits, round(q.bits_per_value(size) * np.prod(size) / 8))
+            found.setdefault(weight, {})[name] = option
+    return found
+
+
+def formats_of(rules):
+    return [rule.weight_qtype for rule in rules if not rule.skip and "layers" in rule.module_path]
+
+
+@pytest.mark.standard_promotion
+def test_one_format_for_all_unless_a_mixture_gains():
+    """Scales of scales do not count against a budget of 4.5 bits, and predictions are not exact to a percent."""
+    source = source_of(SMALL.replace(emb_dim=256, mlp_dim=512, head_dim=64))
+    equal = model_options(source, lambda weight: 1.05 if weight.endswith("out/kernel") else 1.0)
+    rules, costs = budget_rules(source, equal, bits=4.5, head="float")
+    assert set(formats_of(rules)) == {"int4_double"}
+    assert sum(costs.values()) == pytest.approx(sum(own["int4_double:minmax"].kl for own in equal.values()))
+    unequal = model_options(source, lambda weight: 50.0 if weight.endswith("out/kernel") else 1.0)
+    rules, costs = budget_rules(source, unequal, bits=4.5, head="float")
+    assert len(set(formats_of(rules))) > 1
+    assert sum(costs.values()) < 0.6 * sum(own["int4_double:minmax"].kl for own in unequal.values())
+
+
+@pytest.mark.standard_promotion
+def test_a_budget_is_the_size_of_the_whole_model():
+    source = source_of()
+    options = model_options(source, lambda weight: 1.0 + len(weight))
+    rules, _ = budget_rules(source, options, mebibytes=0.07, head="int8", scale_dtype="bfloat16")
+    params, _ = convert_model(source, rules, scale_dtype="bfloat16")
+    assert 0.065 < sum(x.nbytes for x in params.values()) / 2**20 <= 0.07
+    with pytest.raises(ValueError, match=r"0.001 MiB are too few: the head and norms alone need 0.0"):
+        budget_rules(source, options, mebibytes=0.001)
 
 
 def test_bad_budgets():

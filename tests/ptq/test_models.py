@@ -9,12 +9,9 @@ from flax import nnx
 
 import octavo
 from octavo.ptq import collect_statistics, load_statistics, quantize, quantize_weights, save_statistics
+from tests.arrays import normal
 
 RULE = octavo.QuantizationRule(weight_qtype="int4", tile_size=16)
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def predict(params, x):
@@ -230,9 +227,7 @@ def test_stages_see_the_inputs_of_quantized_stages():
     def run(params, x):
         return jnp.tanh(x @ params["up"]) @ params["down"]
 
-    keys = jax.random.split(jax.random.key(0), 3)
-    params = {"up": jax.random.normal(keys[0], (32, 64)) / 4, "down": jax.random.normal(keys[1], (64, 16))}
-    x = jax.random.normal(keys[2], (512, 32))
+    params, x = {"up": normal(0, 32, 64) / 4, "down": normal(1, 64, 16)}, normal(2, 512, 32)
     rule = octavo.QuantizationRule(weight_qtype="int3", tile_size=32)
     quantizers = octavo.quantized(run, rule).stored_quantizers(params, x)
     batches = [x[:256], x[256:]]
@@ -285,7 +280,7 @@ def test_saved_statistics_take_the_place_of_data(tmp_path):
     def run(params, x):
         return x @ params["w"]
 
-    params, x = {"w": jax.random.normal(jax.random.key(0), (32, 8))}, jax.random.normal(jax.random.key(1), (64, 32))
+    params, x = {"w": normal(0, 32, 8)}, normal(1, 64, 32)
     rule = octavo.QuantizationRule(weight_qtype="int4", tile_size=32)
     quantizers = octavo.quantized(run, rule).stored_quantizers(params, x)
     found, _ = collect_statistics(run, params, [x])

@@ -21,6 +21,7 @@ from octavo.pretrained import (
 )
 from octavo.pretrained.calibrated import calibrated_codes
 from octavo.pretrained.native import write_model
+from octavo.pretrained.rounding import check_rounding
 from octavo.qarray import QArray
 from octavo.serve import Engine, SamplingParams
 from octavo.serve.evaluate import evaluate
@@ -92,7 +93,11 @@ def test_distillation_trains_scales_and_keeps_codes(folder, capsys):
         (["int4", "--data", "text.txt"], "--data is for a recipe with a method, such as int4:gptq, and for --distill"),
         (["int4:gptq", "--data", "none.txt"], "--data: "),
         (["int4:gptq", "--data", "short.txt"], "the calibration text has 6 tokens, less than one window of 256"),
+        (["int4:gptq", "--data", "text.txt", "--data-tokens", "9999"], "fewer than the 9999 asked for"),
         (["int4:gptk", "--data", "text.txt"], "gptk"),
+        (["nf4:autoround", "--data", "text.txt"], "is quantized to nf4, but AutoRound is for integers: use 'gptq'"),
+        (["nf4:signed", "--data", "text.txt"], "is quantized to nf4, but 'signed' is for symmetric signed integers"),
+        (["mixed:gptq", "--bits", "4.5", "--mebibytes", "3", "--data", "text.txt"], "--bits and --mebibytes are two"),
     ],
 )
 def test_errors_come_before_the_work(folder, capsys, monkeypatch, words, message):
@@ -100,13 +105,6 @@ def test_errors_come_before_the_work(folder, capsys, monkeypatch, words, message
     (folder / "short.txt").write_text("short")
     assert main(["quantize", "float", words[0], "new", *words[1:]]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_text_shorter_than_asked_is_an_error():
-    windows = [np.zeros((2, 256), np.int32)]
-    assert CalibrationData("", tokens=600).used(windows) == "calibrating on 512 tokens"
-    told = "calibrating on 512 tokens: the text has fewer than the 1024 asked for"
-    assert CalibrationData("", tokens=1024).used(windows) == told
 
 
 @pytest.mark.slow
@@ -138,6 +136,26 @@ def test_awq_scales_the_norms(folder):
     wanted, *found = (np.asarray(m.function()(m.params(), tokens)[0]) for m in (source, low, plain))
     errors = [np.mean((logits - wanted) ** 2) for logits in found]
     assert errors[0] < errors[1]
+
+
+@pytest.mark.slow
+def test_autoround_trains_the_codes_of_gptq_layer_by_layer(folder):
+    source, data = source_of(), CalibrationData(TEXT, tokens=1024)
+    rules, lines, found = weight_rules("int2", source.config, head="float"), [], {}
+    for method in ("gptq", "autoround"):
+        codes = calibrated_codes(source, rules, data, method=method, scale_dtype="bfloat16", log=lines.append)
+        params, _ = convert_model(source, rules, codes=codes)
+        low = PretrainedModel.from_params(source.config, params, tokenizer=source.tokenizer, origin=source.origin)
+        found[method] = params, evaluate(low, source.tokenizer.encode(TEXT)[1024:1536], against=source, layers=False)
+    assert found["autoround"][1].kl.mean < 0.9 * found["gptq"][1].kl.mean
+    for path, q in found["gptq"][0].items():
+        if isinstance(q, QArray):
+            np.testing.assert_array_equal(q.scale, found["autoround"][0][path].scale)
+    told = [line for line in lines if "error of the outputs" in line]
+    assert [line.split(":")[0] for line in told] == ["layers_0", "layers_1"]
+    stacked = source.config.replace(scan_layers=True)
+    with pytest.raises(ValueError, match="the layers of this model are one stack: use gptq"):
+        check_rounding(stacked, {})
 
 
 @pytest.mark.slow
@@ -198,7 +216,7 @@ def test_a_budget_of_bits(folder, capsys):
     assert "Bits per weight, scales included" in page
     assert "Bits and sensitivity by layer" in page
     assert main([*words[:2], "int4:search", str(folder / "x"), *words[4:], "--data", str(folder / "text.txt")]) == 2
-    assert "--bits chooses between several formats" in capsys.readouterr().err
+    assert "a budget chooses between several formats, such as" in capsys.readouterr().err
 
 
 def stories(source, count):

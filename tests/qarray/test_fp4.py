@@ -14,6 +14,7 @@ from octavo.ops import DotConfig, Matmul, Operand
 from octavo.ops.hadamard import random_signs, rotate
 from octavo.rules import dot_config
 from octavo.rules.compile import EDEN_RANGE
+from tests.arrays import normal
 
 
 def to_e2m1(x):
@@ -42,7 +43,7 @@ def four_over_six(x):
 
 
 def test_four_over_six_is_the_published_choice():
-    x = jax.random.normal(jax.random.key(0), (64, 256))
+    x = normal(0, 64, 256)
     found = np.asarray(Quantizer("nvfp4", calibration="four_over_six").quantize(x).dequantize())
     plain = np.asarray(Quantizer("nvfp4").quantize(x).dequantize())
     np.testing.assert_allclose(found, four_over_six(np.asarray(x)), rtol=1e-6)
@@ -51,7 +52,7 @@ def test_four_over_six_is_the_published_choice():
 
 def test_four_over_six_keeps_other_blocks_apart():
     """A block that is not finite is NaN, and takes no part in the scale of the tensor."""
-    x = jax.random.normal(jax.random.key(1), (4, 64))
+    x = normal(1, 4, 64)
     broken = x.at[2, 20].set(jnp.inf)
     quantizer = Quantizer("nvfp4", calibration="four_over_six")
     clean, found = quantizer.quantize(x.at[2, 16:32].set(0)).dequantize(), quantizer.quantize(broken).dequantize()
@@ -65,7 +66,7 @@ def test_four_over_six_keeps_other_blocks_apart():
 @functools.cache
 def draws(count=10_000):
     """Estimates of one tensor: MS-EDEN after random rotations, rotated back, and stochastic rounding."""
-    x = jax.random.normal(jax.random.key(2), (2, 128))
+    x = normal(2, 2, 128)
     eden = Quantizer("nvfp4", calibration=EDEN_RANGE, rounding=Eden(32))
 
     def draw(key):
@@ -97,7 +98,7 @@ def test_ms_eden_has_half_the_error_of_stochastic_rounding():
 
 def test_the_correction_is_the_inner_product():
     """With exact scales, a block's inner product with its own values would be exact: scales are within one rounding."""
-    x = jax.random.normal(jax.random.key(5), (1, 32))
+    x = normal(5, 1, 32)
     plain = Quantizer("nvfp4", calibration=EDEN_RANGE).quantize(x)
     found = Quantizer("nvfp4", calibration=EDEN_RANGE, rounding="eden").quantize(x, key=jax.random.key(6))
     np.testing.assert_array_equal(np.asarray(found.qvalue), np.asarray(plain.qvalue))
@@ -112,7 +113,7 @@ def test_random_rotations_cancel_in_a_matmul():
     rotated = Matmul(residual="original", rotate=16, random_signs=True)
     config = DotConfig(Matmul(Operand("int8"), Operand("int8")), rotated, rotated)
     plain = DotConfig(Matmul(Operand("int8"), Operand("int8")))
-    x, w = (jax.random.normal(jax.random.key(i), (32, 32)) for i in (7, 8))
+    x, w = (normal(i, 32, 32) for i in (7, 8))
 
     def gradients(config, key):
         return jax.jit(jax.grad(lambda x, w: jnp.sum(dot(x, w, config=config, key=key) ** 2), (0, 1)))(x, w)
@@ -137,7 +138,7 @@ def test_quartet2_gradients_are_unbiased_for_the_forward_codes():
         residual="requantize",
     )
     config = dot_config(rule, lhs_weight=False, rhs_weight=True)
-    x, w, g = (jax.random.normal(jax.random.key(i), (64, 64)) for i in (10, 11, 12))
+    x, w, g = (normal(i, 64, 64) for i in (10, 11, 12))
     quantizer = Quantizer("nvfp4", calibration="four_over_six")
     codes = quantizer.quantize(x).dequantize(), quantizer.quantize(w.T).dequantize().T
 

@@ -7,6 +7,7 @@ import pytest
 
 import octavo
 from octavo.qarray.arithmetic import on_cpu
+from tests.arrays import normal
 
 
 def lowered(fn, *args, platform):
@@ -39,7 +40,7 @@ def test_the_gradient_of_a_wide_weight_has_its_layout_on_tpus(width, count):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_range_is_reduced_in_the_dtype_of_the_values(dtype):
     """A reduction of widened values would be a pass of its own on TPUs."""
-    x = jax.random.normal(jax.random.key(0), (8, 256)).astype(dtype)
+    x = normal(0, 8, 256).astype(dtype)
     quantizer = octavo.Quantizer("int8", channelwise_axes=(0,))
     text = jax.jit(quantizer.quantize).trace(x).lower(lowering_platforms=("tpu",)).as_text()
     kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]

@@ -2,18 +2,18 @@
 
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import octavo
 from octavo._tree import flatten_paths
-from octavo.models import ModelConfig, init_params
+from octavo.models import ModelConfig, abstract_params
 from octavo.pretrained import Leaf, PretrainedModel, convert_model, weight_rules
 from octavo.qarray.histogram import histogram
 from octavo.report import record_conversion
 from octavo.report.record import CONVERSION, EVALUATION, write_record
 from octavo.train.metrics import MetricWriter
+from tests.arrays import random_params
 
 SIZES = {"vocab_size": 64, "emb_dim": 64, "num_query_heads": 2, "num_kv_heads": 1, "head_dim": 32, "mlp_dim": 64}
 
@@ -21,7 +21,7 @@ SIZES = {"vocab_size": 64, "emb_dim": 64, "num_query_heads": 2, "num_kv_heads": 
 def source(layers=2):
     """A decoder with weights drawn at random."""
     config = ModelConfig(**SIZES, num_layers=layers, scan_layers=False)
-    params = flatten_paths(init_params(config, jax.random.key(0)))
+    params = flatten_paths(random_params(abstract_params(config)))
     leaves = {path: Leaf(x.shape, "float32", lambda x=x: np.asarray(x)) for path, x in params.items()}
     return PretrainedModel(config, leaves, origin={"name": "toy", "kind": "test"})
 

@@ -7,7 +7,7 @@ import pytest
 from octavo.cli import main
 from octavo.report import render, render_together
 from octavo.report.kinds import kind_of
-from octavo.report.record import COMPARISON, CONVERSION, EVALUATION, read_record, write_record
+from octavo.report.record import COMPARISON, CONVERSION, EVALUATION, ROLLOUTS, read_record, write_record
 from octavo.report.run import float_twin, read_run
 from tests.report import samples
 from tests.report.page import read
@@ -46,6 +46,22 @@ def test_evaluation(tmp_path):
     alone = read(render(samples.evaluate(tmp_path / "alone", against="")))
     assert "No other model was given to measure it by." in alone.text
     assert len(alone.svgs) == 1
+
+
+def test_rollouts(tmp_path):
+    runs = {
+        "float": [{"reward": i / 40, "k3": 0.0} for i in range(40)],
+        "int8": [{"reward": i / 80, "k3": 1e-9 * (1 + i)} for i in range(40)],
+    }
+    for name in ("one", "two"):
+        write_record(tmp_path / name / ROLLOUTS, {"task": "a toy", "runs": runs, "describes": {"int8": "same codes"}})
+    page = read(render(tmp_path / "one"))
+    assert "Mean reward of the last steps: 0.86 in float, 0.43 in int8." in page.text
+    assert "int8 40 0.056 0.431 1e-09 4e-08" in page.text
+    assert "same codes" in page.text
+    assert len(page.svgs) == 1
+    both = read(render_together([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html"))
+    assert "two/int8 40 0.056 0.431 1e-09 4e-08" in both.text
 
 
 def test_a_change_within_chance_is_said_to_be(tmp_path):

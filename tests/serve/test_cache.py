@@ -12,6 +12,7 @@ import octavo
 from octavo.models import QKV, Cache, apply, layer_groups
 from octavo.serve import KVCache, KVConfig
 from octavo.serve.cache_store import BLOCK
+from tests.arrays import normal
 from tests.cases import slow_except
 from tests.serve.common import DENSE, MOE, dequantized, params_of, quantized_params, run, tokens_of
 
@@ -184,7 +185,7 @@ def stored_layer(kv, x):
 
 @pytest.mark.slow
 def test_signal_to_noise_of_what_is_stored():
-    x = jax.random.normal(jax.random.key(0), (1, 64, 2, 8))
+    x = normal(0, 1, 64, 2, 8)
     for name, axis, bound in (
         ("int8", "dkv", 44),
         ("int8", "heads_and_dkv", 42),

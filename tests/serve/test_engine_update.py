@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import octavo
-from octavo.models import apply, init_params
+from octavo.models import abstract_params, apply
 from octavo.models.functional import unstack_layers
 from octavo.rollout import mismatch, token_logprobs
 from octavo.serve import Engine, Request, SamplingParams
+from octavo.serve.engine_update import Layouts
+from tests.arrays import random_params
 from tests.serve.common import DENSE, params_of, tokens_of
 
 ONE = DENSE.replace(num_layers=1)
@@ -22,7 +24,7 @@ TEXTS = np.asarray(tokens_of(ONE, (2, 8)))
 
 
 def new_params(seed=1, config=ONE):
-    return jax.jit(init_params, static_argnums=0)(config, jax.random.key(seed))
+    return random_params(abstract_params(config), seed)
 
 
 def convert(params, config=ONE):
@@ -148,3 +150,10 @@ def test_updates_that_do_not_fit():
     np.testing.assert_array_equal(unified().logprobs(TEXTS.tolist()), before)
     with pytest.raises(ValueError, match="ids are from 0 to 30"):
         engine.logprobs([[1, 2, 31]])
+
+
+def test_floats_without_their_learned_scales():
+    rules = (octavo.QuantizationRule(scope="weights", weight_qtype="int8", weight_calibration_method="lsq"),)
+    layouts = Layouts(ONE, convert(params_of(ONE)), rules)
+    with pytest.raises(ValueError, match=r"the scale of 'decoder/layers_0/.*' is learned \(lsq\), so floats alone"):
+        layouts.matched(params_of(ONE))

@@ -340,6 +340,10 @@ CONFLICTS = [
     ),
     ({"lora_weight_qtype": "nf4"}, "lora_weight_qtype=nf4 is for adapters, but lora_rank=0"),
     (
+        {"lora_rank": 2, "load_parameters_path": "m", "lora_weight_qtype": "source", "distillation_weight": 0.5},
+        "lora_weight_qtype=source keeps the model as codes, so that it cannot be the teacher of distillation_weight",
+    ),
+    (
         {"lora_rank": 2, "load_parameters_path": "m", "lora_init": "loftq"},
         'lora_init=loftq makes up for the quantization of weights, but lora_weight_qtype=""',
     ),

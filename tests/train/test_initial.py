@@ -9,14 +9,15 @@ import pytest
 from octavo.checkpoint import CheckpointManager
 from octavo.data import SubwordTokenizer
 from octavo.data.subwords import train_bpe
-from octavo.models import ModelConfig, apply, init_params
+from octavo.models import ModelConfig, abstract_params, apply
 from octavo.pretrained import PretrainedModel, Request, export_model, open_model, read_adapter
 from octavo.pretrained.model import to_float
 from octavo.qarray import is_qarray
 from octavo.train import ConfigError, train
 from octavo.train.config import Config
-from octavo.train.initial import load_params, open_source, with_architecture
+from octavo.train.initial import load_codes, load_params, open_source, open_teacher, with_architecture
 from octavo.train.trainer import Trainer
+from tests.arrays import random_params
 from tests.train.common import SMALL
 
 pytestmark = pytest.mark.standard_promotion
@@ -36,7 +37,7 @@ def started(path, **changes) -> Config:
 
 @functools.cache
 def source() -> PretrainedModel:
-    params = jax.jit(init_params, static_argnums=0)(MODEL, jax.random.key(0))
+    params = random_params(abstract_params(MODEL))
     bias = jax.tree_util.tree_map_with_path(
         lambda path, x: x + 0.1 if "bias" in jax.tree_util.keystr(path) else x, params
     )
@@ -207,7 +208,7 @@ def test_distillation_lowers_the_divergence_from_the_float_model(files):
 @pytest.mark.slow
 def test_a_teacher_of_another_architecture_on_a_mesh(files, tmp_path):
     config = MODEL.replace(num_layers=1, qkv_bias=False)
-    params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(3))
+    params = random_params(abstract_params(config), 3)
     small = PretrainedModel.from_params(config, params, origin={"name": "small", "path": "small"})
     export_model("octavo", small, tmp_path / "teacher", Request("int8"))
     options = {"distillation_weight": 0.5, "distillation_teacher": str(tmp_path / "teacher")}
@@ -226,3 +227,41 @@ def test_a_teacher_of_another_architecture_on_a_mesh(files, tmp_path):
     export_model("octavo", other, tmp_path / "other", Request("int8"))
     with pytest.raises(ConfigError, match=r"other has 299 ids and the model 300: a teacher needs the same vocabulary"):
         Trainer(started(files / "hf", distillation_weight=1.0, distillation_teacher=str(tmp_path / "other")))
+
+
+def test_a_teacher_with_another_vocabulary(files):
+    with pytest.raises(ConfigError, match=r"own has 300 ids and the model 299: a teacher needs the same vocabulary"):
+        open_teacher(str(files / "own"), MODEL.replace(vocab_size=299))
+    other = SubwordTokenizer(train_bpe(["zzz yyy " * 50], 300), bos_id=0, eos_ids=(0,))
+    with pytest.raises(ConfigError, match=r"own tokenizes 'The 3 naïve ' as .*a teacher needs the same vocabulary"):
+        open_teacher(str(files / "own"), MODEL, other)
+    assert open_teacher(str(files / "own"), MODEL, source().tokenizer).config.vocab_size == 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [True, False])
+def test_adapters_on_the_codes_of_the_file(scan, files):
+    options = {"lora_rank": 2, "lora_weight_qtype": "source", "scan_layers": scan, "learning_rate": 1e-2}
+    trainer = Trainer(started(files / "own", **options))
+    name = "layers" if scan else "layers_1"
+    kernel = trainer.state.frozen["decoder"][name]["mlp"]["wo"]["kernel"]
+    stored = open_model(files / "own").leaves["decoder/layers_1/mlp/wo/kernel"].load()
+    assert (kernel.qtype.name, kernel.packed is not None) == ("int4", True)
+    own = np.asarray(kernel.dequantize())
+    np.testing.assert_array_equal(own[1] if scan else own, np.asarray(stored.dequantize(), np.float32))
+    floats = Trainer(started(files / "own", lora_rank=2, scan_layers=scan, learning_rate=1e-2))
+    for _ in range(2):
+        losses = [float(t.step()["learning/loss"]) for t in (trainer, floats)]
+        np.testing.assert_allclose(*losses, rtol=1e-4)
+    assert trainer.verify().flops() == floats.verify().flops()
+
+
+def test_the_codes_of_a_file_that_has_none(files):
+    floats = PretrainedModel.from_params(MODEL, source().params("float32"), origin={"name": "tiny"})
+    with pytest.raises(ConfigError, match=r"keeps codes, but the layers of tiny \(float32\) are read as floats: name"):
+        load_codes(floats, MODEL)
+
+
+def test_the_codes_of_the_file_are_for_one_device(files):
+    with pytest.raises(ConfigError, match=r"lora_weight_qtype=source is for one device: set num_devices=1"):
+        Trainer(started(files / "own", lora_rank=2, lora_weight_qtype="source", num_devices=2, per_device_batch_size=4))

@@ -6,13 +6,16 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import octavo
 from octavo.calibration import AbsMax
 from octavo.models import ModelConfig, abstract_params, apply
+from octavo.pretrained import Request, export_model, open_model
 from octavo.rules import QtRule, QuantizationRule, dot_config, rules_to_json
+from octavo.train import train
 from octavo.train import trainer as trainer_module
 from octavo.train.config import ConfigError
 from octavo.train.quantization import training_rules, training_schedule, with_communication
@@ -247,3 +250,42 @@ def test_scales_of_saved_parameters_are_replicated_on_request(monkeypatch):
 
     assert scale_spec(False) == PartitionSpec(None, "fsdp")
     assert scale_spec(True) == PartitionSpec()
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_a_run_trains_scales_and_is_served_with_them(tmp_path):
+    method = {"weight_quantization_calibration_method": "lsq", "gradient_accumulation_steps": 2}
+    config = small(quantization="qat_int4", base_output_directory=str(tmp_path), steps=2, learning_rate=1e-2, **method)
+    train(config, log=lambda text: None)
+    source = open_model(tmp_path / "test")
+    learned = source.state["learned_scales"]["decoder"]["layers_1"]["mlp"]["wo"]["kernel"]["scale"]
+    weight = source.leaves["decoder/layers_1/mlp/wo/kernel"].load()
+    searched = octavo.Quantizer("int4", channelwise_axes=(1,), calibration="mse").quantize(jnp.asarray(weight)).scale
+    assert float(jnp.abs(learned / searched - 1).mean()) > 0.01
+    export_model("octavo", source, tmp_path / "low", Request("trained"))
+    low = open_model(tmp_path / "low")
+    stored = low.leaves["decoder/layers_1/mlp/wo/kernel"].load().scale
+    np.testing.assert_allclose(stored, np.abs(learned), rtol=1e-6)  # the range is that of the magnitude
+    run, tokens = functools.partial(apply, source.config), jnp.arange(24).reshape(2, 12)
+    trained = octavo.quantized(run, source.rules, weights=0).stateful(source.state)
+    expected = jax.jit(lambda params: trained(params, tokens)[0][0])(source.params("float32"))
+    served = jax.jit(octavo.served(run, source.rules))
+    np.testing.assert_array_equal(served(low.params("float32"), tokens)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"quantization_start_step": 3},
+            r"quantization_start_step=3 does not combine with learned scales \(lsq\): they begin",
+        ),
+        ({"gradient_reduce_dtype": "int8"}, "gradient_reduce_dtype=int8 does not combine with learned scales"),
+        ({"act_quantization_calibration_method": "lsq"}, "lsq learns the scales of weights"),
+    ],
+)
+def test_keys_that_do_not_combine_with_learned_scales(changes, message):
+    method = {"weight_quantization_calibration_method": "lsq"}
+    with pytest.raises(ConfigError, match=message):
+        training_schedule(small(quantization="qat_int4", **{**method, **changes}))

@@ -19,12 +19,9 @@ AQT = ("int8", "int4", "fp8", "fp8_full", "fp8_e4m3", "fp8_e5m2", "fp4", "aqt_fp
 WEIGHT_ONLY = ("int8w", "int4w")
 FLOAT_GRADIENTS = ("qat_int8", "qat_int4", "intmp", "aqt_fp8", "bitnet")
 NAMES = [f"{name}-qwix" for name in octavo.recipes()] + [f"{name}-aqt" for name in AQT]
-# One for each mechanism: stochastic integers, float8, its delayed scaling, tiles, blocks of two levels
-# with a rotation, float gradients, weights alone.
-FAMILIES = (
-    *("int8-aqt", "fp8_full-qwix", "fp8_gpu-qwix", "deepseek_fp8-qwix"),
-    *("quartet2-qwix", "qat_int4-qwix", "int4w-qwix"),
-)
+# One for each mechanism: stochastic integers, float8 with delayed scaling, tiles, blocks of two levels with a rotation,
+# weights alone.
+FAMILIES = ("int8-aqt", "fp8_gpu-qwix", "deepseek_fp8-qwix", "quartet2-qwix", "int4w-qwix")
 ATTENTION = [f"self_attention/{part}" for part in ("query", "key", "value", "out")]
 MLP = ("wi_0", "wi_1", "wo")
 # Tiles of 128 by 128 need matrices of that size.

@@ -21,12 +21,11 @@ def crash():
     raise Crash
 
 
-# Each kind of state: keys of stochastic rounding, histories, microbatches, masks, stages, moments.
+# Each kind of state: histories, microbatches, masks, stages, moments.
 RUNS = {
-    "stochastic": {"quantization": "int8"},
     "accumulated": {"quantization": "fp8_gpu", "gradient_accumulation_steps": 2},
     "sparse": {
-        "quantization": "int8",
+        "quantization": "int8",  # rounds stochastically
         "weight_sparsity_n": 2,
         "weight_sparsity_m": 4,
         "weight_sparsity_start_step": 2,
@@ -82,11 +81,11 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_killed_twenty_times(whole):
+def test_killed_eight_times(whole):
     assert lines(whole, "whole", TELEMETRY)
-    found = kill_at_random(whole, 20, seed=0, **MEASURED)
+    found = kill_at_random(whole, 8, seed=0, **MEASURED)
     # Many of them moved the run on, and some took steps away that were not saved yet.
-    assert len({step for step, _ in found}) > 8
+    assert len({step for step, _ in found}) > 3
     assert any(metrics > step for step, metrics in found)
 
 

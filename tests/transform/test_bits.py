@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 import octavo
-from tests.cases import slow_except
+from tests.arrays import normal
+from tests.cases import REPRESENTATIVE, slow_except
 
-RECIPES = [name for name in octavo.recipes() if name != "intmp"]  # a table of bits, not a recipe
+# One recipe for each mechanism: as in tests.cases, and tiles, delayed scaling, rotations and float gradients.
+RECIPES = (*REPRESENTATIVE, "mxfp8", "deepseek_fp8", "fp8_gpu", "quartet2", "qat_int4")
 INT8 = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def assert_same(got, want):

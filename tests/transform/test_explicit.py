@@ -1,6 +1,7 @@
 """Shardings that are part of the types: mesh axes that are explicit, and operands that are reduced."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -99,8 +100,7 @@ RECIPES = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "use"), list(zip(RECIPES, itertools.cycle(USES), strict=False)))
 def test_other_recipes(name, use):
     close(*both(octavo.recipe(name, exclude=None), USES[use]), 2e-6)
 

@@ -8,10 +8,11 @@ from jax import export
 
 import octavo
 from octavo import kernels
+from tests.arrays import normal
 
 INT8 = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
-PARAMS = {"w": jax.random.normal(jax.random.key(0), (64, 32))}
-X = jax.random.normal(jax.random.key(1), (4, 64))
+PARAMS = {"w": normal(0, 64, 32)}
+X = normal(1, 4, 64)
 ANY = jax.ShapeDtypeStruct((export.symbolic_shape("b")[0], 64), jnp.float32)
 
 
@@ -71,8 +72,8 @@ def test_a_dot_with_a_qarray_and_a_served_model_take_a_symbolic_batch(how):
 
 @pytest.mark.skipif(not kernels.available(), reason=kernels.status())
 def test_an_exported_program_has_no_custom_call_of_the_cpu_kernels():
-    q = octavo.quantize(jax.random.normal(jax.random.key(2), (512, 256)), "int8", channelwise_axes=(1,))
-    x = jax.random.normal(jax.random.key(3), (4, 512))
+    q = octavo.quantize(normal(2, 512, 256), "int8", channelwise_axes=(1,))
+    x = normal(3, 4, 512)
     rows = octavo.quantize(x, "int8", channelwise_axes=(0,))
     assert "octavo_" in jax.jit(octavo.dot).lower(x, q).as_text()
     same_when_exported(octavo.dot, rows, q)

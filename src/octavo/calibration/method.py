@@ -39,6 +39,8 @@ class Calibration(Config, abc.ABC):
 
     asymmetric: bool = False
     finite: bool = False
+    learned: ClassVar[bool] = False
+    """Whether the range is that of a scale which is trained, and `measure` gives its initial value."""
     _positive: ClassVar[tuple[str, ...]] = ()
     """Fields that must be positive numbers."""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from octavo._names import unknown_name
 from octavo.calibration.method import AbsMax, AbsMean, Calibration, Constant, Fixed, MinMax, Percentile, Rms, Weighted
-from octavo.calibration.search import FourOverSix, Mse, Snr
+from octavo.calibration.search import FourOverSix, Lsq, Mse, Snr
 
 type CalibrationLike = Calibration | str
 
@@ -68,6 +68,10 @@ def _mse(points: float = Mse.points, lowest: float = Mse.lowest) -> Mse:
     return Mse(int(points), lowest)
 
 
+def _lsq(points: float = Lsq.points, lowest: float = Lsq.lowest) -> Lsq:
+    return Lsq(int(points), lowest)
+
+
 def _snr(*clips: float) -> Snr:
     return Snr(clips) if clips else Snr()
 
@@ -81,6 +85,7 @@ for _name, _maker in {
     "constant": Constant,
     "percentile": Percentile,
     "mse": _mse,
+    "lsq": _lsq,
     "snr": _snr,
     "four_over_six": FourOverSix,
     "weighted": Weighted,

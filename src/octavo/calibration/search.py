@@ -63,6 +63,16 @@ class Mse(_ClipSearch):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
+class Lsq(Mse):
+    """A scale that is trained with the weights, from that of `mse` on: `lsq[,points[,lowest]]`, for weights in rules.
+
+    Esser et al., Learned Step Size Quantization, arXiv:1902.08153.
+    """
+
+    learned = True  # pyrefly: ignore
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Snr(_ClipSearch):
     """The clip among `clips` with the highest signal-to-noise ratio, AQT's SnrBasedAutoCalibration: `snr[,c1,c2,…]`.
 

@@ -12,8 +12,8 @@ def cache_directory() -> Path:
     return Path(base) / "octavo" / "compiled" / version("octavo")
 
 
-def use_compiled_programs() -> None:
-    """Keep compiled programs on disk, by the program, the devices and the version of jax.
+def use_compiled_programs() -> Path:
+    """Keep compiled programs on disk, by the program, the devices and the version of jax; returns the directory.
 
     A directory that the user has set (`JAX_COMPILATION_CACHE_DIR`) is used instead.
     """
@@ -23,3 +23,5 @@ def use_compiled_programs() -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    found = jax.config.jax_compilation_cache_dir
+    return cache_directory() if found is None or "://" in found else Path(found)

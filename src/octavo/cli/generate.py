@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.cli.compiled import use_compiled_programs
-from octavo.cli.options import MODEL, add_adapter, add_kv_cache, fail, kv_config, open_source, read_texts
+from octavo.cli.options import MODEL, add_adapter, add_kv_cache, fail, kv_config, open_source, read_texts, warm_up
 
 _MOST_SLOTS = 8
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         return fail("generate", error)
     seeded = [params if params.seed is None else params.replace(seed=params.seed + i) for i in range(len(ids))]
-    engine.warm_up()  # before the clock starts
+    warm_up("generate", engine)  # before the clock starts
     shown = [f"{prompt}\n" for prompt in prompts] if args.chat else prompts
     printer = _Json(prompts, ids) if args.json else _Text(shown, sys.stdout)
     clock = _Clock()
@@ -94,7 +94,7 @@ def _params(args: argparse.Namespace) -> Any:
 def _engine(args: argparse.Namespace, prompts: Sequence[str]) -> tuple[Any, Any, list[list[int]]]:
     from octavo.serve import Engine
 
-    use_compiled_programs()
+    directory = use_compiled_programs()
     kv, source = kv_config(args), open_source(args)
     tokenizer = source.tokenizer
     if tokenizer is None:
@@ -105,11 +105,21 @@ def _engine(args: argparse.Namespace, prompts: Sequence[str]) -> tuple[Any, Any,
         ids = [list(tokenizer.encode(prompt)) for prompt in prompts]
     ids = [tokens or _bos(tokenizer, prompt) for tokens, prompt in zip(ids, prompts, strict=True)]
     slots = min(len(ids), _MOST_SLOTS) if args.slots is None else args.slots
-    length = max(map(len, ids)) + args.max_tokens if args.max_length is None else args.max_length
-    engine = Engine(source, slots=slots, max_length=length, kv=kv)
+    needed = max(map(len, ids)) + args.max_tokens
+    length = _round_up(needed, source) if args.max_length is None else args.max_length
+    engine = Engine(source, slots=slots, max_length=length, kv=kv, cache_dir=directory)
     for tokens in ids:
         engine.check(tokens)
     return engine, source, ids
+
+
+def _round_up(length: int, source: Any) -> int:
+    """A length that other prompts share, and so the programs that are compiled for it; memory is used as it is filled.
+
+    It is a power of two of at least 512, up to the context of the model where that is enough.
+    """
+    rounded = max(512, 1 << (length - 1).bit_length())
+    return max(length, min(rounded, int(getattr(source, "origin", {}).get("max_length") or rounded)))
 
 
 def _bos(tokenizer: Any, prompt: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,19 @@ def kv_config(args: argparse.Namespace) -> Any:
     if args.kv in (None, "float"):
         return None if args.kv is None else KVConfig()
     return KVConfig(keys=args.kv, values=args.kv_values or args.kv, axis=args.kv_axis)
+
+
+def warm_up(command: str, engine: Any) -> None:
+    """Load the programs of an engine, or say that they are compiled and how long that takes."""
+    from octavo.pretrained.memory import release_memory
+
+    release_memory()
+    if engine.programs.is_stored:
+        engine.programs.prepare()
+        release_memory()
+        return
+    begin = time.perf_counter()
+    print(f"octavo {command}: compiling for this model and these sizes, once ...", file=sys.stderr, flush=True)
+    engine.warm_up()
+    release_memory()
+    print(f"octavo {command}: compiled in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)

@@ -27,8 +27,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "recipe",
         metavar="RECIPE",
         help="a number format for the weights (int8, int4, int4:g64, int4:g32:mse, int3, int2, nf4, fp8, mxfp4, nvfp4, "
-        "...), calibrated on the text of --data by int4:gptq, int4:gptaq, int4:search or int4:awq; or recipe:NAME, "
-        "activations included; or a .json or .yml file of rules; or trained: the rules that the model was trained with",
+        "...), calibrated on the text of --data by int4:gptq, int4:gptaq, int4:search, int3:autoround or int4:awq; or "
+        "recipe:NAME, activations included; or a .json or .yml file of rules; or trained: the rules that the model was "
+        "trained with",
     )
     parser.add_argument("out", metavar="OUT", help="the output: a directory, or a file for gguf")
     parser.add_argument(
@@ -53,7 +54,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", metavar="FILE", help="the text of a recipe such as int4:gptq, and of --distill")
     parser.add_argument(
-        "--data-tokens", type=int, metavar="N", default=1 << 15, help="tokens of the calibration text (default 32768)"
+        "--data-tokens", type=int, metavar="N", help="tokens of the calibration text (default: all, up to 32768)"
     )
     parser.add_argument(
         "--checkpoint",
@@ -72,9 +73,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "--bits",
         type=float,
         metavar="N",
-        help="bits per weight of the layers, for a recipe of several formats, such as int3,int4,int8:gptq: each weight "
-        "gets the format that costs least of the KL divergence",
+        help="bits per weight of the layers, for the recipe mixed:gptq or several formats such as int3,int4,int8:gptq: "
+        "each weight gets the format that costs least of the KL divergence",
     )
+    parser.add_argument("--mebibytes", type=float, metavar="N", help="instead of --bits, the size of all parameters")
     parser.add_argument(
         "--distill",
         type=int,
@@ -87,6 +89,13 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         action="store_true",
         help="first rotate hidden states and values, as QuaRot does: weights without outliers, and the same logits",
     )
+    parser.add_argument(
+        "--hadamard",
+        metavar="WHAT",
+        default="",
+        help="rotations while the model runs, separated by commas: a block size such as 32 (the inputs of all matmuls, "
+        "for mxfp4), mlp (of the second matmul of MLPs), keys (queries and keys, for low-bit KV caches)",
+    )
     add_adapter(parser)
     parser.add_argument("--force", action="store_true", help="replace what is at OUT")
     parser.add_argument("--quiet", action="store_true", help="do not print a line for each parameter")
@@ -96,8 +105,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Convert as the arguments say, and return the exit status."""
     from octavo import _remote
-    from octavo.pretrained import CalibrationData, Request, export_model, rotated
+    from octavo.pretrained import CalibrationData, Request, export_model, hadamard, rotated
 
+    if args.bits is not None and args.mebibytes is not None:
+        return fail("quantize", ValueError("--bits and --mebibytes are two budgets: leave one of them out"))
     if args.distill < 0:
         return fail("quantize --distill", ValueError(f"the number of steps, at least 1: got {args.distill}"))
     try:
@@ -120,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
         data=None if text is None else CalibrationData(text, tokens=args.data_tokens),
         imatrix=args.imatrix,
         bits=args.bits,
+        mebibytes=args.mebibytes,
         checkpoint=args.checkpoint,
         distill=args.distill,
     )
@@ -127,6 +139,8 @@ def run(args: argparse.Namespace) -> int:
         source = open_source(args)
         if args.rotate:
             source = rotated(source)
+        if args.hadamard:
+            source = hadamard(source, **_blocks(source.config, args.hadamard))
         print(source.describe(), flush=True)
         done = export_model(args.format, source, out, request)
         page = _report(source, done, out, request)
@@ -141,6 +155,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _blocks(config: Any, text: str) -> dict[str, int]:
+    """The block sizes of `--hadamard`: the largest power of two, where none is given."""
+    found = {}
+    for word in text.split(","):
+        if word not in ("mlp", "keys") and not word.isdigit():
+            raise ValueError(f"--hadamard {word}: a block size such as 32, mlp or keys")
+        size = {"mlp": config.mlp_dim, "keys": config.head_dim}.get(word, 0)
+        found[word if size else "inputs"] = size & -size or int(word)
+    return found
+
+
 def _report(source: Any, done: Any, out: Path, request: Any) -> Path:
     """Write the report page: into the output directory, or next to the output file."""
     from octavo.report import record_conversion, render
@@ -152,10 +177,11 @@ def _report(source: Any, done: Any, out: Path, request: Any) -> Path:
 
 def _options(args: argparse.Namespace) -> list[str]:
     given = [("--head", args.head, ""), ("--format", args.format, "octavo"), ("--scales", args.scales, "")]
+    given += [("--hadamard", args.hadamard, "")]
     given += [("--data", Path(args.data).name, "")] if args.data else []
     given += [("--adapter", Path(args.adapter).name, "")] if args.adapter else []
     given += [("--imatrix", args.imatrix.name, "")] if args.imatrix else []
     given += [("--distill", str(args.distill), "0")]
-    given += [("--bits", f"{args.bits:g}", "")] if args.bits else []
+    given += [(f"--{name}", f"{value:g}", "") for name in ("bits", "mebibytes") if (value := getattr(args, name))]
     flags = ["--rotate"] if args.rotate else []
     return flags + [word for name, value, default in given if value != default for word in (name, value)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.compiled import use_compiled_programs
-from octavo.cli.options import MODEL, add_adapter, add_kv_cache, fail, kv_config, open_source
+from octavo.cli.options import MODEL, add_adapter, add_kv_cache, fail, kv_config, open_source, warm_up
 
 _DEFAULT_LENGTH = 2048
 
@@ -120,7 +120,7 @@ def _engine(args: argparse.Namespace) -> tuple[Any, str]:
     from octavo.pretrained.tokenizer import read_json
     from octavo.serve import Engine
 
-    use_compiled_programs()
+    directory = use_compiled_programs()
     name = args.name or Path(args.model).resolve().name
     if read_json(Path(args.model) / "config.json").get("model_type") == "bert":
         if args.adapter or args.kv:
@@ -129,11 +129,11 @@ def _engine(args: argparse.Namespace) -> tuple[Any, str]:
     kv, source = kv_config(args), open_source(args)
     if source.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer: it cannot read a prompt")
-    # Memory is reserved for every slot, and the context of some models is very long.
+    # The cache of every slot has room for it, and the context of some models is very long.
     longest = min(_DEFAULT_LENGTH, int(source.origin.get("max_length") or _DEFAULT_LENGTH))
     length = longest if args.max_length is None else args.max_length
-    engine = Engine(source, slots=args.slots, kv=kv, max_length=length)
-    engine.warm_up()  # so that the first request does not wait
+    engine = Engine(source, slots=args.slots, kv=kv, max_length=length, cache_dir=directory)
+    warm_up("serve", engine)  # so that the first request does not wait
     return engine, name
 
 

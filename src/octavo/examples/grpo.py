@@ -5,14 +5,17 @@ reward relative to the others of its prompt, (r - mean) / std. The task is to co
 a + 2 and a + 3, modulo 10; the reward is the share of right digits. The policy starts from random weights.
 
     python -m octavo.examples.grpo --mode int8
+    python -m octavo.examples.grpo --mode all --out runs/grpo
 
-Modes: float; int8, where training and sampling multiply the same int8 codes; rollout, where the policy is trained in
-float and sampled in int8, so that both differ, and importance weights correct for it.
+The second command writes a page with the rewards and the mismatch of all modes. Modes: float; int8, where training and
+sampling multiply the same int8 codes; rollout, where the policy is trained in float and sampled in int8, so that both
+differ, and importance weights correct for it.
 """
 
 import argparse
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +25,8 @@ import optax
 
 import octavo
 from octavo.models import ModelConfig, apply, init_params
+from octavo.report import render
+from octavo.report.record import ROLLOUTS, write_record
 from octavo.rollout import importance_weights, mismatch, token_logprobs
 from octavo.serve import Engine, SamplingParams
 
@@ -29,6 +34,11 @@ START, DIGITS, ANSWER = 10, 10, 3
 PROMPT = 2
 MODES = {"float": ("", ""), "int8": ("int8", "int8"), "rollout": ("", "int8")}
 """The number formats of training and of rollouts."""
+DESCRIPTIONS = {
+    "float": "trained and sampled in float32",
+    "int8": "trained and sampled in int8, by the same codes",
+    "rollout": "trained in float32, sampled in int8, with importance weights",
+}
 MODEL = ModelConfig(
     vocab_size=DIGITS + 1,
     emb_dim=64,
@@ -130,11 +140,20 @@ def train(
 def main() -> None:
     """Train as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=tuple(MODES), default="int8")
+    parser.add_argument("--mode", choices=(*MODES, "all"), default="int8")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a directory for the page about the runs")
     given = parser.parse_args()
-    train(given.mode, steps=given.steps, seed=given.seed)
+    runs = {}
+    for mode in MODES if given.mode == "all" else (given.mode,):
+        print(f"{mode}: {DESCRIPTIONS[mode]}")
+        runs[mode] = train(mode, steps=given.steps, seed=given.seed)
+    if given.out is not None:
+        options = {"steps": given.steps, "seed": given.seed}
+        record = {"task": "counting on by GRPO", "runs": runs, "describes": DESCRIPTIONS, "options": options}
+        write_record(given.out / ROLLOUTS, record)
+        print(f"the page about it is {render(given.out)}")
 
 
 if __name__ == "__main__":

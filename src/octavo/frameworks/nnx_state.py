@@ -12,6 +12,7 @@ from flax import nnx
 from octavo.frameworks.params import WithAux
 from octavo.qarray import QArray, Quantizer, shardings
 from octavo.transform.frame import Key
+from octavo.transform.learned import LEARNED
 from octavo.transform.state import GRADIENT_STATE, QUANT_STATS, state_structure
 
 
@@ -31,7 +32,16 @@ class OverwriteWithGradient(nnx.Variable):
     """The NNX variable of delayed scaling, whose gradient is its new value."""
 
 
-VARIABLES = {QUANT_STATS: QuantStat, GRADIENT_STATE: OverwriteWithGradient, "params": nnx.LoRAParam}
+class LearnedScale(nnx.Param):
+    """The NNX parameter of a weight's learned scale."""
+
+
+VARIABLES = {
+    QUANT_STATS: QuantStat,
+    GRADIENT_STATE: OverwriteWithGradient,
+    LEARNED: LearnedScale,
+    "params": nnx.LoRAParam,
+}
 """The variables of each collection of state; parameters that a provider adds are adapters."""
 
 

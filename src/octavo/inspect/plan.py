@@ -14,6 +14,7 @@ from octavo.inspect.plan_row import PlanRow, make_row
 from octavo.rules import QuantizationRule, nearest
 from octavo.transform.api import Quantized, quantized
 from octavo.transform.jaxpr import KERNELS
+from octavo.transform.residuals import Residuals
 from octavo.transform.site import Site
 
 
@@ -25,6 +26,7 @@ class Plan:
         rules: The rules.
         notes: Rules that match nothing, and the like.
         communication: The collectives of a compiled program, see `with_communication`.
+        residuals: What other operations store for their gradients, where a rule has `residual_qtype`.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class Plan:
         rules: Sequence[QuantizationRule],
         notes: Sequence[str] = (),
         communication: Communication | None = None,
+        residuals: Sequence[Residuals] = (),
     ):
+        self.residuals = tuple(residuals)
         self.rows, self.rules, self.notes, self.communication = tuple(rows), tuple(rules), tuple(notes), communication
 
     def with_communication(self, program: Any, *, weights: str | Callable[[str], bool] = "params") -> "Plan":
@@ -60,7 +64,7 @@ class Plan:
         for argument, weight in names.items():
             sizes[weight] = sizes.get(weight, 0) + by_argument[argument]
         rows = [dataclasses.replace(row, collective_bytes=sizes.pop(row.weight, None)) for row in self.rows]
-        return Plan(rows, self.rules, self.notes, program)
+        return Plan(rows, self.rules, self.notes, program, self.residuals)
 
     @property
     def flops(self) -> int:
@@ -75,22 +79,24 @@ class Plan:
     def to_json(self) -> str:
         """The plan as a JSON text."""
         rows = [dataclasses.asdict(row) for row in self.rows]
-        plan = {"share": self.share, "flops": self.flops, "rows": rows, "notes": list(self.notes)}
+        plan: dict[str, Any] = {"share": self.share, "flops": self.flops, "rows": rows, "notes": list(self.notes)}
+        if self.residuals:
+            plan["residuals"] = [dataclasses.asdict(saved) for saved in self.residuals]
         return json.dumps(
             plan if self.communication is None else plan | {"communication": self.communication.summary()}
         )
 
     def __str__(self) -> str:
         lines = format_table(self._table())
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *self.notes, *self._summary()])
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *self.notes, *self._kept(), *self._summary()])
 
     __repr__ = __str__
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[str]:
         """Printed by rich: what stays in float is dim, the summary bold."""
-        summary = self._summary()
+        summary, kept = self._summary(), self._kept()
         lines = str(self).split("\n")[: -len(summary)]
-        for line, row in zip(lines, [None, None, *self.rows, *self.notes], strict=True):
+        for line, row in zip(lines, [None, None, *self.rows, *self.notes, *kept], strict=True):
             text = line.replace("[", "\\[")
             yield f"[dim]{text}[/dim]" if isinstance(row, PlanRow) and row.reason else text
         for line in summary:
@@ -105,7 +111,7 @@ class Plan:
             for row, texts in zip(self.rows, body, strict=True)
         )
         table = f"<table><thead><tr>{cells(head, 'th')}</tr></thead><tbody>{rows}</tbody></table>"
-        return table + cells([*self.notes, *self._summary()], "p")
+        return table + cells([*self.notes, *self._kept(), *self._summary()], "p")
 
     def _table(self) -> list[list[str]]:
         table = [list(_COLUMNS), *(_cells(row, self.flops) for row in self.rows)]
@@ -117,12 +123,24 @@ class Plan:
             ]
         return table
 
+    def _kept(self) -> list[str]:
+        """A line for each group of operations with residuals in low precision."""
+        return [
+            f"residuals at {saved.path or '(top)'}: {', '.join(saved.values)}, "
+            f"{format_bytes(saved.bytes_before)} -> {format_bytes(saved.bytes_after)}"
+            + (f" in {saved.times} executions" if saved.times > 1 else "")
+            for saved in self.residuals
+        ]
+
     def _summary(self) -> list[str]:
         before, after = (sum(getattr(r, f"bytes_{when}") for r in self.rows) for when in ("before", "after"))
         low, kernels = sum(row.reason is None for row in self.rows), sum(row.op in KERNELS for row in self.rows)
         saved = f"; operands {format_bytes(before)} -> {format_bytes(after)}" if before else ""
         count = len(self.rows) - kernels
         share = f"{low} of {count} matmuls quantized, {100 * self.share:.1f} % of forward FLOPs{saved}"
+        if self.residuals:
+            kept = [sum(getattr(r, f"bytes_{when}") for r in self.residuals) for when in ("before", "after")]
+            share += f"; residuals of other operations {format_bytes(kept[0])} -> {format_bytes(kept[1])}"
         share += f"; {kernels} kernel{'s' * (kernels > 1)} not counted" if kernels else ""
         return [share] if self.communication is None else [share, self.communication.line()]
 
@@ -163,10 +181,16 @@ def plan(
     'int8 x int8'
     """
     low = fn if isinstance(fn, Quantized) else quantized(fn, rules, weights=weights, on_unmatched="ignore")
-    return plan_of(low.sites(*args, **kwargs), low.provider.rules, on_unmatched)
+    sites = low.sites(*args, **kwargs)
+    return plan_of(sites, low.provider.rules, on_unmatched, low.residuals(*args, **kwargs))
 
 
-def plan_of(sites: Sequence[Site], rules: Sequence[QuantizationRule], on_unmatched: str = "error") -> Plan:
+def plan_of(
+    sites: Sequence[Site],
+    rules: Sequence[QuantizationRule],
+    on_unmatched: str = "error",
+    residuals: Sequence[Residuals] = (),
+) -> Plan:
     """The plan of sites that are known already."""
     notes = unmatched_rules(sites, rules)
     if notes and on_unmatched == "error":
@@ -175,7 +199,8 @@ def plan_of(sites: Sequence[Site], rules: Sequence[QuantizationRule], on_unmatch
         for note in notes:
             warnings.warn(note, stacklevel=3)
     numbers = {id(rule): number for number, rule in enumerate(rules)}
-    return Plan([make_row(site, numbers.get(id(site.rule))) for site in sites], rules, notes)
+    rows = [make_row(site, numbers.get(id(site.rule))) for site in sites]
+    return Plan(rows, rules, notes, residuals=residuals)
 
 
 def unmatched_rules(sites: Sequence[Site], rules: Sequence[QuantizationRule]) -> list[str]:

@@ -1,20 +1,28 @@
 """Native CPU kernels on plain arrays; `octavo.ops` decides when they run."""
 
 from octavo.kernels.layer import LayerWeights, Matrix, decode_layer, decode_layer_reference
-from octavo.kernels.library import available, disabled, status, versions
+from octavo.kernels.library import QUANTIZE_TARGET, allowed, available, disabled, status, versions
 from octavo.kernels.matvec import MATVEC, int_matvec, matvec, reference
+from octavo.kernels.quantize import can_quantize, quantize_absmax, quantize_attributes
+from octavo.kernels.zeros import zeros
 
 __all__ = [
     "MATVEC",
+    "QUANTIZE_TARGET",
     "LayerWeights",
     "Matrix",
+    "allowed",
     "available",
+    "can_quantize",
     "decode_layer",
     "decode_layer_reference",
     "disabled",
     "int_matvec",
     "matvec",
+    "quantize_absmax",
+    "quantize_attributes",
     "reference",
     "status",
     "versions",
+    "zeros",
 ]

@@ -9,6 +9,7 @@ import jax
 from octavo.kernels import compiling
 
 FLOAT_TARGET, INT_TARGET, LAYER_TARGET = "octavo_float_matvec", "octavo_int_matvec", "octavo_decode_layer"
+ZEROS_TARGET, QUANTIZE_TARGET = "octavo_zeros", "octavo_quantize"
 
 # Part of jit's cache key, since programs traced with and without kernels differ.
 _allowed = jax.make_user_context(default_value=True)
@@ -30,7 +31,7 @@ def load() -> Library:
         return Library(problem=f"not built: {compiling.HINT}")
     try:
         found = ctypes.CDLL(str(path))
-        for target in (FLOAT_TARGET, INT_TARGET, LAYER_TARGET):
+        for target in (FLOAT_TARGET, INT_TARGET, LAYER_TARGET, ZEROS_TARGET, QUANTIZE_TARGET):
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(found, target)), platform="cpu")
         found.octavo_versions.restype = ctypes.c_char_p
         return Library(tuple(found.octavo_versions().decode().split()))
@@ -39,9 +40,14 @@ def load() -> Library:
         return Library(problem=f"built but not usable ({reason}): {compiling.HINT}")
 
 
+def allowed() -> bool:
+    """Whether the CPU kernels are not disabled by `disabled`."""
+    return bool(_allowed.value)
+
+
 def available() -> bool:
     """Whether the CPU kernels are built, and not disabled by `disabled`."""
-    return bool(_allowed.value) and bool(load().versions)
+    return allowed() and bool(load().versions)
 
 
 def require() -> None:

@@ -40,7 +40,8 @@ def matvec(
       codes: int8; or with a `table`, 4-bit codes packed in uint8, two per byte along K, the first in the low half.
       scale: [groups, N] or, transposed, [N, groups], in float32, bfloat16 or float16; not transposed, also in
         float8_e3m4.
-      zero: zero points like the scale, both in float8_e3m4; None for zero.
+      zero: zero points like the scale, not transposed: both in float8_e3m4, or in float32 with other scales; None for
+        zero.
       outer: the float32 scale of the scales of each column, if these are float8_e3m4; None for one.
       table: the 16 values of 4-bit codes; None for int8.
       transposed: whether the matrix is stored as [N, K].

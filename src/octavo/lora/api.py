@@ -15,6 +15,7 @@ from octavo.lora.layout import Layout, adapter_names, stored_shape, to_stored, w
 from octavo.lora.loftq import loftq
 from octavo.lora.provider import PARAMS, LoraProvider
 from octavo.lora.rule import LoraRule
+from octavo.ptq.statistics import Statistics
 from octavo.qarray import QArray, is_qarray
 from octavo.transform import QuantizationProvider, Site, quantized
 
@@ -104,17 +105,28 @@ class Adapted:
         """New adapters for arguments of these shapes: nested dictionaries like the parameters."""
         return self.low.init_random(key, *args, **kwargs).get(PARAMS, {})
 
-    def init_loftq(self, params: Any, *args: Any, steps: int = 4, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+    def init_loftq(
+        self,
+        params: Any,
+        *args: Any,
+        steps: int = 4,
+        statistics: Mapping[str, Statistics] | None = None,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], Any]:
         """Adapters that make up for the quantization of their weights (LoftQ), and the parameters with these quantized.
 
         Args:
           params: The first argument of the function, in float.
           *args: Its other arguments, of which only the shapes matter.
           steps: How often weights are quantized and adapters fitted, in turn.
+          statistics: Those of `octavo.ptq.collect_statistics`: then adapters make up for the error of the outputs on
+            that data (EoRA), not for that of the weights.
           **kwargs: Its arguments by keyword.
         """
         quantizers = self.low.stored_quantizers(params, *args, **kwargs)
-        adapters, low = loftq(self.low.sites(params, *args, **kwargs), params, quantizers, steps=steps)
+        adapters, low = loftq(
+            self.low.sites(params, *args, **kwargs), params, quantizers, steps=steps, statistics=statistics
+        )
         placed = jax.tree_util.tree_map_with_path(lambda path, x: low.get(path_str(path), x), params)
         return adapters, placed
 

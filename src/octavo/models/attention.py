@@ -16,6 +16,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.layers import NORMS, Dense
 from octavo.models.remat import name_result
 from octavo.models.sharding import TOKEN_AXES, shard_activation
+from octavo.ops.hadamard import walsh_hadamard
 
 
 class QKV(NamedTuple):
@@ -150,13 +151,15 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, gain: float):
         self.heads, self.kv_heads, self.dim = config.num_query_heads, config.num_kv_heads, config.head_dim
         size, dtype, bias = config.emb_dim, config.weight_dtype, config.qkv_bias
-        dense = functools.partial(Dense, size, dtype=dtype, rngs=rngs, use_bias=bias)
+        blocks = config.hadamard_inputs
+        dense = functools.partial(Dense, size, dtype=dtype, rngs=rngs, use_bias=bias, hadamard=blocks)
         if config.fused:
             self.query_key_value = dense((self.heads + 2 * self.kv_heads) * self.dim)
         else:
             self.query = dense(self.heads * self.dim)
             self.key, self.value = dense(self.kv_heads * self.dim), dense(self.kv_heads * self.dim)
-        self.out = Dense(self.heads * self.dim, size, dtype, rngs=rngs, gain=gain, use_bias=config.out_bias)
+        inputs, bias = self.heads * self.dim, config.out_bias
+        self.out = Dense(inputs, size, dtype, rngs=rngs, gain=gain, use_bias=bias, hadamard=blocks)
         if config.qk_norm:
             wide = config.qk_norm_wide
             self.query_norm = NORMS["rms"](self.dim * (self.heads if wide else 1), config.norm_eps, dtype)
@@ -176,6 +179,8 @@ class Attention(nnx.Module):
         if self.qk_norm:
             query, key = self.normalize(query, self.query_norm), self.normalize(key, self.key_norm)
         query, key = rotate(query, angles), rotate(key, angles)
+        if block := self.config.hadamard_keys:
+            query, key = walsh_hadamard(query, block), walsh_hadamard(key, block)
         if self.config.attention_scale is not None:
             query = query * (self.config.attention_scale * self.dim**0.5)
         sinks = self.sinks[...].astype(jnp.float32) if self.config.attention_sinks else None

@@ -12,9 +12,12 @@ _SIZES = ("vocab_size", "emb_dim", "num_layers", "num_query_heads", "num_kv_head
 _SIZES += ("num_experts", "experts_per_token", "batch_split")
 _COUNTS = ("shared_experts", "first_dense_layers", "unscanned_first", "unscanned_last", "moe_mlp_dim")
 _COUNTS += ("sliding_window", "learned_positions", "attention_softcap", "logits_softcap")
+_COUNTS += ("hadamard_inputs", "hadamard_mlp", "hadamard_keys")
 VARIANTS = ("gated_mlp", "mlp_bias", "norm", "norm_place", "rotary_dim", "learned_positions", "sliding_window")
 VARIANTS += ("attention_scale", "attention_softcap", "attention_sinks", "logits_softcap", "embedding_scale")
 VARIANTS += ("out_bias", "qk_norm_wide", "shared_gate", "normalize_router")
+HADAMARD = ("hadamard_inputs", "hadamard_mlp", "hadamard_keys")
+VARIANTS += HADAMARD
 """The fields that make blocks other than those of Llama and Qwen."""
 NORM_PLACES = ("pre", "post", "both")
 
@@ -77,6 +80,13 @@ class ModelConfig(Config):
     """Whether each head's query and key are normalized before the rotation, as in Qwen3."""
     qk_norm_wide: bool = False
     """Whether queries and keys are normalized over all heads at once, as in OLMo 2."""
+    hadamard_inputs: int = 0
+    """Blocks of a Hadamard rotation of the inputs of all matmuls in attention and MLPs; 0 for none. Weights are rotated
+    too, so that these cancel: see `octavo.pretrained.hadamard`."""
+    hadamard_mlp: int = 0
+    """The same of the second matmul of MLPs only: R4 of QuaRot."""
+    hadamard_keys: int = 0
+    """The same of queries and keys, which cancel in scores, for low-bit KV caches: R3 of QuaRot."""
     fused: bool = False
     """Whether query, key and value weights are fused, and the two input weights of an MLP: see `octavo.models.fuse`."""
     tied_logits: bool = True
@@ -177,6 +187,15 @@ class ModelConfig(Config):
             raise ValueError(f"num_experts={self.num_experts} needs moe_mlp_dim, the width of one expert")
 
     def _check_layers(self) -> None:
+        if self.num_experts > 1 and (self.hadamard_inputs or self.hadamard_mlp):
+            raise ValueError(
+                "the inputs of experts are not rotated: hadamard_inputs and hadamard_mlp are for dense MLPs"
+            )
+        widths = (self.emb_dim, self.num_query_heads * self.head_dim, self.mlp_dim)
+        for name, sizes in zip(HADAMARD, (widths, (self.mlp_dim,), (self.head_dim,)), strict=True):
+            block = getattr(self, name)
+            if block & (block - 1) or (block and any(size % block for size in sizes)):
+                raise ValueError(f"{name} is a power of two that divides {', '.join(map(str, sizes))}; got {block}")
         scanned = range(self.unscanned_first, self.num_layers - self.unscanned_last) if self.scan_layers else ()
         if len({self.is_sliding(layer) for layer in scanned}) > 1:
             raise ValueError("layers with and without a sliding window cannot be scanned: set scan_layers=False")

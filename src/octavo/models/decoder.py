@@ -79,7 +79,8 @@ class DecoderLayer(nnx.Module):
         if is_moe:
             self.moe_block = MoeBlock(config, rngs=rngs, gain=gain)
         else:
-            options = {"fused": config.fused, "has_gate": config.gated_mlp, "use_bias": config.mlp_bias}
+            options: dict[str, Any] = {"fused": config.fused, "has_gate": config.gated_mlp, "use_bias": config.mlp_bias}
+            options["hadamard"] = (config.hadamard_inputs, config.hadamard_mlp or config.hadamard_inputs)
             self.mlp = Mlp(size, config.mlp_dim, config.activation, dtype, rngs=rngs, gain=gain, **options)
         self.is_moe, self.config = is_moe, config
 

@@ -1,19 +1,23 @@
 """The decoder as pure functions of a config and parameters: nested dictionaries of arrays."""
 
+import functools
 import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from octavo._typing import PRNGKeyArray
 from octavo.models.attention import Cache
 from octavo.models.config import ModelConfig
-from octavo.models.decoder import Decoder, layer_groups
+from octavo.models.decoder import Decoder, DecoderLayer, layer_groups
 from octavo.models.module_params import Params, abstract_module, bind, check_token_arrays, init_module
 
 STACK = re.compile(r"decoder/((?:dense_)?layers)/(.*)")
 """The paths of the parameters of scanned layers."""
+
+_ONE_LAYER = {"num_layers": 1, "first_dense_layers": 0, "unscanned_first": 0, "unscanned_last": 0}
 
 
 def init_params(config: ModelConfig, key: PRNGKeyArray) -> Params:
@@ -36,7 +40,22 @@ def abstract_params(config: ModelConfig) -> Params:
     >>> abstract_params(ModelConfig(vocab_size=128_256, **sizes))["decoder"]["layers"]["mlp"]["wo"]["kernel"].shape
     (126, 53248, 16384)
     """
-    return abstract_module(Decoder, config)
+    groups = layer_groups(config)
+    if any(group.is_stack for group in groups):
+        return abstract_module(Decoder, config)
+    # Layers of a kind have the same parameters, so one of each kind is traced: a second for thirty layers otherwise.
+    kinds = {
+        is_moe: abstract_module(functools.partial(_decoder_layer, is_moe), config)
+        for is_moe in {g.is_moe for g in groups}
+    }
+    rest = abstract_module(Decoder, config.replace(**_ONE_LAYER))
+    layers = {group.name: kinds[group.is_moe] for group in groups}
+    others = {name: value for name, value in rest["decoder"].items() if name != "layers_0"}
+    return jax.tree.map(lambda x: x, {**rest, "decoder": {**layers, **others}})  # keys sorted, as of a trace
+
+
+def _decoder_layer(is_moe: bool, config: ModelConfig, *, rngs: nnx.Rngs) -> DecoderLayer:
+    return DecoderLayer(config, is_moe, rngs=rngs)
 
 
 def apply(

@@ -1,5 +1,6 @@
 """Weights that multiply the same input, concatenated along their columns: fewer and larger matmuls."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -7,6 +8,8 @@ import numpy as np
 
 from octavo.models.config import ModelConfig
 from octavo.models.module_params import Params
+from octavo.numerics import BlockFormat, IntFormat, get_format
+from octavo.ops.operands import element
 from octavo.qarray import QArray
 
 FUSED = {"query_key_value": ("query", "key", "value"), "wi": ("wi_0", "wi_1")}
@@ -71,6 +74,10 @@ def _all_dense(tree: Params, names: tuple[str, ...]) -> bool:
 
 
 def _can_concatenate(parts: list[Any]) -> bool:
+    return _are_alike(parts) or all(_is_small_integer(part, parts[0]) for part in parts)
+
+
+def _are_alike(parts: list[Any]) -> bool:
     first = parts[0]
     if not any(isinstance(part, QArray) for part in parts):
         return all(part.dtype == first.dtype for part in parts)
@@ -80,7 +87,9 @@ def _can_concatenate(parts: list[Any]) -> bool:
 
 
 def concatenate_columns(parts: list[Any]) -> Any:
-    """Arrays, or QArrays of one layout, concatenated along their last axis."""
+    """Arrays, or QArrays of one layout or small integers, concatenated along their last axis."""
+    if not _are_alike(parts):
+        parts = [_widened(part, parts) for part in parts]
     first = parts[0]
     if not isinstance(first, QArray):
         join = np.concatenate if all(isinstance(part, np.ndarray) for part in parts) else jnp.concatenate
@@ -88,6 +97,32 @@ def concatenate_columns(parts: list[Any]) -> Any:
     fields = ("qvalue", "scale", "zero_point", "outer_scale")
     arrays = {name: [_per_column(part, name) for part in parts] for name in fields if getattr(first, name) is not None}
     return first._replace(**{name: jnp.concatenate(xs, axis=-1) for name, xs in arrays.items()})
+
+
+def _is_small_integer(part: Any, first: Any) -> bool:
+    """Whether codes are signed integers that int8 holds; files mix such types, values of more bits than queries."""
+    if not isinstance(part, QArray) or part.dtype != first.dtype or part.padding or part.outer_scale is not None:
+        return False
+    fmt, zero = element(part), part.zero_point
+    is_plain = isinstance(fmt, IntFormat) and fmt.signed and fmt.has_zero and fmt.unit == 1.0 and fmt.bits <= 8
+    return is_plain and (zero is None or zero.dtype == jnp.float32) and part.shape[:-1] == first.shape[:-1]
+
+
+def _widened(part: QArray, parts: list[QArray]) -> QArray:
+    """The same values as int8, in tiles that divide those of all parts, with zero points if any part has them."""
+    rows = part.shape[-2]
+    groups = math.lcm(*(one.scale.shape[-2] for one in parts))
+
+    def spread(x: Any) -> Any:
+        return jnp.repeat(x.astype(jnp.float32), groups // x.shape[-2], axis=-2)
+
+    scale, zero, int8 = spread(part.scale), part.zero_point, get_format("int8")
+    codes = part.unpack().qvalue.astype(jnp.int8)
+    if all(one.zero_point is None for one in parts):
+        return QArray(codes, scale, qtype=int8, dtype=part.dtype)
+    options = {"scale_dtype": "float32", "scale_rounding": "nearest", "zero_dtype": "float32"}
+    fmt = BlockFormat(name=f"int8_g{rows // groups}", element=int8, tile=rows // groups, **options)
+    return QArray(codes, scale, jnp.zeros_like(scale) if zero is None else spread(zero), fmt, dtype=part.dtype)
 
 
 def _per_column(part: QArray, name: str) -> Any:

@@ -1,5 +1,6 @@
 """Layers of a decoder: dense, RMS norm, embedding and gated MLP."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from octavo._sharding import replicate_axes
 from octavo._typing import Array, DTypeLike, Float, PRNGKeyArray, Shaped
 from octavo.models.remat import name_result, recompute
 from octavo.models.sharding import gather_rows, matmul_sharding
+from octavo.ops.hadamard import walsh_hadamard
 
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "silu": jax.nn.silu,
@@ -33,20 +35,30 @@ def init_matrix(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, *, 
 
 
 class Dense(nnx.Module):
-    """A matmul in the dtype of the input, and an optional bias."""
+    """A matmul in the dtype of the input, and an optional bias; `hadamard` blocks of the input are rotated first."""
 
     def __init__(
-        self, inputs: int, outputs: int, dtype: str, *, rngs: nnx.Rngs, gain: float = 1.0, use_bias: bool = False
+        self,
+        inputs: int,
+        outputs: int,
+        dtype: str,
+        *,
+        rngs: nnx.Rngs,
+        gain: float = 1.0,
+        use_bias: bool = False,
+        hadamard: int = 0,
     ):
         self.kernel = nnx.Param(init_matrix(rngs.params(), (inputs, outputs), dtype, gain=gain))
         if use_bias:
             self.bias = nnx.Param(jnp.zeros(outputs, jnp.dtype(dtype)))
-        self.use_bias = use_bias
+        self.use_bias, self.hadamard = use_bias, hadamard
 
     def __call__(
         self, x: Float[Array, "*batch inputs"], dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch outputs"]:
         """The output, accumulated in `dtype` if given."""
+        if self.hadamard:
+            x = walsh_hadamard(x, self.hadamard)
         # As one matrix of rows: with a batch axis, the gradient takes XLA's CPU backend half as long again.
         rows, kernel = x.reshape(-1, x.shape[-1]), self.kernel[...].astype(x.dtype)
         out = jnp.matmul(rows, kernel, preferred_element_type=dtype, out_sharding=matmul_sharding(rows, kernel))
@@ -136,14 +148,16 @@ class Mlp(nnx.Module):
         fused: bool = False,
         has_gate: bool = True,
         use_bias: bool = False,
+        hadamard: tuple[int, int] = (0, 0),
     ):
+        dense = functools.partial(Dense, size, dtype=dtype, rngs=rngs, use_bias=use_bias, hadamard=hadamard[0])
         if fused and has_gate:
-            self.wi = Dense(size, 2 * hidden, dtype, rngs=rngs, use_bias=use_bias)
+            self.wi = dense(2 * hidden)
         else:
-            self.wi_0 = Dense(size, hidden, dtype, rngs=rngs, use_bias=use_bias)
+            self.wi_0 = dense(hidden)
         if has_gate and not fused:
-            self.wi_1 = Dense(size, hidden, dtype, rngs=rngs, use_bias=use_bias)
-        self.wo = Dense(hidden, size, dtype, rngs=rngs, gain=gain, use_bias=use_bias)
+            self.wi_1 = dense(hidden)
+        self.wo = Dense(hidden, size, dtype, rngs=rngs, gain=gain, use_bias=use_bias, hadamard=hadamard[1])
         self.activation, self.fused, self.has_gate = activation, fused, has_gate
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:

@@ -51,3 +51,21 @@ def rotate(
     with jax.named_scope("hadamard"):
         rotated = blocks @ hadamard_matrix(block)
     return jnp.moveaxis(rotated.reshape(x.shape), -1, axis)
+
+
+def walsh_hadamard(x: Float[Array, "..."], block: int) -> Float[Array, "..."]:
+    """`rotate` along the last axis by additions, which are no matmul that rules could quantize; in the dtype of `x`.
+
+    >>> x = jnp.arange(8.0)
+    >>> bool(jnp.allclose(walsh_hadamard(x, 4), rotate(x, 4, axis=-1)))
+    True
+    """
+    wide = x.astype(jnp.float32) / np.float32(np.sqrt(block))
+    size = 1
+    with jax.named_scope("hadamard"):
+        while size < block:
+            pairs = wide.reshape(*x.shape[:-1], -1, 2, size)
+            first, second = pairs[..., 0, :], pairs[..., 1, :]
+            wide = jnp.stack([first + second, first - second], axis=-2)
+            size *= 2
+    return wide.reshape(x.shape).astype(x.dtype)

@@ -133,16 +133,16 @@ class Codes:
         return self._split(exact.astype(kind))
 
     def scale(self, *, is_codes: bool) -> Array | None:
-        """The float32 scale: of the integer codes if `is_codes`, else of their decoded values."""
+        """The float32 scale: of the integer codes if `is_codes`, else of their decoded values; None for one."""
         if not isinstance(self.x, QArray):
             return None
-        scale = self.x.scale.astype(jnp.float32)
-        if self.x.outer_scale is not None:
-            scale = scale * self.x.outer_scale.astype(jnp.float32)
-        fmt = self.format
-        if is_codes and isinstance(fmt, IntFormat) and (fmt.unit != 1.0 or not fmt.has_zero):
-            scale = scale * (fmt.unit * (1.0 if fmt.has_zero else 0.5))
-        return self._split(scale)
+        fmt, outer = self.format, self.x.outer_scale
+        unit = fmt.unit * (1.0 if fmt.has_zero else 0.5) if is_codes and isinstance(fmt, IntFormat) else 1.0
+        if isinstance(self.x.scale, np.ndarray) and unit == 1.0 and outer is None and np.all(self.x.scale == 1):
+            return None
+        scale = jnp.asarray(self.x.scale, jnp.float32)
+        scale = scale if outer is None else scale * outer.astype(jnp.float32)
+        return self._split(scale if unit == 1.0 else scale * unit)
 
     def _split(self, part: Array) -> Array:
         """Repeat a scale to one entry per index of remaining axes and per tile of contracted ones, then split it."""

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from octavo import _sharding
 from octavo._typing import Array, PRNGKeyArray
@@ -11,11 +12,12 @@ from octavo.calibration import AbsMax, Bounds
 from octavo.numerics import Format
 from octavo.ops.config import DotConfig, Matmul, Operand
 from octavo.ops.hadamard import random_signs, rotate
+from octavo.ops.lowerings.quantize import Kernel, one_equation
 from octavo.ops.lowerings.xla import row_major
 from octavo.ops.operands import ArrayOrQArray, Axes, Dims
 from octavo.ops.product import Scaling
 from octavo.ops.telemetry import measure_fit
-from octavo.qarray import QArray, inside
+from octavo.qarray import QArray, Quantizer, inside
 from octavo.qarray.qarray import is_eager
 
 
@@ -60,34 +62,81 @@ def _quantize_operand(
     seen: dict[str, Any],
 ) -> Any:
     """An operand as codes if it is to be quantized; adds measured bounds and telemetry to `seen`."""
-    array = x.product() if isinstance(x, Scaled) else x
     # The gradient of a product with a vector is an outer product: no axis is contracted, along which blocks could lie.
     if operand is None or isinstance(x, QArray) or (not contract and operand.qtype.tile is not None):
-        return array
-    array = array if isinstance(x, Scaled) else materialize(array, operand)
-    quantizer, given = operand.quantizer(array.ndim, contracting=contract, batch=batch), scaling.get(name)
-    bounds, measured, dynamic = given, None, isinstance(operand.calibration, AbsMax) and given is None
-    if isinstance(x, Scaled) and dynamic:
-        # -(g s) has the range of g s. XLA fuses this multiplication into the reduction; if it were the same expression
-        # as the one that is rounded, g s would be materialized in float32 for both uses.
-        negated = -x.scale if x.negated is None else x.negated
-        bounds = measured = quantizer.measure(Scaled(x.value, row_major(negated)).product(), witness=x.value)
-        array = _in_rows(x, operand, batch).product()
-    elif operand.tracker is not None:
-        # Codes that do not depend on these bounds are rounded in the pass that measures them: TPU's compiler joins both
-        # if they read the same widened values.
-        wide = array if operand.tracker.reads_current or array.dtype.itemsize > 2 else array.astype(jnp.float32)
-        seen[name] = measured = quantizer.measure(wide)
-        bounds = operand.tracker.read(given or operand.tracker.init(measured), measured)
-    elif dynamic and name == "lhs" and x.dtype.itemsize <= 2 and (rows := _in_rows(x, operand, batch)) is not x:
-        bounds = measured = quantizer.measure(array)
-        array = rows
-    # Materialized once, in row-major order: otherwise CPUs fuse the quantization into later transposes of the codes.
-    q = quantizer.quantize(array, key=key, bounds=bounds, measured=measured, check_finite=operand.check_finite)
-    q = jax.tree.map(row_major, q)
+        return x.product() if isinstance(x, Scaled) else x
+    value, factor = (x.value, x.scale) if isinstance(x, Scaled) else (x, None)
+    quantizer = operand.quantizer(value.ndim, contracting=contract, batch=batch)
+    if operand.calibration.learned and name not in scaling and bool(name):
+        raise ValueError(
+            "lsq learns the scale of a weight and keeps it as state, which only a rule can do: give it as "
+            "weight_calibration_method of a rule, and another calibration here, such as mse"
+        )
+    rounding = Quantization(operand, quantizer, bool(batch), name == "lhs")
+    key = key if quantizer.rounding.stochastic else None
+    if not scaling and operand.tracker is None:
+        return one_equation(rounding, Kernel.of(quantizer, value, factor), x, key)
+    q, array, measured = rounding.run(x, key, scaling.get(name))
+    if operand.tracker is not None:
+        seen[name] = measured
     if scaling:
         seen.update(measure_fit(scaling, name, array, q))
     return q
+
+
+class Quantization(NamedTuple):
+    """The static arguments of quantizing one operand."""
+
+    operand: Operand
+    quantizer: Quantizer
+    has_batch: bool
+    is_lhs: bool
+
+    def __call__(self, x: Any, key: PRNGKeyArray | None) -> QArray:
+        """The operand as codes, with a range that does not depend on state."""
+        return self.run(x, key, None)[0]
+
+    def run(
+        self, x: Any, key: PRNGKeyArray | None, given: dict[str, Array] | None
+    ) -> tuple[QArray, Array, Bounds | None]:
+        """The operand as codes, the array that was rounded, and its bounds if they were measured first."""
+        operand, quantizer = self.operand, self.quantizer
+        array = x.product() if isinstance(x, Scaled) else materialize(x, operand)
+        bounds, measured, dynamic = given, None, isinstance(operand.calibration, AbsMax) and given is None
+        if isinstance(x, Scaled) and dynamic:
+            # -(g s) has the range of g s. XLA fuses this multiplication into the reduction; if it were the same
+            # expression as the one that is rounded, g s would be materialized in float32 for both uses.
+            negated = -x.scale if x.negated is None else x.negated
+            bounds = measured = quantizer.measure(Scaled(x.value, row_major(negated)).product(), witness=x.value)
+            array = self._in_rows(x).product()
+        elif operand.tracker is not None:
+            # Codes that do not depend on these bounds are rounded in the pass that measures them: TPU's compiler joins
+            # both if they read the same widened values.
+            wide = array if operand.tracker.reads_current or array.dtype.itemsize > 2 else array.astype(jnp.float32)
+            measured = quantizer.measure(wide)
+            bounds = operand.tracker.read(given or operand.tracker.init(measured), measured)
+        elif dynamic and self.is_lhs and x.dtype.itemsize <= 2 and (rows := self._in_rows(x)) is not x:
+            bounds = measured = quantizer.measure(array)
+            array = rows
+        # Materialized once, in row-major order: otherwise CPUs fuse the quantization into later transposes of the
+        # codes.
+        q = quantizer.quantize(array, key=key, bounds=bounds, measured=measured, check_finite=operand.check_finite)
+        return jax.tree.map(row_major, q), array, measured
+
+    def _in_rows(self, x: Any) -> Any:
+        """The narrow values of a linear layer, copied on TPUs to the layout in which they are rounded.
+
+        Attention writes them with transposed heads. TPU's compiler would widen them before it copies them to the layout
+        of the codes. Their range is measured as they are written. Where it is not measured, codes have the layout of a
+        matmul that writes them, and no copy is wanted.
+        """
+        value = x.value if isinstance(x, Scaled) else x
+        operand = self.operand
+        plain = operand.tile is None and operand.arithmetic == "float32" and value.ndim <= 3 and not self.has_batch
+        if not plain or value.dtype.itemsize > 2 or is_eager(value):
+            return x
+        value = row_major(value, platform="tpu", copied=True)
+        return x._replace(value=value) if isinstance(x, Scaled) else value
 
 
 def materialize(x: Array, operand: Operand | None) -> Array:
@@ -98,21 +147,6 @@ def materialize(x: Array, operand: Operand | None) -> Array:
     left alone: fused, they are not rounded in between. With a peer's arithmetic, programs are fused as the peer's are.
     """
     return row_major(x) if x.dtype == jnp.float32 and operand and operand.arithmetic == "float32" else x
-
-
-def _in_rows(x: Any, operand: Operand, batch: Axes) -> Any:
-    """The narrow values of a linear layer, copied on TPUs to the layout in which they are rounded.
-
-    Attention writes them with transposed heads. TPU's compiler would widen them before it copies them to the layout of
-    the codes. Their range is measured as they are written. Where it is not measured, codes have the layout of a matmul
-    that writes them, and no copy is wanted.
-    """
-    value = x.value if isinstance(x, Scaled) else x
-    plain = operand.tile is None and operand.arithmetic == "float32" and value.ndim <= 3 and not batch
-    if not plain or value.dtype.itemsize > 2 or is_eager(value):
-        return x
-    value = row_major(value, platform="tpu", copied=True)
-    return x._replace(value=value) if isinstance(x, Scaled) else value
 
 
 def fake_quant_operand(operand: Operand | None, x: ArrayOrQArray) -> ArrayOrQArray:
@@ -131,6 +165,8 @@ def gradient_mask(
     """The mask of values within the calibrated range, where gradients pass, or the format's own factors; None for 1."""
     if operand is None or config.fwd.rotate or isinstance(x, QArray):
         return None
+    if operand.calibration.learned and given is not None:
+        return None  # what learns the range also needs the gradients of values outside of it
     own = type(operand.qtype).gradient is not Format.gradient
     clips = config.clip_gradient and (given is not None or operand.calibration.may_clip)
     if not own and not clips:
@@ -150,8 +186,8 @@ def full_scale(q: QArray) -> Array:
 
 
 def without_scale(q: QArray) -> QArray:
-    """The same codes with a scale of one."""
-    return q._replace(scale=jnp.ones((1,) * q.ndim, jnp.float32), outer_scale=None)
+    """The same codes with a scale of one: if traced, a NumPy array, by which `Codes` does not multiply."""
+    return q._replace(scale=(jnp if is_eager(q) else np).ones((1,) * q.ndim, np.float32), outer_scale=None)
 
 
 def move_scale(q: QArray, other: Array, dims: Dims, *, from_left: bool) -> tuple[Scaled, QArray]:

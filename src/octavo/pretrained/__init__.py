@@ -7,7 +7,7 @@ from octavo.pretrained.calibrated import CalibrationData
 from octavo.pretrained.convert import Summary, convert_model, param_quantizers
 from octavo.pretrained.export import Export, Request, export_model, exporters, register_exporter
 from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, model_formats, open_model, register_format
-from octavo.pretrained.rotation import rotated
+from octavo.pretrained.rotation import hadamard, rotated
 from octavo.pretrained.weight_rules import weight_rules
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "convert_model",
     "export_model",
     "exporters",
+    "hadamard",
     "model_formats",
     "open_encoder",
     "open_model",

@@ -17,11 +17,13 @@ from octavo.models.fused_weights import FUSED
 from octavo.pretrained.convert import logits, pack, param_quantizers, signal_to_noise
 from octavo.pretrained.model import PretrainedModel
 from octavo.pretrained.names import EMBEDDING
+from octavo.pretrained.rounding import check_rounding, train_rounding
 from octavo.ptq import Fold, awq, collect_statistics, distill, method_names, quantize_weights
 from octavo.qarray import is_qarray
 from octavo.rules import QuantizationRule
 
 _ROWS = 8
+_TOKENS = 1 << 15
 # The weights that read the output of each norm, named as in MaxText.
 _READERS = {
     "pre_self_attention_layer_norm": [f"self_attention/{name}" for name in FUSED["query_key_value"]],
@@ -35,36 +37,31 @@ class CalibrationData:
 
     Args:
       text: The text.
-      tokens: The number of tokens to use of it.
+      tokens: The number of tokens to use of it, which it must have; by default all, up to 32768.
       length: Tokens in a window; windows are independent.
     """
 
     text: str
-    tokens: int = 1 << 15
+    tokens: int | None = None
     length: int = 256
 
     def batches(self, source: PretrainedModel) -> list[np.ndarray]:
         """Windows of tokens, several in a batch; what does not fill a window is left out."""
         if source.tokenizer is None:
             raise ValueError(f"{source.name} has no tokenizer: it cannot read a calibration text")
-        ids = np.asarray(source.tokenizer.encode(self.text)[: self.tokens], np.int32)
+        ids = np.asarray(source.tokenizer.encode(self.text)[: self.tokens or _TOKENS], np.int32)
         count = len(ids) // self.length
         if not count:
             raise ValueError(f"the calibration text has {len(ids)} tokens, less than one window of {self.length}")
+        if self.tokens is not None and len(ids) < self.tokens:
+            raise ValueError(
+                f"the calibration text has {len(ids)} tokens, fewer than the {self.tokens} asked for: pass a longer "
+                "text, or ask for fewer"
+            )
         windows = ids[: count * self.length].reshape(count, self.length)
         if source.tokenizer.add_bos and source.tokenizer.bos_id is not None:
             windows[:, 0] = source.tokenizer.bos_id
         return np.split(windows, range(_ROWS, count, _ROWS))
-
-    def used(self, batches: Sequence[np.ndarray]) -> str:
-        """How many tokens batches have, and how many more were asked for."""
-        count = sum(b.size for b in batches)
-        done = f"calibrating on {count} tokens"
-        return (
-            done
-            if count + self.length > self.tokens
-            else f"{done}: the text has fewer than the {self.tokens} asked for"
-        )
 
 
 def split_method(recipe: str) -> tuple[str, str]:
@@ -74,7 +71,7 @@ def split_method(recipe: str) -> tuple[str, str]:
     (('int4:g64', 'gptq'), ('int4:mse', ''))
     """
     head, _, last = recipe.rpartition(":")
-    return (head, last) if head and last in (*method_names(), "awq", "gptaq") else (recipe, "")
+    return (head, last) if head and last in (*method_names(), "autoround", "awq", "gptaq") else (recipe, "")
 
 
 def calibrated_codes(
@@ -92,6 +89,8 @@ def calibrated_codes(
     The embedding table is not among them: it is looked up by row as well. With "awq", weights are scaled against the
     norms before them, and then quantized with searched scales.
 
+    With "autoround", the codes of GPTQ are then trained layer by layer.
+
     Returns:
       The packed codes and their signal to noise ratio, by path: an argument of `convert_model`. Norms that were
       scaled have no ratio.
@@ -99,7 +98,7 @@ def calibrated_codes(
     quantizers = param_quantizers(source.config, rules, scale_dtype=scale_dtype)
     batches = data.batches(source)
     if log is not None:
-        log(data.used(batches))
+        log(f"calibrating on {sum(batch.size for batch in batches)} tokens")
     params, run = float_params(source), functools.partial(logits, source.config)
     wanted = {name: q for name, q in quantizers.items() if name != EMBEDDING}
     found: dict[str, tuple[Any, float | None]] = {}
@@ -108,12 +107,18 @@ def calibrated_codes(
         params, method = awq(run, params, batches, folds, wanted), "search"
     floats = flatten_paths(params)
     found |= {fold.scale: (np.asarray(floats[fold.scale]), None) for fold in folds}
-    stages = []
+    stages, trains = [], method == "autoround"
+    if trains:
+        check_rounding(source.config, wanted)
+        method = "gptq"
     if method == "gptaq":
         stages, method = _stages(wanted), "gptq"
     options: dict[str, Any] = {"method": method, "stages": stages, "checkpoint": checkpoint}
-    for path, done in quantize_weights(run, params, wanted, batches, **options):
-        codes = done.array.astype(jnp.float32)
+    codes_of = {path: done.array for path, done in quantize_weights(run, params, wanted, batches, **options)}
+    if trains:
+        codes_of = train_rounding(source.config, floats, codes_of, batches, log=log)
+    for path, array in codes_of.items():
+        codes = array.astype(jnp.float32)
         found[path] = pack(codes, quantizers[path])._map(np.asarray), signal_to_noise(floats[path], codes)
     return found
 
@@ -151,15 +156,17 @@ def _stages(names: Iterable[str]) -> list[list[str]]:
 
 def importances(
     source: PretrainedModel, data: CalibrationData, *, log: Callable[[str], None] | None = None
-) -> dict[str, np.ndarray]:
-    """The mean square of the inputs of each weight of a model, by path: [inputs]."""
+) -> tuple[dict[str, np.ndarray], int]:
+    """The mean square of the inputs of each weight of a model, by path: [inputs]; and the number of tokens."""
     batches = data.batches(source)
+    tokens = sum(batch.size for batch in batches)
     if log is not None:
-        log(data.used(batches))
+        log(f"calibrating on {tokens} tokens")
     found, _ = collect_statistics(
         functools.partial(logits, source.config), float_params(source), batches, hessian=False
     )
-    return {path: np.asarray(one.mean_square[0]) for path, one in found.items() if len(one.mean_square) == 1}
+    means = {path: np.asarray(one.mean_square[0]) for path, one in found.items() if len(one.mean_square) == 1}
+    return means, tokens
 
 
 def _folds(names: Iterable[str], weights: Collection[str]) -> list[Fold]:

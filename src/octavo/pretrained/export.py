@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo._io import atomic_write
 from octavo._names import did_you_mean
-from octavo.pretrained.budgeted import budget_options, budget_rules
+from octavo.pretrained.budgeted import budget_formats, budget_options, budget_rules
 from octavo.pretrained.calibrated import CalibrationData, calibrated_codes, distilled, split_method
 from octavo.pretrained.card import model_card
 from octavo.pretrained.convert import Summary, convert_model
@@ -30,7 +30,9 @@ class Request:
       log: Called with a line for each parameter.
       data: The calibration text, for a recipe with a method such as `int4:gptq`.
       imatrix: An importance matrix for K-quants in GGUF: read, or with `data` written.
-      bits: The mean of bits per weight of the layers, for a recipe of several formats such as `int3,int4,int8:gptq`.
+      bits: The mean of bits per weight of the layers, for a recipe of several formats such as `int3,int4,int8:gptq`, or
+        `mixed:gptq`.
+      mebibytes: Instead of `bits`, the size of all parameters in MiB.
       checkpoint: A directory for the statistics of the calibration, from which an interrupted one resumes.
       distill: Steps of training scales and norms on `data` for the outputs of the float model.
     """
@@ -44,6 +46,7 @@ class Request:
     data: CalibrationData | None = None
     imatrix: Path | None = None
     bits: float | None = None
+    mebibytes: float | None = None
     checkpoint: Path | None = None
     distill: int = 0
 
@@ -93,7 +96,9 @@ def converting(
         recipe, method = split_method(request.recipe)
         trained = recipe == TRAINED or recipe.startswith("recipe:")
         scales = request.scale_dtype or (None if trained else scale_dtype)
-        if (method or request.bits or request.distill) and request.data is None:
+        budget = {"bits": request.bits, "mebibytes": request.mebibytes}
+        has_budget = request.bits is not None or request.mebibytes is not None
+        if (method or has_budget or request.distill) and request.data is None:
             raise ValueError(
                 f"{'--distill' if request.distill else request.recipe} needs text that the model would read: pass "
                 "--data FILE"
@@ -106,10 +111,11 @@ def converting(
             raise ValueError("--imatrix is for K-quants in GGUF files: add --format gguf")
         options: dict[str, Any] = {"scale_dtype": scales, "log": request.log}
         costs: dict[str, float] = {}
-        if request.bits:
+        if has_budget:
             assert request.data is not None
-            choices = budget_options(source, recipe.split(","), request.data, scale_dtype=scales)
-            rules, costs = budget_rules(source, choices, bits=request.bits, head=request.head or head, log=request.log)
+            kept = {"scale_dtype": scales, "checkpoint": request.checkpoint}
+            choices = budget_options(source, budget_formats(recipe), request.data, **kept)
+            rules, costs = budget_rules(source, choices, head=request.head or head, **budget, **options)
         else:
             rules = weight_rules(recipe, source.config, head=request.head or head, trained=source.rules)
         codes = None

@@ -16,13 +16,15 @@ from octavo.files.gguf import Gguf, Tensor, read_imatrix, tokenizer_metadata, to
 from octavo.models import ModelConfig, abstract_params
 from octavo.pretrained.architectures import ARCHITECTURES, architecture_of
 from octavo.pretrained.calibrated import importances
-from octavo.pretrained.convert import ConversionSums, Summary
+from octavo.pretrained.convert import ConversionSums, Summary, convert_model
 from octavo.pretrained.export import Export, Request, register_exporter
 from octavo.pretrained.fields import check_placed
 from octavo.pretrained.gguf_config import ROPE_TABLES, model_config
 from octavo.pretrained.gguf_config import metadata as model_metadata
+from octavo.pretrained.kernel_layout import packed_for_kernels
 from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, register_format, to_float
-from octavo.pretrained.names import EMBEDDING, LOGITS, Place, assemble
+from octavo.pretrained.names import EMBEDDING, LOGITS, Place, assemble, interleaved_rotary
+from octavo.pretrained.weight_rules import TRAINED, weight_rules
 from octavo.qarray import QArray
 
 TYPES = {"int8": "Q8_0", "int4": "Q4_0", "float16": "F16", "float32": "F32", "q8_0": "Q8_0", "q4_0": "Q4_0"}
@@ -53,7 +55,9 @@ def read(path: Path) -> PretrainedModel:
     placed = [place.name for place in places.values()]
     check_placed(path, file.names(), [*placed, *ROPE_TABLES])
     leaves = {
-        param: place.leaf(functools.partial(_info, file), functools.partial(_load, file))
+        param: place.leaf(
+            functools.partial(_info, file), functools.partial(_load, file), functools.partial(_load_codes, file)
+        )
         for param, place in places.items()
     }
     origin = {
@@ -81,6 +85,12 @@ def _load(file: Gguf, name: str) -> np.ndarray | QArray:
     return file.read(name) if quantized is None else quantized
 
 
+def _load_codes(file: Gguf, name: str) -> np.ndarray | QArray:
+    """A tensor as kernels multiply it: codes of four bits are packed, those of five and six are bytes."""
+    quantized = file.read_quantized(name, exact=False)
+    return file.read(name) if quantized is None else packed_for_kernels(quantized)
+
+
 def _tokenizer(file: Gguf) -> Any:
     if "tokenizer.ggml.model" not in file.metadata:
         return None
@@ -99,16 +109,19 @@ def write_model(
 ) -> Summary:
     """Write a model to a GGUF file, quantized by ggml's own formulas; K-quants with searched scales.
 
+    Codes that Q8_0 and Q4_0 can hold (symmetric, in groups of a multiple of 32 inputs) are written as they are, with
+    their scales as float16.
+
     Args:
       source: The model.
-      recipe: The type of matrices, one of `TYPES`.
+      recipe: The type of matrices, one of `TYPES`; or "trained", for that of the codes that the model holds.
       out: The file.
       head: The type of the embedding table and the logits; by default Q8_0 where matrices are Q4_0, Q6_K where they are
         K-quants, else theirs.
       log: Called with a line for each tensor.
       importance: The mean square of the inputs of tensors by their names in the file, for K-quants.
     """
-    body = _tensor_type(recipe)
+    body = _type_of_codes(source) if recipe == TRAINED else _tensor_type(recipe)
     top = _tensor_type(head) if head else "Q8_0" if body == "Q4_0" else "Q6_K" if "_K" in body else body
     places = _places(architecture_of(source.config), source.config)
     names = {path: place.name for path, place in places.items()}
@@ -124,6 +137,8 @@ def write_model(
         is_head = paths[0] in (EMBEDDING, LOGITS)
         kind = top if is_head else _with_more_bits(body, paths[0], source.config.num_layers)
         kind = "F32" if any(word in name for word in ("_gate_inp", "position_embd")) else kind
+        if recipe == TRAINED and not is_head:
+            kind = _held_type(source.leaves[paths[0]]) or "F32"
         tensor = _tensor([(places[path], source.leaves[path]) for path in paths], kind)
         tensor = tensors[name] = dataclasses.replace(tensor, importance=(importance or {}).get(name))
         leaves = [source.leaves[path] for path in paths]
@@ -183,11 +198,57 @@ def _tensor(parts: list[tuple[Place, Leaf]], kind: str) -> Tensor:
     if kind.startswith("Q") and shape[-1] % 32:
         kind = "F16"  # row size is not a multiple of 32
 
-    def load() -> np.ndarray:
+    def load() -> np.ndarray | QArray:
+        if kind in _HELD.values() and (codes := _held_codes(parts, kind)) is not None:
+            return codes
         values = [(place, place.stored(to_float(leaf.load(), "float32"))[0]) for place, leaf in parts]
         return np.ascontiguousarray(assemble(values), np.float32)
 
     return Tensor(load, kind, shape)
+
+
+_HELD = {"int4": "Q4_0", "int8": "Q8_0"}
+"""The types that hold codes of QArrays as they are."""
+
+
+def _held_type(leaf: Leaf) -> str | None:
+    """The type that holds the codes of a parameter; None if it is in float."""
+    value = leaf.load()
+    return _HELD.get(value.qtype.name, value.qtype.name) if isinstance(value, QArray) else None
+
+
+def _type_of_codes(source: PretrainedModel) -> str:
+    """The type of the codes of a model's layers; raises if there is none for some of them."""
+    kinds = {path: _held_type(x) for path, x in source.leaves.items() if path not in (EMBEDDING, LOGITS)}
+    for path, kind in kinds.items():
+        if kind is None:
+            continue
+        place = _places(architecture_of(source.config), source.config)[path]
+        if kind not in _HELD.values() or _held_codes([(place, source.leaves[path])], kind) is None:
+            raise ValueError(
+                f"the trained codes of {path!r} cannot be written to a GGUF file, which holds symmetric int4 and int8 "
+                "in groups of a multiple of 32 inputs: write --format compressed-tensors or octavo, or name a type, "
+                "such as q4_0, by which the weights are quantized again"
+            )
+    return "Q4_0" if "Q4_0" in kinds.values() else "Q8_0"
+
+
+def _held_codes(parts: list[tuple[Place, Leaf]], kind: str) -> QArray | None:
+    """The codes of a parameter in the layout of its tensor, scales as float16; None if it cannot hold them."""
+    (place, leaf), *others = parts
+    value = leaf.load()
+    if others or place.experts or place.offset or place.part is not None or not isinstance(value, QArray):
+        return None
+    plain = value.zero_point is None and value.outer_scale is None and not value.padding
+    if not plain or _HELD.get(value.qtype.name) != kind:
+        return None
+    value = value.unpack()
+    value = value.swapaxes(-1, -2) if place.transposed else value
+    if place.heads:
+        value = value[interleaved_rotary(value.shape[0], place.heads)]
+    if value.ndim < 2 or value.tile_shape[-1] % 32:
+        return None
+    return value._replace(scale=np.asarray(value.scale, np.float16).astype(np.float32))
 
 
 def _stored_shape(parts: list[tuple[Place, Leaf]]) -> tuple[int, ...]:
@@ -229,10 +290,15 @@ def _tokenizer_metadata(source: PretrainedModel) -> dict[str, Any]:
 
 
 def _export(source: PretrainedModel, out: Path, request: Request) -> Export:
-    if request.distill or request.bits:
-        option = "--distill" if request.distill else "--bits"
+    given = {"--distill": request.distill, "--bits": request.bits, "--mebibytes": request.mebibytes}
+    for option in (name for name, value in given.items() if value):
         raise ValueError(f"{option} is not for --format gguf, whose blocks have scales of their own: leave it out")
     matrix = _importance(source, request)
+    if request.recipe == TRAINED and not any(_held_type(leaf) for leaf in source.leaves.values()):
+        params, _ = convert_model(source, weight_rules(TRAINED, trained=source.rules))
+        source = PretrainedModel.from_params(
+            source.config, params, tokenizer=source.tokenizer, origin=source.origin, rules=source.rules
+        )
     summary = write_model(source, request.recipe, out, head=request.head, log=request.log, importance=matrix)
     # Blocks are encoded while the file is written, so stored parameters are read back from it.
     written = read(out)
@@ -249,10 +315,10 @@ def _importance(source: PretrainedModel, request: Request) -> dict[str, np.ndarr
         assert request.imatrix is not None
         return read_imatrix(request.imatrix)
     names = {path: place.name for path, place in _places(architecture_of(source.config), source.config).items()}
-    found = importances(source, request.data, log=request.log)
+    found, tokens = importances(source, request.data, log=request.log)
     matrix = {names[path]: one for path, one in found.items() if path in names}
     if request.imatrix is not None:
-        write_imatrix(request.imatrix, matrix, tokens=request.data.tokens)
+        write_imatrix(request.imatrix, matrix, tokens=tokens)
     return matrix
 
 

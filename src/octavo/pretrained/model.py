@@ -31,21 +31,24 @@ class Leaf:
       dtype: The dtype of its values in float.
       load: Reads it, as a NumPy array or a QArray.
       stored: How the file stores it, such as "float16" or "Q4_0".
+      load_codes: Reads it in the layout that CPU kernels multiply, within a rounding of float32 of what `load` gives;
+        None for `load`.
     """
 
     shape: tuple[int, ...]
     dtype: str
     load: Callable[[], np.ndarray | QArray]
     stored: str = ""
+    load_codes: Callable[[], np.ndarray | QArray] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the parameter in its float dtype."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
-    def load_checked(self, name: str) -> np.ndarray | QArray:
-        """The parameter, with a warning if it has values that are not finite."""
-        value: Any = self.load()
+    def load_checked(self, name: str, *, codes: bool = False) -> np.ndarray | QArray:
+        """The parameter, by `load_codes` if asked for, with a warning if it has values that are not finite."""
+        value: Any = self.load_codes() if codes and self.load_codes is not None else self.load()
         floats = np.asarray(value.scale if isinstance(value, QArray) else value).astype(np.float32, copy=False)
         # A sum is much cheaper than a mask, and finite for finite weights.
         if not np.isfinite(np.sum(floats)) and (count := int(np.sum(~np.isfinite(floats)))):
@@ -56,7 +59,7 @@ class Leaf:
     @property
     def T(self) -> "Leaf":  # noqa: N802
         """The transposed parameter."""
-        return dataclasses.replace(self, shape=self.shape[::-1], load=lambda: self.load().T)
+        return dataclasses.replace(self, shape=self.shape[::-1], load=lambda: self.load().T, load_codes=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +110,17 @@ class PretrainedModel:
         """Number of parameters."""
         return sum(math.prod(leaf.shape) for leaf in self.leaves.values())
 
-    def params(self, dtype: str | None = None) -> dict[str, Any]:
-        """Load all parameters, as a tree of arrays and QArrays; floats in `dtype`, by default the config's."""
+    def params(self, dtype: str | None = None, *, codes: bool = False) -> dict[str, Any]:
+        """Load all parameters, as a tree of arrays and QArrays.
+
+        Args:
+          dtype: The dtype of floats, by default the config's.
+          codes: Whether quantized weights that no QArray has exactly are codes too, within a rounding of float32; by
+            default they are floats.
+        """
         dtype = dtype or self.config.weight_dtype
-        return unflatten_paths({path: on_device(leaf.load_checked(path), dtype) for path, leaf in self.leaves.items()})
+        load = functools.partial(Leaf.load_checked, codes=codes)
+        return unflatten_paths({path: on_device(load(leaf, path), dtype) for path, leaf in self.leaves.items()})
 
     def function(self, fn: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """The model as a function of parameters and tokens, or `fn` in its place, with matmuls by the rules.

@@ -42,8 +42,16 @@ class Place:
         """All of its tensors."""
         return [self.name.format(i) for i in range(self.experts)] if self.experts else [self.name]
 
-    def leaf(self, info: Callable[[str], tuple[tuple[int, ...], str, str]], read: Callable[[str], Any]) -> Leaf:
-        """The parameter: `info` gives the shape, dtype and storage of a tensor, `read` its values."""
+    def leaf(
+        self,
+        info: Callable[[str], tuple[tuple[int, ...], str, str]],
+        read: Callable[[str], Any],
+        read_codes: Callable[[str], Any] | None = None,
+    ) -> Leaf:
+        """The parameter: `info` gives the shape, dtype and storage of a tensor, `read` its values.
+
+        `read_codes` gives them as kernels multiply them: see `Leaf.load_codes`.
+        """
         found = [info(name) for name in self.names]
         shape, dtype, stored = found[0]
         if any(other != found[0] for other in found):
@@ -54,7 +62,8 @@ class Place:
             size[axis] = len(range(*slice(*self.part).indices(size[axis])))
         size = [self.experts, *size] if self.experts else size
         size = [*size[:-2], size[-1], size[-2]] if self.transposed else size
-        return Leaf(tuple(size), "float32" if self.offset else dtype, lambda: self._load(read), stored)
+        codes = None if read_codes is None else lambda: self._load(read_codes)
+        return Leaf(tuple(size), "float32" if self.offset else dtype, lambda: self._load(read), stored, codes)
 
     def _axis(self, ndim: int) -> int:
         return ndim - 2 if self.transposed else ndim - 1

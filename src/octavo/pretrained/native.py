@@ -24,6 +24,7 @@ from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, register
 from octavo.pretrained.tokenizer import read_tokenizer
 from octavo.qarray import QArray, is_qarray
 from octavo.rules import QtRule, QuantizationRule, rules_from_json, rules_to_json
+from octavo.transform.learned import LEARNED
 from octavo.transform.state import GRADIENT_STATE, QUANT_STATS
 
 NAME = "octavo.json"
@@ -171,7 +172,7 @@ def _unstacked_state(checkpoints: Path) -> dict[str, Any]:
     state = load(checkpoints, subtree="quant").state
     found = {
         f"{collection}/{name}": x if i is None else x[i]
-        for collection in (QUANT_STATS, GRADIENT_STATE)
+        for collection in (QUANT_STATS, GRADIENT_STATE, LEARNED)
         for path, x in flatten_paths(state.get(collection, {})).items()
         for name, i in unstacked_paths(path, x.shape[0] if x.shape else 0)
     }
@@ -191,7 +192,7 @@ def _masked(checkpoints: Path, leaves: dict[str, Leaf]) -> dict[str, Leaf]:
         return np.asarray(value) * np.asarray(mask, value.dtype)
 
     return leaves | {
-        path: dataclasses.replace(leaf, load=functools.partial(load_masked, leaf, masks[path]))
+        path: dataclasses.replace(leaf, load=functools.partial(load_masked, leaf, masks[path]), load_codes=None)
         for path, leaf in leaves.items()
         if path in masks
     }

@@ -4,6 +4,10 @@ Ashkboos et al., QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs (arXiv 240
 states x become x Q, since RMS norms commute with it: embeddings E Q, matmuls that read hidden states Q^T diag(g) W with
 the scale g of the norm before them, and matmuls that write them W Q (R1). The values of each head become v H, and the
 output matmul of attention H^T W (R2).
+
+`hadamard` adds rotations that are computed while the model runs, by blocks: of queries and keys (R3), of the inputs of
+the second matmul of MLPs (R4), or of the inputs of all matmuls of layers, as Egiazarian et al., Bridging the Gap
+Between Promise and Performance for Microscaling FP4 Quantization (arXiv 2509.23202), have them for mxfp4.
 """
 
 import dataclasses
@@ -14,6 +18,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from octavo.models import ModelConfig
+from octavo.models.config import HADAMARD
 from octavo.ops.hadamard import hadamard_matrix
 from octavo.pretrained.model import Leaf, PretrainedModel, to_float
 from octavo.pretrained.names import EMBEDDING, LOGITS
@@ -39,6 +44,8 @@ def rotated(source: PretrainedModel, *, seed: int = 0) -> PretrainedModel:
             f"{source.name} has {name}={getattr(source.config, name)!r}: only models with RMS norms before attention "
             "and MLP, and without learned positions, can be rotated"
         )
+    if any(getattr(source.config, name) for name in HADAMARD):
+        raise ValueError(f"{source.name} has Hadamard rotations already: rotate it first, and add them then")
     if source.rules:
         raise ValueError(f"{source.name} has rules for its activations, which are for the model as it was trained")
     leaves = dict(source.leaves)
@@ -50,6 +57,39 @@ def rotated(source: PretrainedModel, *, seed: int = 0) -> PretrainedModel:
         for path, leaf in leaves.items()
     }
     return dataclasses.replace(source, config=source.config.replace(tied_logits=False), leaves=found)
+
+
+def hadamard(source: PretrainedModel, *, inputs: int = 0, mlp: int = 0, keys: int = 0) -> PretrainedModel:
+    """The same model with Hadamard rotations while it runs; its logits are equal up to float rounding.
+
+    Args:
+      source: A decoder, in float or quantized; the result is in float32.
+      inputs: The block size of rotations of the inputs of all matmuls of layers; 0 for none.
+      mlp: That of the inputs of the second matmul of MLPs: R4.
+      keys: That of queries and keys after their rotary embedding, for low-bit KV caches: R3.
+    """
+    if source.rules:
+        raise ValueError(f"{source.name} has rules for its activations, which are for the model as it was trained")
+    if source.config.fused or any(getattr(source.config, name) for name in HADAMARD):
+        raise ValueError(f"{source.name} is rotated or fused already: start from the model as it was published")
+    config = source.config.replace(hadamard_inputs=inputs, hadamard_mlp=mlp, hadamard_keys=keys)
+    found = {}
+    for path, leaf in source.leaves.items():
+        *parents, module, kind = path.split("/")
+        block = (mlp if module == "wo" else 0) or inputs
+        if not block or kind != "kernel" or not {"self_attention", "mlp"} & {*parents}:
+            found[path] = leaf
+        else:
+            load = functools.partial(_rotated_inputs, leaf, block)
+            found[path] = Leaf(leaf.shape, "float32", load, "float32")
+    return dataclasses.replace(source, config=config, leaves=found)
+
+
+def _rotated_inputs(leaf: Leaf, block: int) -> np.ndarray:
+    value = to_float(leaf.load(), "float32")
+    *stack, inputs, outputs = value.shape
+    blocks = value.reshape(*stack, inputs // block, block, outputs)
+    return np.einsum("ij,...bjn->...bin", hadamard_matrix(block), blocks).reshape(value.shape)
 
 
 def random_rotation(size: int, *, seed: int = 0) -> np.ndarray:

@@ -5,6 +5,7 @@ calibration data collects the statistics of all inputs; scales are searched and 
 """
 
 from octavo.ptq.api import quantize, quantize_weights
+from octavo.ptq.autoround import autoround
 from octavo.ptq.awq import awq
 from octavo.ptq.budget import assign
 from octavo.ptq.distillation import distill
@@ -24,6 +25,7 @@ __all__ = [
     "Scales",
     "Statistics",
     "assign",
+    "autoround",
     "awq",
     "collect_statistics",
     "distill",

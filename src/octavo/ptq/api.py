@@ -12,6 +12,7 @@ import jax
 from octavo.frameworks.model import framework_of, quantize_model
 from octavo.frameworks.serving import map_params, stored_quantizers, unboxed
 from octavo.ptq.methods import QuantizedWeight, check_method, get_method, quantize_weight
+from octavo.ptq.progress import ALL
 from octavo.ptq.statistics import Statistics, arguments, collect_statistics, named_leaves
 from octavo.qarray import QArray, Quantizer
 from octavo.transform import PtqProvider
@@ -153,7 +154,8 @@ def quantize_weights(
         if now:
             current = map_params(lambda name, leaf: now.get(name, leaf), current)
         options: dict[str, Any] = {"only": names, "strict_paths": strict_paths, "progress": progress}
-        options["checkpoint"] = None if checkpoint is None else Path(checkpoint) / f"pass-{number}.npz"
+        part = f"pass-{number}.npz" if len(passes) > 1 else ALL
+        options["checkpoint"] = None if checkpoint is None else Path(checkpoint) / part
         if given and not stages and all(name in given for name in names):
             found, missing = {name: given[name] for name in names}, {}
         else:

@@ -68,6 +68,8 @@ def get_method(name: str) -> Method:
         raise ValueError("awq changes parameters other than weights: call octavo.ptq.awq first, then use 'search'")
     if name == "gptaq":
         raise ValueError("gptaq needs the order of the weights: call octavo.ptq.quantize_weights(stages=...)")
+    if name == "autoround":
+        raise ValueError("autoround trains the codes of another method by blocks: call octavo.ptq.autoround after it")
     if name not in METHODS:
         hint = did_you_mean(name, METHODS)
         raise ValueError(f"{name!r} is no method of quantization: {hint}one of {', '.join(METHODS)}")

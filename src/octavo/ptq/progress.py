@@ -15,6 +15,9 @@ from octavo._io import atomic_file
 _SECONDS = 60.0
 """The time between two writes: the Hessians of a large model are gigabytes."""
 
+ALL = "all.npz"
+"""The file of a calibration that has the statistics of all weights in one pass."""
+
 
 class Progress:
     """The sums of a calibration and the number of batches in them; without a path, nothing is written.

@@ -12,6 +12,7 @@ Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approxima
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ import numpy as np
 from octavo._typing import Array
 from octavo.frameworks.serving import stored_quantizers
 from octavo.ptq.methods import get_method
+from octavo.ptq.progress import ALL
 from octavo.ptq.statistics import Recorder, Statistics, arguments, collect_statistics, named_leaves, site_state
 from octavo.qarray import Quantizer
 from octavo.transform import Quantized
@@ -89,9 +91,15 @@ def weight_options(
     *,
     method: str = "search",
     key: Any = None,
+    checkpoint: Path | None = None,
 ) -> dict[str, dict[str, Option]]:
-    """As `sensitivity`, for the quantizers of weights by option and weight."""
-    found, _ = collect_statistics(fn, params, batches, only={weight for own in quantizers.values() for weight in own})
+    """As `sensitivity`, for the quantizers of weights by option and weight.
+
+    In the directory `checkpoint`, statistics are kept where `quantize` finds them.
+    """
+    kept = None if checkpoint is None else checkpoint / ALL
+    names = {weight for own in quantizers.values() for weight in own}
+    found, _ = collect_statistics(fn, params, batches, only=names, checkpoint=kept)
     gradients = squared_gradients(fn, params, batches, found, key=jax.random.key(0) if key is None else key)
     leaves = named_leaves(params)
     return {

@@ -125,7 +125,7 @@ def take(q: Any, index: Any) -> Any:
             q = repeat_scale(q, axis)
     stored = q._stored_shape
 
-    def pick(x: Array) -> Array:
+    def pick(x: Any) -> Any:  # arrays of JAX or NumPy
         sizes = zip(x.shape, stored, strict=True)
         return x[tuple(None if e is None else _adapt(e, *next(sizes)) for e in entries)]
 

@@ -171,7 +171,7 @@ class QArray:
         x = tiles.split(q.qtype.decode(q.qvalue).astype(compute))
         if q.zero_point is not None:
             x = x - tiles.split_scale(q.zero_point).astype(compute)
-        scale = tiles.split_scale(q.scale).astype(compute)
+        scale = tiles.split_scale(jnp.asarray(q.scale)).astype(compute)
         if q.outer_scale is not None:
             scale = scale * tiles.split_scale(q.outer_scale).astype(compute)
         # A value near the end of the dtype's range may round to inf; only a scale that is not finite may give inf.

@@ -12,7 +12,8 @@ from octavo.report.comparison import compare_report, comparisons_together, runs_
 from octavo.report.conversion import conversion_report, conversions_together
 from octavo.report.evaluation import evaluation_report, evaluations_together
 from octavo.report.page import write_page
-from octavo.report.record import COMPARISON, CONVERSION, EVALUATION, read_record
+from octavo.report.record import COMPARISON, CONVERSION, EVALUATION, ROLLOUTS, read_record
+from octavo.report.rollouts import rollouts_report, rollouts_together
 from octavo.report.run import RUN_FILES, Run, neighbors, read_run
 from octavo.report.run_page import write_report
 
@@ -49,6 +50,7 @@ _KINDS = (
     _record("comparison", COMPARISON, compare_report, comparisons_together),
     _record("conversion", CONVERSION, conversion_report, conversions_together),
     _record("evaluation", EVALUATION, evaluation_report, evaluations_together),
+    _record("rollouts", ROLLOUTS, rollouts_report, rollouts_together),
     Kind("training", RUN_FILES, lambda p: read_run(p if p.is_dir() else p.parent), _write_run, runs_together),
 )
 

@@ -1,4 +1,4 @@
-"""JSON records of conversions, evaluations and comparisons, from which their pages can be rendered again."""
+"""JSON records of conversions, evaluations, comparisons and rollouts, from which their pages can be rendered again."""
 
 import json
 from collections.abc import Mapping
@@ -11,10 +11,12 @@ from octavo.train.metrics import as_json
 CONVERSION = "conversion.json"
 EVALUATION = "evaluation.json"
 COMPARISON = "comparison.json"
+ROLLOUTS = "rollouts.json"
 _FIELDS = {
     CONVERSION: ("name", "before", "after", "values", "tensors"),
     EVALUATION: ("model", "tokens", "perplexity", "loss"),
     COMPARISON: ("steps", "runs", "table"),
+    ROLLOUTS: ("task", "runs"),
 }
 
 

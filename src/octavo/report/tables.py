@@ -23,6 +23,7 @@ def plan_rows(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
         "quantized": sum(row["reason"] is None for row in rows),
         "share": plan["share"],
         "notes": plan["notes"],
+        "residuals": [_residual_row(saved) for saved in plan.get("residuals", ())],
         "communication": communication,
         "collectives": _collectives(communication) if communication else [],
     }
@@ -33,6 +34,12 @@ def _plan_row(row: Mapping[str, Any], total: int, is_sharded: bool) -> list[Any]
     first = [row["path"] or row["weight"] or "(top)", row["flops"] / total, row["op"], times + row["shapes"]]
     types = [row[name] for name in ("fwd", "dlhs", "drhs", "lowering", "bytes_before", "bytes_after")]
     return [*first, *types, row["reason"] or "", *([row["collective_bytes"]] if is_sharded else [])]
+
+
+def _residual_row(saved: Mapping[str, Any]) -> list[Any]:
+    values = ", ".join(saved["values"])
+    times = "" if saved["times"] == 1 else f"{saved['times']} {TIMES} "
+    return [saved["path"] or "(top)", times + values, saved["bytes_before"], saved["bytes_after"]]
 
 
 def _collectives(communication: Mapping[str, Any]) -> list[list[Any]]:

@@ -8,6 +8,7 @@ from octavo._names import did_you_mean
 from octavo.calibration import Calibration, get_calibration
 from octavo.numerics import Format, Rounding, get_format, get_rounding, type_name
 from octavo.ops import Matmul, lowerings
+from octavo.qarray import Quantizer
 from octavo.qarray.arithmetic import ARITHMETICS
 from octavo.qarray.quantizer import check_tile_size
 from octavo.rules.path_match import check_bounded
@@ -175,6 +176,13 @@ def check_rows(value: Any) -> tuple[Any, ...]:
     return check_names(value)
 
 
+def check_residual_qtype(value: Any) -> Any:
+    qtype = check_qtype(value)
+    if qtype is not None:
+        Quantizer(qtype)  # raises for formats that have no symmetric range
+    return qtype
+
+
 def check_sparsity(value: Any) -> tuple[int, int] | None:
     """(n, m), n of each m weights kept; also from an object with Qwix's weight_sparsity_n and weight_sparsity_m."""
     if value is None:
@@ -278,6 +286,7 @@ FIELDS: dict[str, Callable[[Any], Any]] = {
     "bwd_stochastic_rounding": check_choice(None, "uniform", "low_bit_uniform", "eden"),
     "bwd_weight_grad_accumulator": check_choice(None, "float32", "bfloat16", "float16"),
     "residual": check_choice(None, "reuse", "requantize", "original"),
+    "residual_qtype": check_residual_qtype,
     "additional_qt_config": check_qt_config,
     **dict.fromkeys(("fwd", "dlhs", "drhs"), check_matmul),
 }

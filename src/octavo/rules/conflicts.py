@@ -51,6 +51,30 @@ def check_conflicts(rule: Any) -> None:
         _check_backward(rule)
 
 
+def check_learned(rule: Any) -> None:
+    """Raise for learned scales of anything but weights, and where a scale is more than a float for each group."""
+    config = rule._configs[True, False]
+    others = [o for c in rule._configs.values() if c not in (config, None) for o in (c.fwd.lhs, c.fwd.rhs)]
+    if config is not None:
+        others += [config.fwd.lhs, config.dlhs.lhs, config.drhs.lhs]
+        others += [] if rule.learns_scales else [config.dlhs.rhs, config.drhs.rhs]
+    if any(o is not None and o.calibration.learned for o in others):
+        raise ValueError("lsq learns the scales of weights: give it as weight_calibration_method, with a weight_qtype")
+    if not rule.learns_scales:
+        return
+    weight = config.fwd.rhs
+    reasons = {
+        f"weight_qtype={weight.qtype.name!r}, whose blocks have scales of their own": weight.qtype.tile is not None,
+        "rotate": config.fwd.rotate is not None,
+        "sparsity": config.sparsity is not None,
+        f"arithmetic={weight.arithmetic!r}": weight.arithmetic != "float32",
+        f"rounding={rule.rounding!r}": not weight.rounding.nearest,
+        "smooth": config.fwd.smooth is not None,
+    }
+    if wrong := [name for name, given in reasons.items() if given]:
+        raise ValueError(f"learned scales (lsq) cannot be combined with {wrong[0]}: leave one of the two out")
+
+
 def _check_backward(rule: Any) -> None:
     """Raise for settings of gradients that stay in float, or of a matmul that is replaced."""
     if rule.bwd_qtype is not None and rule.weight_qtype is None and rule.fwd is None and rule.scope != "activations":

@@ -13,7 +13,7 @@ from octavo.numerics import FormatLike, Rounding
 from octavo.ops import DotConfig, Matmul
 from octavo.rules import checks
 from octavo.rules.compile import Configs, compile_attention, compile_matmul, compile_rule
-from octavo.rules.conflicts import check_conflicts
+from octavo.rules.conflicts import check_conflicts, check_learned
 from octavo.rules.path_match import path_matcher
 
 
@@ -98,6 +98,7 @@ class QuantizationRule(Config):
             object.__setattr__(self, name, checks.check(name, getattr(self, name), checks.FIELDS[name]))
         check_conflicts(self)
         _ = self._configs, path_matcher(self.module_path)  # computed once; raises if the rule cannot be compiled
+        check_learned(self)
 
     @functools.cached_property
     def _configs(self) -> Configs:
@@ -113,6 +114,27 @@ class QuantizationRule(Config):
         """
         types = ("weight_qtype", "act_qtype", "kv_qtype", "fwd", "dlhs", "drhs")
         return self.skip or (not self.adapts and all(getattr(self, name, None) is None for name in types))
+
+    @property
+    def learns_scales(self) -> bool:
+        """Whether the scales of its weights are trained.
+
+        >>> QuantizationRule(weight_qtype="int4", weight_calibration_method="lsq").learns_scales
+        True
+        """
+        config = self._configs[True, False]
+        return config is not None and config.fwd.rhs is not None and config.fwd.rhs.calibration.learned
+
+    @functools.cached_property
+    def decides_residuals(self) -> bool:
+        """Whether this rule says how operations other than quantized matmuls store residuals: in low precision or not.
+
+        >>> QtRule(residual_qtype="int8").decides_residuals, QuantizationRule(skip=True).decides_residuals
+        (True, True)
+        """
+        return getattr(self, "residual_qtype", None) is not None or (
+            self.skip and self.scope == "all" and not self.op_names
+        )
 
     def matches(self, path: str, op: str, *, weights: bool) -> bool:
         """Whether this rule matches an operation at a path; `weights` is whether one of its operands is a weight.
@@ -152,6 +174,9 @@ class QtRule(QuantizationRule):
         fwd: Replaces the config of the forward matmul.
         dlhs: Replaces that of the gradient with respect to the activation.
         drhs: Replaces that of the gradient with respect to the weight.
+        residual_qtype: The type in which other operations than quantized matmuls, such as norms, activation functions,
+            softmaxes and matmuls in float, store what their gradients read. Of several rules, the first applies whose
+            path matches and that has this type, or skips everything; `scope` and `op_names` do not matter.
         residual: How gradients take saved operands, as in `Matmul`: "reuse" codes, "requantize" them along the
             gradient's contraction, or quantize the "original" again. None chooses by granularity.
         bwd_rotate: The block size of a Hadamard rotation of the operands of both gradients.
@@ -177,6 +202,7 @@ class QtRule(QuantizationRule):
     dlhs: Matmul | None = None
     drhs: Matmul | None = None
     residual: str | None = None
+    residual_qtype: FormatLike | None = None
     bwd_rotate: int | None = None
     bwd_random_signs: bool = False
     reduce_qtype: FormatLike | None = None

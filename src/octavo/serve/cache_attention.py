@@ -53,6 +53,8 @@ class KVBlock(NamedTuple):
     until: Shaped[Array, "batch query"] | None = None
     since: Shaped[Array, "batch query"] | None = None
     visible: Bool[Array, "batch query time"] | None = None
+    rows: Shaped[Array, "batch"] | None = None
+    """Slots of the rows, if the stores have others too."""
 
 
 class PartialSoftmax(NamedTuple):
@@ -105,11 +107,18 @@ def _attend_block(rows: Array, part: KVBlock, length: int, options: AttentionOpt
 
     if time <= BLOCK:
         visible = is_visible(jnp.arange(time)[None, None])
-        return _partial_softmax(rows, part.keys, part.values, visible, length, options)
+        keys, values = part.keys.select_slots(part.rows), part.values.select_slots(part.rows)
+        return _partial_softmax(rows, keys, values, visible, length, options)
+    # Of one slot, blocks are read where they are: a copy of all its positions would cost more than a short text.
+    slot, all_keys, all_values = None, part.keys, part.values
+    if part.rows is not None and part.rows.shape[0] == 1:
+        slot = part.rows[0]
+    else:
+        all_keys, all_values = all_keys.select_slots(part.rows), all_values.select_slots(part.rows)
 
     def block(number: Array, sums: PartialSoftmax) -> PartialSoftmax:
         start = number * BLOCK
-        keys, values = part.keys.block(start, BLOCK), part.values.block(start, BLOCK)
+        keys, values = all_keys.block(start, BLOCK, slot), all_values.block(start, BLOCK, slot)
         visible = is_visible(start + jnp.arange(BLOCK)[None, None])
         return _merge(sums, _partial_softmax(rows, keys, values, visible, length, options))
 

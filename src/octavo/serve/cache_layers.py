@@ -57,6 +57,5 @@ class PositionLayer(CacheLayer):
         values = self.values.write(self.values.encode_like(qkv.value), index.rows, index.starts)
         # A barrier before reading: if fused with the read, the write would not be in place.
         keys, values = jax.lax.optimization_barrier((keys, values))
-        stores = keys.select_slots(index.rows), values.select_slots(index.rows)
-        part = KVBlock(*stores, until=index.positions + 1, since=index.since)
+        part = KVBlock(keys, values, until=index.positions + 1, since=index.since, rows=index.rows)
         return attend(qkv.query, [part], index.valid, index.options), PositionLayer(keys, values)

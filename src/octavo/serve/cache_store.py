@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from octavo import kernels
 from octavo._config import Config, check_choices, check_least
 from octavo._typing import Array, Bool, Float, Num, Shaped
 from octavo.models.config import DTYPES
@@ -123,10 +124,12 @@ class Store:
         length = length if length <= BLOCK else -(-length // BLOCK) * BLOCK
         shape = (slots, heads, dim, length) if spec.time == KEY_TIME else (slots, heads, length, dim)
 
-        def zeros() -> "Store":
-            return jax.tree.map(jnp.zeros_like, cls.encode(spec, jnp.zeros(shape, spec.dtype)))
+        def parts() -> tuple[Array, Array | None, Array | None]:
+            made = cls.encode(spec, jnp.zeros(shape, spec.dtype))
+            return made.codes, made.scale, made.zero
 
-        return jax.jit(zeros)()
+        codes, scale, zero = jax.tree.map(lambda x: kernels.zeros(x.shape, x.dtype), jax.eval_shape(parts))
+        return cls(codes, scale, zero, spec)
 
     @classmethod
     def encode(cls, spec: StorageSpec, x: Float[Array, "slots heads a b"]) -> "Store":
@@ -171,12 +174,16 @@ class Store:
             return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, rows[0], 1), self)
         return jax.tree.map(lambda x: x[rows], self)
 
-    def block(self, start: Shaped[Array, ""], size: int) -> "Store":
-        """Consecutive positions, the same in all slots."""
+    def block(self, start: Shaped[Array, ""], size: int, slot: Shaped[Array, ""] | None = None) -> "Store":
+        """Consecutive positions, the same in all slots, or of one."""
 
         def read(x: Array) -> Array:
+            starts, sizes = [jnp.zeros((), start.dtype)] * x.ndim, list(x.shape)
             tile = self._tile(x)
-            return jax.lax.dynamic_slice_in_dim(x, start // tile, size // tile, axis=self.spec.time)
+            starts[self.spec.time], sizes[self.spec.time] = start // tile, size // tile
+            if slot is not None:
+                starts[0], sizes[0] = slot.astype(start.dtype), 1
+            return jax.lax.dynamic_slice(x, starts, sizes)
 
         return jax.tree.map(read, self)
 

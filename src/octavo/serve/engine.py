@@ -6,6 +6,7 @@ import itertools
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,8 @@ class Engine:
         chunk: The tokens of a prompt per prefill step.
         tokenizer: Decodes tokens; that of the source by default.
         eos_ids: Tokens that end a text; those of the tokenizer by default.
+        cache_dir: A directory for compiled programs: another engine of the same model, sizes and versions loads them
+            from there. It is trusted, as they are machine code. None to keep none.
 
     >>> import jax
     >>> from octavo.models import init_params
@@ -118,6 +121,7 @@ class Engine:
         chunk: int = 64,
         tokenizer: Any = None,
         eos_ids: Sequence[int] | None = None,
+        cache_dir: str | Path | None = None,
     ):
         config, load, rules, tokenizer = _unpack_source(source, params, rules, tokenizer)
         kv = _kv_of(source) if kv is None else kv
@@ -126,7 +130,8 @@ class Engine:
         check_least(self, 1, "slots", "max_length", "chunk")
         self.eos_ids = frozenset(getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids)
         ranges = getattr(source, "state", None)
-        options = {"slots": slots, "max_length": max_length, "kv": kv, "chunk": chunk}
+        directory = None if cache_dir is None else Path(cache_dir)
+        options = {"slots": slots, "max_length": max_length, "kv": kv, "chunk": chunk, "directory": directory}
         self.programs = Programs(config, load, rules=rules, ranges=ranges, **options)
         """The compiled programs, with the sizes of their parameters and cache."""
         self._running: list[_Slot | None] = [None] * slots
@@ -295,7 +300,8 @@ class Engine:
         return found
 
     def warm_up(self) -> None:
-        """Compile both programs."""
+        """Load or compile both programs."""
+        self.programs.prepare()
         for _ in self.generate([[0]], SamplingParams(temperature=0, max_tokens=2)):
             pass
 
@@ -418,4 +424,6 @@ def _unpack_source(
             f"{type(source).__name__}"
         )
     rules = getattr(source, "rules", ()) if rules is None else rules
-    return source.config, source.params, rules, tokenizer or getattr(source, "tokenizer", None)
+    # Rules quantize floats; without any, codes are multiplied as they are.
+    load = source.params if rules or not hasattr(source, "leaves") else functools.partial(source.params, codes=True)
+    return source.config, load, rules, tokenizer or getattr(source, "tokenizer", None)

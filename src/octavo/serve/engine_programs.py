@@ -3,6 +3,7 @@
 import functools
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from octavo.serve.sampling import (
     top_logprobs,
     unpack_mask,
 )
+from octavo.serve.stored_programs import StoredProgram, program_path
 
 
 class State(NamedTuple):
@@ -88,6 +90,7 @@ class Programs:
         max_length: int,
         kv: KVConfig,
         chunk: int,
+        directory: Path | None = None,
     ):
         params = unstacked(jax.tree.map(jnp.asarray, load()))
         config = config.replace(scan_layers=False, remat="none")
@@ -117,8 +120,12 @@ class Programs:
         self._all = np.full((slots, -(-config.vocab_size // 8)), 255, np.uint8)
         # Not sent at every step.
         self._all_on_device = jnp.asarray(self._all)
-        self._prefill = jax.jit(self._traced_prefill, donate_argnums=1)
-        self._decode = jax.jit(self._traced_decode, donate_argnums=1)
+        # Remembered ranges are constants of the programs; programs for several devices are not stored.
+        is_single = len({device for x in self._leaves for device in x.devices()}) == 1
+        self._directory = directory if is_single and not ranges else None
+        self._prefill = self._stored("prefill", self._traced_prefill)
+        self._scored_prefill = jax.jit(self._traced_prefill, donate_argnums=1)
+        self._decode = self._stored("decode", self._traced_decode)
         self._score = jax.jit(self._traced_score)
         # The old parameters are no input of the new ones: they are kept as arguments for their buffers.
         self._update = jax.jit(self._traced_update, donate_argnums=0, keep_unused=True)
@@ -151,8 +158,9 @@ class Programs:
         in_prompt[list(prompt)] = True
         masks = np.stack([pack_mask(in_prompt), self._all[0] if allowed is None else allowed])
         location = np.asarray([slot, start, min(len(prompt) - start, self.chunk)], np.int32)
-        targets = rows[1] if score else None
-        out, self._state = self._prefill(self._leaves, self._state, rows[0], location, settings, masks, targets)
+        program = self._scored_prefill if score else self._prefill
+        arguments = rows[0], location, settings, masks, rows[1] if score else None
+        out, self._state = program(self._leaves, self._state, *arguments)
         return out
 
     def decode(
@@ -167,6 +175,28 @@ class Programs:
         masks = self._all_on_device if allowed is None else allowed
         out, self._state = self._decode(self._leaves, self._state, active, options, masks)
         return out
+
+    def prepare(self) -> None:
+        """Load both programs from the directory of compiled programs, or compile them at the same time."""
+        settings = Settings.of([SamplingParams(temperature=0)])
+        masks = np.stack([self._all[0], self._all[0]])
+        tokens, location = np.zeros((1, self.chunk), np.int32), np.zeros(3, np.int32)
+        self._prefill.prepare(self._leaves, self._state, tokens, location, settings, masks, None)
+        active = np.zeros(len(self._all), bool)
+        self._decode.prepare(self._leaves, self._state, active, np.ones(2, np.int32), self._all_on_device)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether both programs are in the directory of compiled programs."""
+        return self._prefill.is_stored and self._decode.is_stored
+
+    def _stored(self, name: str, function: Callable[..., Any]) -> StoredProgram:
+        """A program that takes the parameters and the state, and returns an output and the next state."""
+        arrays = [(x.shape, x.dtype, x.weak_type, x.sharding) for x in (*self._leaves, *self._state)]
+        facts = self.config.to_json(), self._rules, self.chunk, STEPS, str(self._tree), str(self._state_tree), arrays
+        any_array = self._state[0]
+        outputs = Output(Sample(any_array, any_array), (any_array, any_array)), self._state
+        return StoredProgram(function, program_path(self._directory, name, facts), outputs)
 
     def all_allowed(self) -> np.ndarray:
         """A mask for `decode` that allows all tokens in every slot."""
@@ -192,7 +222,7 @@ class Programs:
     def lowered(self) -> Any:
         """The lowered decoding program."""
         active = np.zeros(self._state_of(self._state).last.shape, bool)
-        return self._decode.lower(self._leaves, self._state, active, np.ones(2, np.int32), self._all_on_device)
+        return self._decode.jitted.lower(self._leaves, self._state, active, np.ones(2, np.int32), self._all_on_device)
 
     def _state_of(self, parts: tuple[Any, ...]) -> State:
         return jax.tree.unflatten(self._state_tree, parts)

@@ -42,6 +42,11 @@ class Layouts:
             tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
             model = functools.partial(apply, self.config)
             found |= stored_quantizers(model, self._rules, unflatten_paths(floats), tokens)
+        if learned := [path for path, quantizer in found.items() if quantizer.calibration.learned]:
+            raise ValueError(
+                f"the scale of {learned[0]!r} is learned (lsq), so floats alone are not enough: update the engine with "
+                "octavo.convert(model, params, *inputs, rules=rules, state=state)"
+            )
         return found
 
     def matched(self, params: Any) -> Any:

@@ -11,6 +11,7 @@ from octavo.lora.loftq import loftq
 from octavo.numerics import get_format
 from octavo.qarray import QArray
 from octavo.train.config import Config
+from octavo.train.config.checks import SOURCE
 from octavo.transform import quantized
 
 
@@ -22,7 +23,7 @@ def lora_rule(config: Config) -> LoraRule | None:
     """
     if not config.lora_rank:
         return None
-    qtype = config.lora_weight_qtype or None
+    qtype = None if config.lora_weight_qtype in ("", SOURCE) else config.lora_weight_qtype
     has_tiles = qtype is not None and get_format(qtype).tile is None and config.lora_tile_size
     return LoraRule(
         module_path=config.lora_module_path,

@@ -124,7 +124,7 @@ def _abstract_opt_state(trainer: Trainer, opt_state_dtype: str) -> Any:
     """The shapes and shardings of the optimizer's state with another format of moments."""
     optimizer = make_optimizer(trainer.config.replace(opt_state_dtype=opt_state_dtype))
     params = trainer.abstract_state.params
-    state = jax.eval_shape(optimizer.init, params)
+    state = jax.eval_shape(optimizer.init, trainer.abstract_state.trained)
     if trainer.is_single_device:
         shardings: Any = jax.tree.map(lambda _: SingleDeviceSharding(trainer.mesh.devices.item()), state)
     else:

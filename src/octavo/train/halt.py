@@ -46,7 +46,7 @@ def _bad_gradients(gradients: Any) -> str:
 
 def _large_update(trainer: Trainer, gradients: Any) -> str:
     """The largest update, where all gradients are finite."""
-    updates, _ = trainer.train_step.optimizer.update(gradients, trainer.state.opt_state, trainer.state.params)
+    updates, _ = trainer.train_step.optimizer.update(gradients, trainer.state.opt_state, trainer.state.trained)
     largest = {name: float(jnp.max(jnp.abs(leaf))) for name, leaf in flatten_paths(updates).items()}
     name = max(largest, key=lambda name: largest[name])
     return f"all gradients are finite, but the update of {name} is as large as {largest[name]:.3g}"

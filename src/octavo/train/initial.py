@@ -1,5 +1,6 @@
 """Starting from a pretrained model: its architecture and tokenizer, and its parameters in the layout of a run."""
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from octavo.models.config import VARIANTS
 from octavo.models.decoder import layer_groups
 from octavo.pretrained import PretrainedModel, open_model
 from octavo.pretrained.model import to_float
+from octavo.qarray import QArray, stack
 from octavo.train.config import Config, ConfigError
 
 ARCHITECTURE = {
@@ -87,8 +89,13 @@ def with_architecture(config: Config, source: PretrainedModel | None) -> Config:
     return config.replace(**given)
 
 
-def open_teacher(path: str, model: ModelConfig) -> PretrainedModel:
+def open_teacher(path: str, model: ModelConfig, tokenizer: Tokenizer | None = None) -> PretrainedModel:
     """The teacher of a distillation, which has the vocabulary of the model.
+
+    Args:
+      path: The teacher.
+      model: The model.
+      tokenizer: The tokenizer of the model, if it is known.
 
     Raises:
       ConfigError: It cannot be opened, or has another vocabulary.
@@ -101,6 +108,17 @@ def open_teacher(path: str, model: ModelConfig) -> PretrainedModel:
         raise ConfigError([
             f"distillation_teacher={path} has {teacher.config.vocab_size} ids and the model {model.vocab_size}: "
             "a teacher needs the same vocabulary"
+        ])  # fmt: skip
+    own = teacher.tokenizer
+    if (
+        own is not None
+        and tokenizer is not None
+        and own.digest != tokenizer.digest
+        and _probe(own) != _probe(tokenizer)
+    ):
+        raise ConfigError([
+            f"distillation_teacher={path} tokenizes {_PROBE[:12]!r} as {own.tokenize(_PROBE[:12]).tolist()}, and the "
+            f"model as {tokenizer.tokenize(_PROBE[:12]).tolist()}: a teacher needs the same vocabulary"
         ])  # fmt: skip
     return teacher
 
@@ -133,6 +151,57 @@ def _probe(tokenizer: Tokenizer) -> tuple[Any, ...]:
     return (*tokenizer.tokenize(_PROBE).tolist(), tokenizer.eos_ids and tokenizer.eos_id)
 
 
+def load_codes(source: PretrainedModel, model: ModelConfig) -> dict[str, Any]:
+    """The parameters of a model in the layout of a run on one device, as the source holds them: floats and codes."""
+    dtype = jnp.dtype(model.weight_dtype)
+
+    def load(path: str) -> Any:
+        value = source.leaves[path].load()
+        if not isinstance(value, QArray):
+            return jnp.asarray(to_float(value, str(dtype)), dtype)
+        value = jax.tree.map(jnp.asarray, value).astype(dtype)
+        return value.pack() if value.packed is None and value.qtype.bits < 8 else value
+
+    def join(layers: Sequence[Any], path: str) -> Any:
+        if not any(isinstance(layer, QArray) for layer in layers):
+            return jnp.stack(layers)
+        if len({jax.tree.structure(layer) for layer in layers}) > 1:
+            raise ConfigError([
+                f"lora_weight_qtype=source keeps the codes of {source.name}, but layers have {path!r} in several "
+                "formats: set scan_layers=false, or name a format"
+            ])  # fmt: skip
+        return stack(layers)
+
+    found = dict(_in_layout(source, model, load, join))
+    if not any(isinstance(x, QArray) for path, x in found.items() if path.startswith("decoder/")):
+        stored = sorted({leaf.stored for path, leaf in source.leaves.items() if path.endswith("/kernel")})
+        raise ConfigError([
+            f"lora_weight_qtype=source keeps codes, but the layers of {source.name} ({', '.join(stored)}) are read as "
+            "floats: name a format, such as nf4"
+        ])  # fmt: skip
+    return unflatten_paths(found)
+
+
+def _in_layout(
+    source: PretrainedModel,
+    model: ModelConfig,
+    load: Callable[[str], Any],
+    join: Callable[[Sequence[Any], str], Any],
+) -> Iterator[tuple[str, Any]]:
+    """The parameters of `model` with their paths; `load` gives one of the source, `join` stacks those of its layers."""
+    names = {i: group.name for group in layer_groups(source.config) for i in group.layers}
+    groups = {group.name: group for group in layer_groups(model)}
+
+    for path in flatten_paths(abstract_params(model)):
+        top, _, rest = path.partition("/")
+        name, _, rest = rest.partition("/")
+        if top != "decoder" or name not in groups:
+            yield path, load(path)
+            continue
+        layers = [load(f"{top}/{names[i]}/{rest}") for i in groups[name].layers]
+        yield path, join(layers, path) if groups[name].is_stack else layers[0]
+
+
 def load_params(source: PretrainedModel, model: ModelConfig, shardings: Any = None) -> dict[str, Any]:
     """The parameters of a model in the layout of a run, in float: layers are stacked as `model` scans them.
 
@@ -142,23 +211,15 @@ def load_params(source: PretrainedModel, model: ModelConfig, shardings: Any = No
       shardings: A tree of shardings like the parameters; None on one device. Each parameter is loaded by itself.
     """
     dtype = jnp.dtype(model.weight_dtype)
-    names = {i: group.name for group in layer_groups(source.config) for i in group.layers}
-    groups = {group.name: group for group in layer_groups(model)}
     placed = {} if shardings is None else flatten_paths(shardings)
 
     def load(path: str) -> np.ndarray:
         return np.asarray(to_float(source.leaves[path].load(), str(dtype)), dtype)
 
-    def leaf(path: str) -> Any:
-        top, _, rest = path.partition("/")
-        name, _, rest = rest.partition("/")
-        if top != "decoder" or name not in groups:
-            host = load(path)
-        else:
-            layers = [load(f"{top}/{names[i]}/{rest}") for i in groups[name].layers]
-            host = np.stack(layers) if groups[name].is_stack else layers[0]
+    def place(path: str, host: np.ndarray) -> Any:
         if path not in placed:
             return jnp.asarray(host)
         return jax.make_array_from_callback(host.shape, placed[path], lambda index: host[index])
 
-    return unflatten_paths({path: leaf(path) for path in flatten_paths(abstract_params(model))})
+    values = _in_layout(source, model, load, lambda layers, path: np.stack(layers))
+    return unflatten_paths({path: place(path, host) for path, host in values})

@@ -25,8 +25,9 @@ from octavo.train.mesh import global_batch_size, make_mesh
 from octavo.train.optimizer import learning_rate_schedule, make_optimizer
 from octavo.train.quantization import training_schedule, with_communication
 from octavo.train.reduction import AXIS, replica_gradients, replica_reductions, with_error_shardings
-from octavo.train.step import Batch, TrainState, TrainStep, make_loss, make_masks
+from octavo.train.step import Batch, TrainState, TrainStep, join_trained, make_loss, make_masks
 from octavo.transform import quantized, scheduled
+from octavo.transform.learned import LEARNED
 
 STOP = "stop"
 """The metric of multi-process runs with the stop signal that any process received."""
@@ -153,7 +154,8 @@ class Program:
     def teacher_source(self) -> PretrainedModel | None:
         """The model at `distillation_teacher`; None if the teacher is the model that the run starts from."""
         path = self.config.distillation_teacher
-        return open_teacher(path, self.model) if path and self.config.distillation_weight else None
+        tokenizer = None if self.source is None else self.source.tokenizer
+        return open_teacher(path, self.model, tokenizer) if path and self.config.distillation_weight else None
 
     @functools.cached_property
     def teacher_model(self) -> ModelConfig:
@@ -213,11 +215,12 @@ class Program:
             else:
                 frozen = self.adapter_loss.freeze(params, *arguments)
                 params = self.adapter_loss.init_adapters(key, params, *arguments)
+        quant = loss.init(params, microbatch, jnp.float32(1), jnp.float32(1)) if self.rules else {}
         return TrainState(
             step=jnp.int32(0),
             params=params,
-            opt_state=jax.jit(self.train_step.optimizer.init)(params),
-            quant=loss.init(params, microbatch, jnp.float32(1), jnp.float32(1)) if self.rules else {},
+            opt_state=jax.jit(self.train_step.optimizer.init)(join_trained(params, quant.get(LEARNED))),
+            quant=quant,
             masks=jax.tree.map(jnp.ones_like, self.make_masks(params)),
             # The raw key data, an ordinary array that can be saved and compared.
             key=jax.random.key_data(key),

@@ -44,6 +44,8 @@ def training_rules(config: Config) -> tuple[QuantizationRule, ...]:
         else:
             found = _recipe_rules(config) if config.quantization else ()
         rules = tuple(_with_accumulator(rule, config) for rule in found)
+        if rules and config.residual_dtype:  # last: it applies where no other rule says how residuals are stored
+            rules += (QtRule(residual_qtype=config.residual_dtype, optional=True),)
     except ValueError as error:  # settings that a recipe does not combine with
         raise ConfigError([str(error)]) from error
     return (*_float_layers(config), *rules) if rules else ()
@@ -59,12 +61,25 @@ def training_schedule(config: Config) -> Schedule:
     if not rules:
         return Schedule([(0, None)])
     start, stop = config.quantization_start_step, config.quantization_stop_step
+    if any(rule.learns_scales for rule in rules):
+        _check_learned(config)
     stages: list[tuple[int, tuple[QuantizationRule, ...] | None]] = [(start, rules)]
     if start:
         stages.insert(0, (0, None))
     if stop >= 0:
         stages.append((stop, None))
     return Schedule(stages)
+
+
+def _check_learned(config: Config) -> None:
+    """Raise for keys that do not combine with learned scales."""
+    for key, why in (
+        ("quantization_start_step", "they begin with the weights of step 0"),
+        ("gradient_reduce_dtype", "their gradients are reduced in float with the others"),
+        ("weight_sparsity_n", "they would be those of weights without a mask"),
+    ):
+        if value := getattr(config, key):
+            raise ConfigError([f"{key}={value} does not combine with learned scales (lsq): {why}; leave it out"])
 
 
 def with_communication(schedule: Schedule, config: Config, mesh: Any, batch: Any) -> Schedule:

@@ -303,7 +303,8 @@ class _Run:
             f"signal to quantization noise after step {step}: {', '.join(ratios)} "
             f"(measured in {time.perf_counter() - started:.1f} seconds)"
         )
-        for text in range_warnings(found):
+        learned = any(rule.learns_scales for rule in self.trainer.rules)
+        for text in range_warnings(found, learned=learned):
             self.progress.log(text)
 
     def evaluate(self, step: int) -> None:

@@ -16,6 +16,7 @@ from octavo.models import ModelConfig, apply
 from octavo.ops.sparsity import nm_mask
 from octavo.ops.vjp import ERROR_FEEDBACK
 from octavo.train.config import Config
+from octavo.transform.learned import LEARNED
 from octavo.transform.state import GRADIENT_STATE
 
 type Batch = dict[str, Any]
@@ -31,7 +32,7 @@ class TrainState:
       step: The number of steps taken.
       params: The parameters.
       opt_state: The state of the optimizer.
-      quant: The state of static ranges, delayed scaling and error feedback of quantized matmuls.
+      quant: The state of static ranges, delayed scaling and error feedback of quantized matmuls, and learned scales.
       masks: The masks of sparse weights, by path.
       key: The PRNG key data of stochastic rounding.
       halted: Set by the first step with a loss or a gradient that is not finite: such a step, and every one after it,
@@ -53,9 +54,23 @@ class TrainState:
     frozen: Any = dataclasses.field(default_factory=dict)
     teacher: Any = dataclasses.field(default_factory=dict)
 
+    @property
+    def trained(self) -> Any:
+        """What the optimizer updates: the parameters, and learned scales if there are any."""
+        return join_trained(self.params, self.quant.get(LEARNED))
+
     def operands(self, params: Any) -> Any:
         """What the loss is a function of: parameters with their masks, or adapters and frozen weights."""
         return (params, self.frozen) if self.frozen else apply_masks(params, self.masks)
+
+
+def join_trained(params: Any, scales: Any) -> Any:
+    """Parameters and learned scales as one tree; the parameters alone if there are no scales.
+
+    >>> join_trained({"w": 1}, None), join_trained({"w": 1}, {"w": {"scale": 2}})
+    ({'w': 1}, {'params': {'w': 1}, 'learned_scales': {'w': {'scale': 2}}})
+    """
+    return {"params": params, LEARNED: scales} if scales else params
 
 
 def is_reset_on_remesh(path: tuple[str, ...]) -> bool:
@@ -214,6 +229,8 @@ class TrainStep:
     ) -> tuple[Any, dict[str, Any], Losses, jax.Array]:
         """(gradients, new quantization state, losses, loss) of a batch, or of rows of one; `step` chooses the stage.
 
+        Gradients are those of `state.trained`.
+
         Microbatches count as one batch: losses are divided by the number of tokens in the batch. Each microbatch starts
         from the delayed-scaling histories of the previous step, and histories are combined by their maximum. Statistics
         of static ranges and error feedback are carried from one microbatch to the next. Of the rows of a replica,
@@ -221,21 +238,22 @@ class TrainStep:
         """
         weights, share = total_weights(batch) if weights is None else weights, share / self.accumulation
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        overwrite = state.quant.get(GRADIENT_STATE, {})
+        overwrite, learns = state.quant.get(GRADIENT_STATE, {}), bool(state.quant.get(LEARNED))
 
-        def value(params: Any, overwrite: Any, stats: Any, microbatch: Batch, key: jax.Array):
-            call = self.loss.stateful({**stats, GRADIENT_STATE: overwrite}, step=step, key=key)
+        def value(trained: Any, overwrite: Any, stats: Any, microbatch: Batch, key: jax.Array):
+            params, scales = (trained["params"], {LEARNED: trained[LEARNED]}) if learns else (trained, {})
+            call = self.loss.stateful({**stats, **scales, GRADIENT_STATE: overwrite}, step=step, key=key)
             (loss, losses), new = call(state.operands(params), microbatch, weights, share)
-            return loss, (losses, _without_gradient_state(new))
+            return loss, (losses, _ranges(new))
 
         differentiate = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)
 
         def one(overwrite: Any, stats: Any, microbatch: Batch, key: jax.Array):
             microbatch = self._with_teacher(state, microbatch)
-            (loss, (losses, stats)), (gradients, new) = differentiate(state.params, overwrite, stats, microbatch, key)
+            (loss, (losses, stats)), (gradients, new) = differentiate(state.trained, overwrite, stats, microbatch, key)
             return (gradients, losses, loss), new, stats
 
-        stats = _without_gradient_state(state.quant)
+        stats = _ranges(state.quant)
         if self.accumulation == 1:
             (gradients, losses, loss), new, stats = one(overwrite, stats, batch, key)
         else:
@@ -268,9 +286,11 @@ class TrainStep:
         raw = optax.tree.norm(gradients)
         if self.clip > 0:
             gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.clip / jnp.maximum(raw, 1e-30)), gradients)
-        updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.trained)
+        params: Any = optax.apply_updates(state.trained, updates)
         size = optax.tree.norm(params)
+        if state.quant.get(LEARNED):
+            params, quant = params["params"], {**quant, LEARNED: params[LEARNED]}
         bad = state.halted | ~(jnp.isfinite(loss) & jnp.isfinite(raw) & jnp.isfinite(size))
         halted = bad if self.halts else state.halted
         new = TrainState(state.step + 1, params, opt_state, quant, state.masks, state.key, halted, errors)
@@ -306,5 +326,6 @@ def _with_error_feedback(state: Any, feedback: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, a, b: b if is_error_feedback(path) else a, state, feedback)
 
 
-def _without_gradient_state(quant: dict[str, Any]) -> dict[str, Any]:
-    return {name: tree for name, tree in quant.items() if name != GRADIENT_STATE}
+def _ranges(quant: dict[str, Any]) -> dict[str, Any]:
+    """The state that a call returns: without that which is updated by gradients or the optimizer."""
+    return {name: tree for name, tree in quant.items() if name not in (GRADIENT_STATE, LEARNED)}

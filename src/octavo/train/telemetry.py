@@ -135,10 +135,13 @@ def format_bounds(largest: Mapping[str, float]) -> str:
     return f"calibration=auto: {reached}. Static bounds: {keys} (gradients change most: leave them dynamic)"
 
 
-def range_warnings(measured: Mapping[str, Any]) -> Iterator[str]:
-    """Warnings about ranges that clip, or that flush values to zero, by class of tensor."""
+def range_warnings(measured: Mapping[str, Any], *, learned: bool = False) -> Iterator[str]:
+    """Warnings about ranges that clip, or that flush values to zero, by class of tensor.
+
+    The ranges of weights may be `learned`: then no key widens them.
+    """
     for kind, row in measured.items():
-        if kind not in METHODS:
+        if kind not in METHODS or (learned and kind == "weight"):
             continue
         if row["saturation"] > CLIPS:
             yield (

@@ -17,8 +17,9 @@ from octavo.models import init_params
 from octavo.qarray import dequantize, is_qarray
 from octavo.rules import Schedule
 from octavo.train import distributed
-from octavo.train.config import Config
-from octavo.train.initial import check_tokenizer, load_params, open_source, with_architecture
+from octavo.train.config import Config, ConfigError
+from octavo.train.config.checks import SOURCE
+from octavo.train.initial import check_tokenizer, load_codes, load_params, open_source, with_architecture
 from octavo.train.mesh import global_batch_size, make_mesh
 from octavo.train.program import Program
 from octavo.train.step import Batch, Metrics, TrainState, apply_masks, is_mask_update_step
@@ -81,13 +82,20 @@ class Trainer(Program):
             out = None if self.is_single_device else self.state_shardings.teacher
             teacher = load_params(self.teacher_source, self.teacher_model, out)
         if self.is_single_device:
-            return self.init_state(params, teacher)
+            state = self.init_state(params, teacher)
+            if self.config.lora_weight_qtype == SOURCE:
+                self.abstract_state = jax.eval_shape(lambda: state)  # whose codes only the file knows
+            return state
         return jax.jit(self.init_state, out_shardings=self.state_shardings)(params, teacher)
 
     def _initial_params(self) -> Any:
         """Random parameters, or those at `load_parameters_path`."""
         path = _remote.pull(self.config.load_parameters_path)
         out = None if self.is_single_device else self.param_shardings
+        if self.source is not None and self.config.lora_weight_qtype == SOURCE:
+            if out is not None:
+                raise ConfigError(["lora_weight_qtype=source is for one device: set num_devices=1, or name a format"])
+            return load_codes(self.source, self.model)
         if self.source is not None:
             return load_params(self.source, self.model, out)
         init = functools.partial(init_params, self.model)

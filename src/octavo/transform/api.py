@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from octavo._typing import PRNGKeyArray
@@ -15,6 +16,7 @@ from octavo.qarray import QArray, Quantizer, is_qarray
 from octavo.transform.frame import Context, Frame, Host, Key, Programs, Value
 from octavo.transform.jaxpr import KERNELS, Jaxpr
 from octavo.transform.provider import QtProvider, QuantizationProvider, tracing
+from octavo.transform.residuals import Residuals
 from octavo.transform.site import Site, float_note, site_quantizer
 from octavo.transform.state import (
     GRADIENT_STATE,
@@ -178,6 +180,37 @@ class Quantized:
             return list(sites)
         return [dataclasses.replace(site, note=float_note(site, traced.shapes)) for site in sites]
 
+    def residuals(self, *args: Any, **kwargs: Any) -> list[Residuals]:
+        """What operations other than quantized matmuls store for the gradient of the weights, where a rule compresses.
+
+        >>> import jax.numpy as jnp, octavo
+        >>> rule = octavo.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", residual_qtype="int8")
+        >>> low = octavo.quantized(lambda params, x: jnp.sin(x @ params["w"]), rule)
+        >>> low.residuals({"w": jnp.ones((64, 64))}, jnp.ones((64, 64)))[0].values
+        ('int8 64x64',)
+        """
+        if not self.provider.residuals:
+            return []
+        traced = self._trace(args, kwargs)
+        state = self._discover(traced)[1] if self.provider.stateful else {}
+        context = Context(self.provider, self.provider.evaluate, **self._options, dtypes=traced.dtypes)
+        arrays = [v.data for v in traced.values]
+        weights = [
+            n for n, v in enumerate(traced.values) if v.origin.leaves and jnp.issubdtype(v.data.dtype, jnp.inexact)
+        ]
+
+        def differentiate(arrays, state, key):
+            def run(*given):
+                full = arrays | dict(zip(weights, given, strict=True))
+                values = [v._replace(data=full[n]) for n, v in enumerate(traced.values)]
+                outs = self.provider.evaluate(traced.jaxpr, values, Frame(context, state=state, key=key))
+                return [v.data for v in outs if jnp.issubdtype(v.data.dtype, jnp.inexact)]
+
+            return jax.vjp(run, *(arrays[n] for n in weights))[0]
+
+        jax.eval_shape(differentiate, dict(enumerate(arrays)), state, jax.random.key(0))
+        return [saved for saved in context.residuals.values() if saved.values]
+
     def stored_quantizers(self, *args: Any, **kwargs: Any) -> dict[str, Quantizer]:
         """The quantizers of parameters, by name, for storing them in low precision."""
         traced = self._trace(args, kwargs)
@@ -195,7 +228,8 @@ class Quantized:
 
     def stored_ranges(self, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The ranges by which training quantized parameters, by name, as far as they are remembered in the state."""
-        if not any(state.get(collection) for collection in (QUANT_STATS, GRADIENT_STATE)):
+        learned = any(rule.learns_scales for rule in self.provider.rules)
+        if not learned and not any(state.get(collection) for collection in (QUANT_STATS, GRADIENT_STATE)):
             return {}
         traced = self._trace(args, kwargs)
         found: dict[str, Any] = {}

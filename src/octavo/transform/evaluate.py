@@ -32,8 +32,10 @@ from octavo.transform.jaxpr import (
     platform_branch,
     scope,
 )
+from octavo.transform.learned import learned_ranges
 from octavo.transform.rearrange import as_array, rearrange
 from octavo.transform.resolve import find_kernel, find_site, is_unbatched
+from octavo.transform.segments import bind_compressed, evaluate_segment, segments
 from octavo.transform.site import GEOMETRY, Site, operand_axes
 from octavo.transform.softmax import center, find_keys
 from octavo.transform.state import delayed_ranges, gradient_state, static_ranges
@@ -46,15 +48,22 @@ def evaluate(jaxpr: Jaxpr, values: list[Value], frame: Frame) -> list[Value]:
     """The results of a jaxpr for these values, quantized as the frame's rules say."""
     env: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
     env.update((var, Value(const, CONSTANT)) for var, const in zip(jaxpr.constvars, jaxpr.consts, strict=True))
-    uses = ((atom, n) for n, eqn in enumerate(jaxpr.eqns) for atom in (*eqn.invars, *eqn.outvars))
+    keys = find_keys(jaxpr) if frame.context.provider.attention else {}
+    keys = {id(jaxpr.eqns[n]): side for n, side in keys.items()}
+    compress = frame.context.provider.residuals and not frame.context.init
+    steps = segments(jaxpr) if compress else jaxpr.eqns
+    uses = ((atom, n) for n, step in enumerate(steps) for atom in (*step.invars, *step.outvars))
     last_use = {atom: n for atom, n in uses if not isinstance(atom, Literal)}
     kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    keys = find_keys(jaxpr) if frame.context.provider.attention else {}
-    for n, eqn in enumerate(jaxpr.eqns):
-        inputs = [Value(a.val, CONSTANT) if isinstance(a, Literal) else env[a] for a in eqn.invars]
-        with equation_context(eqn):
-            env.update(zip(eqn.outvars, evaluate_equation(eqn, inputs, frame, keys.get(n)), strict=True))
-        for atom in (*eqn.invars, *eqn.outvars):  # a value that nothing reads any more is freed
+    for n, step in enumerate(steps):
+        inputs = [Value(a.val, CONSTANT) if isinstance(a, Literal) else env[a] for a in step.invars]
+        if isinstance(step, Jaxpr):
+            outs = evaluate_segment(step, inputs, frame)
+        else:
+            with equation_context(step):
+                outs = evaluate_equation(step, inputs, frame, keys.get(id(step)))
+        env.update(zip(step.outvars, outs, strict=True))
+        for atom in (*step.invars, *step.outvars):  # a value that nothing reads any more is freed
             if not isinstance(atom, Literal) and last_use[atom] == n and atom not in kept:
                 env.pop(atom, None)
     return [Value(a.val, CONSTANT) if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
@@ -140,7 +149,7 @@ def _matmul(
     origin = combine(site.origins) if known else Origin(module=site.path)
     given = call is not None and call.config is not None
     if not any(site.quantized) and (given or site.config is None) and not site.is_adapted:
-        return Value(bind(eqn, [as_array(v.data) for v in values])[0], origin)
+        return Value(bind_compressed(eqn, values, frame)[0], origin)
     # Numbers that are written into the program become arrays.
     data = [v.data if isinstance(v.data, jax.Array | QArray) else jnp.asarray(v.data) for v in args]
     if site.keys is not None and isinstance(keys_given := data[site.keys], jax.Array):
@@ -191,6 +200,9 @@ def run_matmul(site: Site, frame: Frame, lhs: Any, rhs: Any, *rest: Any, params:
     stateful, quantized = frame.context.provider.stateful, any(isinstance(x, QArray) for x in operands)
     axes = operand_axes(params, lhs.shape, rhs.shape) if stateful or quantized else ()
     scaling: dict[str, Any] = static_ranges(site, frame, operands, axes) if stateful else {}
+    if stateful:
+        (lhs, rhs), learned = learned_ranges(site, frame, operands, axes)
+        operands, scaling = (lhs, rhs), scaling | learned
     if quantized:
         scaling |= delayed_ranges(site, frame, operands, axes) if stateful else {}
         sides = zip(operands, (config.fwd.lhs, config.fwd.rhs), axes, ("lhs", "rhs"), strict=True)

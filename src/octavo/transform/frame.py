@@ -84,6 +84,8 @@ class Context:
     dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The dtypes of parameters by name."""
     sites: dict[Any, Site] = dataclasses.field(default_factory=dict)
+    residuals: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    """What the operations between matmuls store for their gradients, by segment, once it is differentiated."""
     cache: Programs = dataclasses.field(default_factory=Programs)
 
     def updates(self, path: str) -> bool:

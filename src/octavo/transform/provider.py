@@ -96,6 +96,9 @@ class QuantizationProvider:
         """Whether any operation may keep state."""
         self.attention = any(rule.attention for rule in self.rules)
         """Whether a rule quantizes attention, for which its softmax is looked for."""
+        found = tuple(rule for rule in self.rules if rule.decides_residuals)
+        self.residuals = found if any(getattr(rule, "residual_qtype", None) is not None for rule in found) else ()
+        """The rules that say where residuals are stored in low precision; empty if none are."""
         self.inside_custom = any(rule.inside_custom for rule in self.rules)
         """Whether the bodies of custom_jvp and custom_vjp functions are rewritten."""
         hooks = ("process_model_inputs", "process_model_output")
@@ -283,7 +286,7 @@ def _operation() -> Operation:
 
 
 def _has_state(rule: QuantizationRule) -> bool:
-    if rule.act_static_scale or getattr(rule, "reduce_feedback", False):
+    if rule.act_static_scale or getattr(rule, "reduce_feedback", False) or rule.learns_scales:
         return True
     matmuls = [getattr(rule, name, None) for name in ("fwd", "dlhs", "drhs")]
     return any(o is not None and o.tracker is not None for m in matmuls if m is not None for o in (m.lhs, m.rhs))

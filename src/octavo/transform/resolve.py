@@ -130,7 +130,7 @@ def next_op_id(path: str, op: str, frame: Frame) -> str:
     return f"{kind}{number}"
 
 
-def scope_path(names: str, origins: tuple[Origin, Origin], context: Context) -> str:
+def scope_path(names: str, origins: Sequence[Origin], context: Context) -> str:
     """The path of a matmul without parameters: its named scopes, or else the module of its operands."""
     if context.modules is not None:
         return module_of(names, context.modules)

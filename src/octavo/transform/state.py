@@ -16,6 +16,7 @@ from octavo.ops import DotConfig, Operand
 from octavo.ops.telemetry import init_telemetry, telemetry_name
 from octavo.qarray import QArray, Quantizer
 from octavo.transform.frame import Frame, Key
+from octavo.transform.learned import learned_bounds, learned_key
 from octavo.transform.site import Site, matmul_product, operand_axes
 
 QUANT_STATS = "quant_stats"
@@ -192,6 +193,8 @@ def remembered_range(site: Site, state: Mapping[str, Any], ndim: int) -> Bounds 
     name, operand = ("lhs", "rhs")[side], (site.config.fwd.lhs, site.config.fwd.rhs)[side] if site.config else None
     if operand is None or site.leaf is None:
         return None
+    if operand.calibration.learned:
+        return _learned_range(site, state, operand, ndim)
     by_rule, by_op = ((GRADIENT_STATE, site.path, site.op_id), (GRADIENT_STATE, site.scope, "scaling"))
     found = [(operand.tracker, (find_state(state, Key(*key)) or {}).get(name)) for key in (by_rule, by_op)]
     stats = find_state(state, Key(QUANT_STATS, site.scope, name))
@@ -219,6 +222,18 @@ def remembered_range(site: Site, state: Mapping[str, Any], ndim: int) -> Bounds 
         f"the weight {site.leaf!r} is rearranged before {site.op_id} at {site.path!r}, which remembers its range per "
         "channel, so that the range does not fit the stored weight: use per_tensor=True, or convert without the state"
     )
+
+
+def _learned_range(site: Site, state: Mapping[str, Any], operand: Operand, ndim: int) -> Bounds:
+    """The range of the learned scale of a site's weight; raises if the state has none."""
+    key, side = learned_key(site), int(site.weights[1])
+    if (scale := find_state(state, key)) is None:
+        raise ValueError(
+            f"the scale of {site.leaf!r} is learned (lsq), but there is no trained one: pass state=, the state of "
+            "training, or give another calibration, such as mse"
+        )
+    axes = operand_axes(site.params, site.lhs[0], site.rhs[0])[side]
+    return learned_bounds(operand.quantizer(ndim, **axes), jnp.asarray(scale))
 
 
 def delayed_ranges(

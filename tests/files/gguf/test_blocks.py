@@ -88,6 +88,29 @@ def test_minima_that_are_zero_points_are_kept(kind, tmp_path):
         assert file.read_quantized("t") is None
 
 
+@pytest.mark.parametrize("kind", ["Q2_K", "Q4_1", "Q4_K", "Q5_1", "Q5_K"])
+def test_minima_are_zero_points_in_float32_if_a_rounding_is_allowed(kind, tmp_path):
+    values = GOLDEN[f"{kind}/values"].reshape(2, -1)
+    with with_blocks(tmp_path / "m.gguf", kind, GOLDEN[f"{kind}/bytes"].tobytes(), values.shape) as file:
+        q = file.read_quantized("t", exact=False)
+    assert q.zero_point.dtype == np.float32
+    assert q.qtype.bits == (4 if kind.startswith("Q4") else 8)
+    error = np.abs(dequantized(q) - values)
+    span = np.repeat(np.abs(q.zero_point * q.scale) + 128 * np.abs(q.scale), q.tile_shape[1], axis=1)
+    assert (error <= 2.0**-22 * span).all()
+    assert error.max() > 0, "otherwise they would be exact"
+
+
+def test_a_block_without_a_scale_has_its_minimum(tmp_path):
+    data = np.frombuffer(GOLDEN["Q4_1/bytes"].tobytes(), TYPES["Q4_1"].block).copy()
+    data["d"][1:3], data["m"][1:3] = 0, [[-1.5], [0]]
+    with with_blocks(tmp_path / "m.gguf", "Q4_1", data.tobytes(), (len(data), 32)) as file:
+        assert np.asarray(dequantized(file.read_quantized("t", exact=False)))[1:3].tolist() == [[-1.5] * 32, [0] * 32]
+    data["d"][1] = np.inf
+    with with_blocks(tmp_path / "m.gguf", "Q4_1", data.tobytes(), (len(data), 32)) as file:
+        assert file.read_quantized("t", exact=False) is None
+
+
 @pytest.mark.parametrize(("exponent", "code"), [(255, 0), (254, 7), (0, 1)])
 def test_mxfp4_that_e8m0_cannot_say_is_not_kept(exponent, code, tmp_path):
     data = np.zeros(2, TYPES["MXFP4"].block)

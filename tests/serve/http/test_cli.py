@@ -8,17 +8,17 @@ import signal
 import subprocess
 import sys
 
-import jax
 import pytest
 
 from octavo._tree import flatten_paths
 from octavo.cli import main
 from octavo.cli.serve import _api_keys
 from octavo.data import ByteTokenizer
-from octavo.models import ModelConfig, init_params
+from octavo.models import ModelConfig, abstract_params
 from octavo.pretrained import Leaf, PretrainedModel
 from octavo.pretrained.native import write_model
 from octavo.serve.http import bind
+from tests.arrays import random_params
 from tests.serve.http.client import call, post
 
 
@@ -101,7 +101,7 @@ def model(tmp_path):
     tokenizer = ByteTokenizer()
     sizes = {"emb_dim": 16, "num_layers": 1, "num_query_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_dim": 32}
     config = ModelConfig(vocab_size=tokenizer.vocab_size, scan_layers=False, **sizes)
-    params = flatten_paths(init_params(config, jax.random.key(0)))
+    params = flatten_paths(random_params(abstract_params(config)))
     leaves = {path: Leaf(x.shape, str(x.dtype), lambda x=x: x) for path, x in params.items()}
     write_model(PretrainedModel(config, leaves, tokenizer), params, tmp_path / "tiny", facts={})
     return tmp_path / "tiny"

@@ -3,14 +3,14 @@
 import functools
 import json
 
-import jax
 import numpy as np
 import pytest
 
 from octavo.data import ByteTokenizer
-from octavo.models import ModelConfig, init_params
+from octavo.models import ModelConfig, abstract_params
 from octavo.serve import Engine
 from octavo.serve.http import running
+from tests.arrays import random_params
 from tests.serve.http.client import metric, post, stream
 
 CHAT = "/v1/chat/completions"
@@ -28,7 +28,7 @@ def engine():
     tokenizer.template = TEMPLATE
     sizes = {"emb_dim": 16, "num_layers": 1, "num_query_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_dim": 32}
     config = ModelConfig(vocab_size=tokenizer.vocab_size, scan_layers=False, **sizes)
-    params = init_params(config, jax.random.key(0))
+    params = random_params(abstract_params(config))
     return Engine(config, params, slots=4, max_length=1024, chunk=32, tokenizer=tokenizer)
 
 

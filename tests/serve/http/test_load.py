@@ -8,14 +8,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jax
 import pytest
 
 from octavo.data import ByteTokenizer
-from octavo.models import ModelConfig, init_params
+from octavo.models import ModelConfig, abstract_params
 from octavo.serve import Engine, SamplingParams
 from octavo.serve.http import Limits, running
 from octavo.serve.http.worker import Job
+from tests.arrays import random_params
 from tests.serve.http.client import call, metric, opened, post, until
 from tests.serve.http.client import stream as streamed
 
@@ -30,7 +30,7 @@ def engine():
     tokenizer = ByteTokenizer()
     sizes = {"emb_dim": 32, "num_layers": 2, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mlp_dim": 64}
     config = ModelConfig(vocab_size=tokenizer.vocab_size, scan_layers=False, **sizes)
-    params = init_params(config, jax.random.key(0))
+    params = random_params(abstract_params(config))
     return Engine(config, params, slots=8, max_length=LENGTH, chunk=16, tokenizer=tokenizer)
 
 

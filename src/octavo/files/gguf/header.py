@@ -183,6 +183,25 @@ class _Cursor:
         except UnicodeDecodeError:
             raise self.error(f"{what} is not UTF-8") from None
 
+    def _strings(self, count: int, what: str) -> list[str]:
+        """Many strings, such as a vocabulary; without a call for each that the buffer holds."""
+        found: list[str] = []
+        unpack = struct.Struct("<Q").unpack_from
+        while len(found) < count:
+            found.append(self.string(what))  # fills the buffer, and checks what is not in it
+            buffer, at, end = bytes(self._buffer), self._next, len(self._buffer) - 8
+            try:
+                while len(found) < count and at <= end:
+                    stop = at + 8 + unpack(buffer, at)[0]
+                    if stop > len(buffer):
+                        break
+                    found.append(buffer[at + 8 : stop].decode())
+                    at = stop
+            except UnicodeDecodeError:
+                raise self.error(f"{what} is not UTF-8") from None
+            self._next = at
+        return found
+
     def value(self, what: str) -> Any:
         kind = self.number("<I", what)
         if kind in SCALARS:
@@ -205,7 +224,7 @@ class _Cursor:
             count = self.count(f"values in {what}", least=SCALARS[kind].itemsize)
             return self._scalars(SCALARS[kind], count, what)
         if kind == STRING:
-            return [self.string(what) for _ in range(self.count(f"texts in {what}", least=8))]
+            return self._strings(self.count(f"texts in {what}", least=8), what)
         if kind == ARRAY:
             if depth >= MAX_DEPTH:
                 raise self.error(f"{what} has arrays in arrays deeper than {MAX_DEPTH}")

@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo.files.gguf.blocks import IQ4_TABLE, Blocks, Codes
 from octavo.files.gguf.header import Info
-from octavo.numerics import Format, IntFormat, TableFormat, get_format
+from octavo.numerics import BlockFormat, Format, IntFormat, TableFormat, get_format
 from octavo.qarray import QArray
 
 IQ4 = TableFormat(name="iq4_nl", values=tuple(map(float, IQ4_TABLE)))
@@ -29,6 +29,45 @@ _FORMATS: dict[str, Format] = {
     "Q5_K": IntFormat(bits=5, signed=False),
 }
 _TWO_BIT_TERNARY = ("TQ1_0", "TQ2_0")
+
+
+def assemble_rounded(info: Info, parts: Iterable[tuple[Blocks, Codes]]) -> QArray | None:
+    """The QArray of a type with a minimum, as signed codes and float32 zero points: exact but for a rounding.
+
+    `minimum / scale` is rounded, so values differ from `scale * code + minimum` by half a unit in the last place of the
+    minimum. None for other types, and where a scale or its zero point is not finite.
+    """
+    if info.kind not in _WITH_MINIMUM:
+        return None
+    middle = np.int8(1 << (_FORMATS[info.kind].bits - 1))
+    codes = np.empty(info.size, np.int8)
+    scales: list[np.ndarray] = []
+    zeros: list[np.ndarray] = []
+    done, tile = 0, 1
+    for _, piece in parts:
+        assert piece.minimum is not None
+        # Without a scale all values are the minimum: code 0, with the zero point 1 or -1.
+        flat = piece.scale == 0
+        scale = np.where(flat, np.abs(piece.minimum), piece.scale)
+        with np.errstate(all="ignore"):
+            zero = np.where(flat, -np.sign(piece.minimum), -piece.minimum / scale - np.float32(middle))
+        if not (np.isfinite(zero).all() and np.isfinite(scale).all()):
+            return None
+        tile = piece.codes.shape[-1]
+        shifted = np.where(flat, np.int8(0), piece.codes.view(np.int8) - middle)
+        codes[done : done + shifted.size] = shifted.ravel()
+        scales.append(scale.ravel())
+        zeros.append(zero.ravel())
+        done += piece.codes.size
+    groups = (*info.shape[:-1], info.shape[-1] // tile)
+    fmt = _with_zeros(_WITH_MINIMUM[info.kind], tile)
+    return QArray(
+        codes.reshape(info.shape).astype(fmt.storage, copy=False),
+        np.concatenate(scales).reshape(groups),
+        np.concatenate(zeros).reshape(groups),
+        fmt,
+        dtype=np.float32,
+    )
 
 
 def assemble(info: Info, parts: Iterable[tuple[Blocks, Codes]]) -> QArray | None:
@@ -63,6 +102,16 @@ def assemble(info: Info, parts: Iterable[tuple[Blocks, Codes]]) -> QArray | None
         fmt,
         dtype=np.float32,
     )
+
+
+_WITH_MINIMUM = {"Q2_K": 8, "Q4_1": 4, "Q4_K": 4, "Q5_1": 8, "Q5_K": 8}
+"""The types with a minimum, and the bits of the codes that kernels multiply."""
+
+
+def _with_zeros(bits: int, tile: int) -> BlockFormat:
+    element = get_format(f"int{bits}")
+    scales = {"scale_dtype": "float32", "scale_rounding": "nearest", "zero_dtype": "float32"}
+    return BlockFormat(name=f"int{bits}_g{tile}", element=element, tile=tile, **scales)
 
 
 def _stored(codes: np.ndarray, fmt: Format) -> np.ndarray:

@@ -1,13 +1,15 @@
 """`Gguf`: metadata and tensors of a GGUF file, as float32 or as codes and scales."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from octavo.files.errors import FileError, missing_tensor_error
+from octavo.files.gguf.blocks import Blocks, Codes, Splitter
 from octavo.files.gguf.header import Info, read_header
-from octavo.files.gguf.quantized import assemble
+from octavo.files.gguf.quantized import assemble, assemble_rounded
 from octavo.files.gguf.types import TYPES
 from octavo.files.regular import RegularFile
 from octavo.qarray import QArray
@@ -77,19 +79,25 @@ class Gguf:
             kind.split(blocks).values(out[first : first + len(blocks) * kind.values])
         return out.reshape(info.shape)
 
-    def read_quantized(self, name: str) -> QArray | None:
+    def read_quantized(self, name: str, *, exact: bool = True) -> QArray | None:
         """A tensor as the codes and scales of the file, or None if no QArray has exactly the values of `read`.
 
         Codes keep their format: Q8_0 is int8, Q4_0 int4, Q5_0 int5, Q6_K int6, Q3_K int3, ternary types int2, MXFP4
         mxfp4, IQ4 a table. Scales are float32 (MXFP4: e8m0), with tiles along the last axis. The types with a minimum
-        (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K) have a QArray only if all minima are integer zero points, which is rare.
+        (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K) have a QArray only if all minima are integer zero points, which is rare. If not
+        `exact`, they have one with float32 zero points, whose values differ by the rounding of these.
         """
         info = self.info(name)
         split = info.type.split
         if split is None:
             return None
-        parts = ((blocks, split(blocks)) for _, blocks in self._blocks(name, info))
-        return assemble(info, parts)
+
+        def parts(split: Splitter = split) -> Iterator[tuple[Blocks, Codes]]:
+            for _, blocks in self._blocks(name, info):
+                yield blocks, split(blocks)
+
+        found = None if exact else assemble_rounded(info, parts())
+        return assemble(info, parts()) if found is None else found
 
     def _blocks(self, name: str, info: Info):
         kind = info.type

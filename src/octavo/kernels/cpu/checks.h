@@ -51,11 +51,16 @@ inline ffi::Error take_matrix(const ffi::AnyBuffer& codes, const ffi::AnyBuffer&
   return ffi::Error::Success();
 }
 
-// Adds zero points, the bytes of e3m4, and the scale of each column's scales to a matrix; empty buffers are none.
+// Adds zero points, float32 or with e3m4 scales the bytes of e3m4, and the scale of each column's scales to a matrix;
+// empty buffers are none.
 inline ffi::Error take_levels(const ffi::AnyBuffer& zero, const ffi::AnyBuffer& outer, FloatProblem& p) {
   if (p.scale_type != ScaleType::kE3M4) {
-    return zero.element_count() || outer.element_count() ? wrong("only e3m4 scales have two levels")
-                                                         : ffi::Error::Success();
+    if (outer.element_count()) return wrong("only e3m4 scales have two levels");
+    if (zero.element_count() == 0) return ffi::Error::Success();
+    if (zero.element_type() != ffi::F32 || static_cast<int64_t>(zero.element_count()) != p.groups * p.n)
+      return wrong("there is a float32 zero point for each scale");
+    p.float_zero = static_cast<const float*>(zero.untyped_data());
+    return ffi::Error::Success();
   }
   if (zero.element_count() != 0) {
     if (zero.element_type() != ffi::U8 || static_cast<int64_t>(zero.element_count()) != p.groups * p.n)

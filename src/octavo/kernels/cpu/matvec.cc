@@ -47,6 +47,7 @@ ffi::Error float_matvec(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer c
   if (levels.size() == 2) {
     const auto zero = levels.get<ffi::AnyBuffer>(0), outer = levels.get<ffi::AnyBuffer>(1);
     if (ffi::Error error = take_levels(*zero, *outer, p); error.failure()) return error;
+    if (transposed && p.float_zero != nullptr) return wrong("zero points are for matrices [K, N]");
   }
   const int64_t stored = p.packed ? (p.k + 1) / 2 : p.k;
   if (y->dimensions()[0] != p.m || y->dimensions()[1] != p.n)

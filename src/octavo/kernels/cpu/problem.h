@@ -17,9 +17,10 @@ struct FloatProblem {
   const uint8_t* codes = nullptr;
   const void* scale = nullptr;  // [groups, N] for columns, [N, groups] for rows
   ScaleType scale_type = ScaleType::kF32;
-  // Of columns with e3m4 scales: the scale of each column's scales, and e3m4 zero points like the scales, or null.
+  // Of columns: zero points like the scales, or null, and with e3m4 scales the scale of each column's scales, or null.
   const float* outer = nullptr;
-  const uint8_t* zero = nullptr;
+  const uint8_t* zero = nullptr;       // e3m4, with e3m4 scales
+  const float* float_zero = nullptr;  // with other scales
   float* y = nullptr;
   int64_t m = 0, k = 0, n = 0;
   int64_t from = 0, until = 0;    // the part of K that is summed, an even number of values before it
@@ -47,6 +48,25 @@ struct AttendProblem {
   int64_t limit = 0;  // positions from here on give NaN
 };
 
+constexpr int kMostAxes = 8;
+
+// An axis of an array to be quantized; a stride of zero: all of its indices have the same scale, or factor.
+struct QuantizeAxis {
+  int64_t size, stride, scale_stride, factor_stride;
+};
+
+// codes = round(x * factor / scale) with the scale absmax(x * factor) * unit of each group.
+struct QuantizeProblem {
+  const float* x = nullptr;
+  const float* factor = nullptr;  // null for one
+  int8_t* codes = nullptr;
+  float* scale = nullptr;
+  float* inverse = nullptr;  // scratch, as many as scales
+  float unit = 0, low = 0, high = 0;
+  int rank = 0, split = -1;  // split: the axis that is distributed over threads
+  QuantizeAxis axes[kMostAxes];
+};
+
 // One implementation. Matmuls compute the outputs of the columns (or rows of w) from `begin` to `end`, those of floats
 // and columns for a part of K; `attend` computes the outputs of heads, numbered over all rows.
 struct Version {
@@ -64,6 +84,8 @@ struct Version {
   void (*attend)(const AttendProblem&, int64_t begin, int64_t end);
   // y = silu(gate) * up
   void (*gate)(const float* gate, const float* up, int64_t size, float* y);
+  // Quantizes the groups of the indices from `begin` to `end` of the axis `split`.
+  void (*quantize)(const QuantizeProblem&, int64_t begin, int64_t end);
 };
 
 inline float half_to_float(uint16_t h) {

@@ -28,8 +28,9 @@ namespace portable {
 #include "float_body.inc"
 #include "int_body.inc"
 #include "layer_body.inc"
+#include "quantize_body.inc"
 constexpr Version kVersion = {"portable", float_columns, float_rows, int_columns, int_rows,
-                              sum,    norm,          rotate,     attend,      gate};
+                              sum,    norm,          rotate,     attend,      gate,       quantize};
 }  // namespace portable
 #undef OCTAVO_UNROLL
 
@@ -42,8 +43,9 @@ namespace avx2 {
 #include "float_body.inc"
 #include "int_body.inc"
 #include "layer_body.inc"
+#include "quantize_body.inc"
 constexpr Version kVersion = {"avx2", float_columns, float_rows, int_columns, int_rows,
-                              sum,    norm,          rotate,     attend,      gate};
+                              sum,    norm,          rotate,     attend,      gate,       quantize};
 }  // namespace avx2
 OCTAVO_END_TARGET
 
@@ -53,8 +55,9 @@ namespace avx512 {
 #include "float_body.inc"
 #include "int_body.inc"
 #include "layer_body.inc"
+#include "quantize_body.inc"
 constexpr Version kVersion = {"avx512", float_columns, float_rows, int_columns, int_rows,
-                              sum,    norm,          rotate,     attend,      gate};
+                              sum,    norm,          rotate,     attend,      gate,       quantize};
 }  // namespace avx512
 OCTAVO_END_TARGET
 
@@ -64,7 +67,8 @@ namespace avx512_vnni {
 #include "vector_avx512.inc"
 #include "int_body.inc"
 constexpr Version kVersion = {"avx512_vnni", avx512::float_columns, avx512::float_rows, int_columns,    int_rows,
-                              avx512::sum,   avx512::norm,          avx512::rotate,     avx512::attend, avx512::gate};
+                              avx512::sum,   avx512::norm,          avx512::rotate,     avx512::attend, avx512::gate,
+                              avx512::quantize};
 }  // namespace avx512_vnni
 OCTAVO_END_TARGET
 #undef OCTAVO_VNNI

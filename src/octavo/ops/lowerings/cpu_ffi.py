@@ -175,8 +175,10 @@ def unsupported_matrix(q: QArray) -> str | None:
     """The reason `matrix` does not support an [in, out] matrix; None if it does."""
     if q.ndim != 2:
         return f"the kernel takes matrices, not an array of shape {q.shape}"
-    if q.padding or (q.zero_point is not None and not _has_byte_levels(q, _MATRIX)):
-        return "the kernel knows no padding here, and no zero points but those of e3m4"
+    if q.padding or (
+        q.zero_point is not None and not _has_byte_levels(q, _MATRIX) and not _has_float_zeros(q, _MATRIX)
+    ):
+        return "the kernel knows no padding here, and no zero points but those of e3m4 and float32"
     return _unsupported_codes(q, _MATRIX)
 
 
@@ -196,8 +198,16 @@ def _has_byte_levels(q: QArray, dims: Dims) -> bool:
     return q.outer_scale is None or all(q.outer_scale.shape[a] == 1 for a in dims.rhs_contract)
 
 
+def _has_float_zeros(q: QArray, dims: Dims) -> bool:
+    """Whether the kernel takes zero points as they are stored, in float32 and like scales of at least 16 bits."""
+    zero, fmt = q.zero_point, element(q)
+    if zero is None or is_transposed(dims) or zero.dtype != jnp.float32 or zero.shape != q.scale.shape:
+        return False
+    return q.outer_scale is None and q.scale.dtype in _FLOATS and isinstance(fmt, IntFormat) and fmt.signed
+
+
 def _operands(q: QArray, dims: Dims) -> kernels.Matrix:
-    """The arrays of a matrix; without zero points, unless they are float8_e3m4 as the scales are."""
+    """The arrays of a matrix; without zero points, unless they are float8_e3m4 as the scales are, or float32."""
     transposed, width = bool(is_transposed(dims)), math.prod(q.shape[a] for a in dims.rhs_remaining)
     codes = q.qvalue.reshape((width, -1) if transposed else (-1, width))
     scale, table = _matrix(q, q.scale, dims), _table(element(q)) if q.qtype.bits == 4 else None
@@ -205,6 +215,8 @@ def _operands(q: QArray, dims: Dims) -> kernels.Matrix:
         zero = None if q.zero_point is None else _matrix(q, q.zero_point, dims)
         outer = None if q.outer_scale is None else _matrix(q, q.outer_scale, dims).reshape(-1)
         return kernels.Matrix(codes, scale, table, zero, outer)
+    if q.zero_point is not None and _has_float_zeros(q, dims):
+        return kernels.Matrix(codes, scale, table, _matrix(q, q.zero_point, dims))
     if scale.dtype not in _FLOATS:
         scale = scale.astype(jnp.float32)
     if q.outer_scale is not None:

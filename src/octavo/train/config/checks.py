@@ -88,6 +88,16 @@ def check_format(value: str) -> None:
         get_format(value)
 
 
+SOURCE = "source"
+"""The value of `lora_weight_qtype` that keeps the codes of the model at `load_parameters_path`."""
+
+
+def check_frozen_format(value: str) -> None:
+    """A number format, or `source`, or none."""
+    if value != SOURCE:
+        check_format(value)
+
+
 def check_method(value: str) -> None:
     """A calibration method."""
     from octavo.calibration import get_calibration

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from octavo.train.config.checks import AXES
+from octavo.train.config.checks import AXES, SOURCE
 from octavo.train.config.values import Problem, format_value
 
 METHODS = tuple(f"{operand}_quantization_calibration_method" for operand in ("weight", "act", "bwd"))
@@ -252,7 +252,12 @@ _LORA = (
     ),
     Conflict(lambda c: c.lora_weight_qtype and not c.lora_rank, "{lora_weight_qtype} is for adapters, but {lora_rank}"),
     Conflict(
-        lambda c: c.lora_init == "loftq" and not c.lora_weight_qtype,
+        lambda c: c.lora_weight_qtype == SOURCE and c.distillation_weight and not c.distillation_teacher,
+        "{lora_weight_qtype} keeps the model as codes, so that it cannot be the teacher of {distillation_weight}: give "
+        "distillation_teacher",
+    ),
+    Conflict(
+        lambda c: c.lora_init == "loftq" and c.lora_weight_qtype in ("", SOURCE),
         "{lora_init} makes up for the quantization of weights, but {lora_weight_qtype}",
     ),
 )
@@ -281,6 +286,7 @@ _NOTES = (
             ("use_manual_quantization", False),
             ("quantization_calibration_method", ""),
             ("expert_dispatch_dtype", ""),
+            ("residual_dtype", ""),
             ("weight_gradient_accumulator", ""),
             ("gradient_scatter_dtype", ""),
             *((method, "absmax") for method in METHODS),

@@ -254,6 +254,9 @@ class Config(octavo._config.Config):
     replicate_quant_scale: bool = _quantization(False, "replicate scales on every device")
     quant_cfg_path: str = _quantization("", "table of bits by layer, for intmp")
     quantization_rules_path: str = _quantization("", "file of rules, JSON or YAML")
+    residual_dtype: str = _quantization(
+        "", "format of the residuals of norms, activations and softmaxes", choices=("", "int8", "float8_e4m3fn")
+    )
 
     quantization_exclude: str = _schedule(
         "default", "paths kept in float; default: router, embedding, logits", check=checks.check_pattern,
@@ -288,8 +291,8 @@ class Config(octavo._config.Config):
         hint="regex",
     )  # fmt: skip
     lora_weight_qtype: str = _lora(
-        "", "format of those weights, as nf4 for QLoRA; empty: weight_dtype",
-        check=checks.check_format, hint="a number format",
+        "", "format of those weights, as nf4 for QLoRA; source: that of the file; empty: weight_dtype",
+        check=checks.check_frozen_format, hint="a number format",
     )  # fmt: skip
     lora_init: str = _lora(
         "zeros", "adapters begin without effect, or as what quantization loses of their weights",
