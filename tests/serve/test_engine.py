@@ -108,6 +108,20 @@ def test_requests_come_and_go():
     assert [e.request_id for e in events if e.finish == "length"] == ["a", "b", "c"]
 
 
+def test_the_oldest_prompt_is_prefilled_first():
+    engine = engine_of()
+    long, short = tuple(PROMPTS[1]), (1, 2)
+    engine._prefilled = [(7,), ()]  # so that the first request goes to the second slot
+    engine.add(Request("first", long, GREEDY))
+    engine.add(Request("second", short, GREEDY))
+    assert [slot.request.request_id for slot in engine._running] == ["second", "first"]
+    events = []
+    while engine.busy:
+        events += engine.step()
+    assert [e.request_id for e in events][0] == "first"
+    assert [e.request_id for e in events if e.finish] == ["first", "second"]
+
+
 def test_several_tokens_at_once_are_those_of_single_steps():
     engine = engine_of()
     how = SamplingParams(seed=3, temperature=1.2, max_tokens=7, logprobs=2)

@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     add_kv_cache(parser)
     parser.add_argument("--slots", type=int, metavar="N", help="prompts at a time (default: all, up to 8)")
     parser.add_argument("--max-length", type=int, metavar="N", help="tokens of a prompt and its answer (default: fits)")
-    parser.add_argument("--json", action="store_true", help="print a line of JSON for each finished prompt")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each prompt, in order")
     return parser
 
 
@@ -164,27 +164,26 @@ class _Text:
 
 
 class _Json:
-    """Prints a line for each finished prompt."""
+    """Prints a line for each finished prompt, in order."""
 
     def __init__(self, prompts: Sequence[str], ids: Sequence[Sequence[int]]):
         self._prompts, self._ids = prompts, ids
-        self._events: dict[int, list[Any]] = {}
+        self._events: list[list[Any]] = [[] for _ in prompts]
+        self._now = 0
 
     def add(self, event: Any) -> None:
-        events = self._events.setdefault(event.request_id, [])
-        events.append(event)
-        if event.finish is None:
-            return
-        number = event.request_id
-        line = {
-            "index": number,
-            "prompt": self._prompts[number],
-            "text": "".join(e.text for e in events),
-            "finish": event.finish,
-            "prompt_tokens": len(self._ids[number]),
-            "tokens": [e.token for e in events],
-        }
-        print(json.dumps(line), flush=True)
+        self._events[event.request_id].append(event)
+        while self._now < len(self._events) and (events := self._events[self._now]) and events[-1].finish is not None:
+            line = {
+                "index": self._now,
+                "prompt": self._prompts[self._now],
+                "text": "".join(e.text for e in events),
+                "finish": events[-1].finish,
+                "prompt_tokens": len(self._ids[self._now]),
+                "tokens": [e.token for e in events],
+            }
+            print(json.dumps(line), flush=True)
+            self._now += 1
 
     def close(self) -> None:
         pass

@@ -64,6 +64,8 @@ class _Slot:
     seed: int
     matcher: Matcher | None = None
     """Recognizes the answer, if it is constrained."""
+    turn: int = 0
+    """How many requests have started before this one."""
     done: int = 0
     """Tokens of the prompt in the cache."""
     generated: int = 0
@@ -137,6 +139,7 @@ class Engine:
         self._running: list[_Slot | None] = [None] * slots
         self._waiting: deque[Request] = deque()
         self._ended: list[Event] = []
+        self._turns = itertools.count()
         self._prefilled: list[tuple[int, ...]] = [()] * slots
         """The tokens of the last prompt of each slot that are in the cache."""
         self.reused = 0
@@ -203,7 +206,7 @@ class Engine:
         self._ended.append(Event(request_id, -1, finish="cancelled"))
 
     def step(self, most: int = 1) -> list[Event]:
-        """Prefill a chunk of one prompt, if there is one, and decode a token for each prefilled request.
+        """Prefill a chunk of the oldest prompt, if there is one, and decode a token for each prefilled request.
 
         Without a prompt to prefill or a request that waits for a slot, up to `most` tokens are decoded, and no more
         than 4: one call costs less than four. Those after the end of a text are discarded.
@@ -211,11 +214,11 @@ class Engine:
         events, self._ended = self._ended, []
         self._admit()
         decoding = [n for n, slot in enumerate(self._running) if slot is not None and not slot.prefilling]
-        number = next((n for n, slot in enumerate(self._running) if slot is not None and slot.prefilling), None)
-        if number is not None:
-            events += self._prefill(number)
+        prefilling = [(slot.turn, n) for n, slot in enumerate(self._running) if slot is not None and slot.prefilling]
+        if prefilling:
+            events += self._prefill(min(prefilling)[1])
         if decoding:
-            events += self._decode(decoding, 1 if number is not None or self._waiting else most)
+            events += self._decode(decoding, 1 if prefilling or self._waiting else most)
         return events
 
     def generate(
@@ -304,6 +307,7 @@ class Engine:
         self.programs.prepare()
         for _ in self.generate([[0]], SamplingParams(temperature=0, max_tokens=2)):
             pass
+        self._prefilled = [()] * self.slots  # an engine whose programs were stored starts like this one
 
     def _ids(self) -> set[str | int]:
         """The ids of unfinished requests."""
@@ -323,7 +327,7 @@ class Engine:
             done = self._reusable(number, request)
             self.reused += done
             self._prefilled[number] = request.prompt[:done]
-            self._running[number] = _Slot(request, stream, seed, matcher, done)
+            self._running[number] = _Slot(request, stream, seed, matcher, next(self._turns), done)
 
     def _reusable(self, number: int, request: Request) -> int:
         """How many tokens of a prompt a slot has in its cache, in whole chunks and without the last token.
