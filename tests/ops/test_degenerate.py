@@ -105,7 +105,15 @@ def test_einsum_with_an_axis_of_size_zero(subscripts, qtype):
 
 def test_the_outer_product_of_a_float_array_and_a_qarray():
     x, q = jnp.arange(1.0, 5), octavo.quantize(jnp.arange(1.0, 9), "int8")
-    for subscripts, operands in (("i,j->ij", (x, q)), ("i,j->ji", (q, x)), ("i,j->ij", (q, q))):
+    empty = jnp.zeros(0)
+    cases = [
+        ("i,j->ij", (x, q)),
+        ("i,j->ji", (q, x)),
+        ("i,j->ij", (q, q)),
+        ("i,j->ij", (empty, q)),
+        ("i,j->ji", (q, empty)),
+    ]
+    for subscripts, operands in cases:
         floats = [o.dequantize() if isinstance(o, octavo.QArray) else o for o in operands]
         got = octavo.einsum(subscripts, *operands)
         np.testing.assert_allclose(got, jnp.einsum(subscripts, *floats), rtol=1e-6)
