@@ -123,7 +123,7 @@ def main() -> None:
     source = open_model(args.model)
     ids = source.tokenizer.encode(PROMPT)
     engines = {
-        name: Engine(with_weights(source, qtype), slots=1, max_length=1024, eos_ids=())
+        name: Engine(with_weights(source, qtype), slots=1, max_length=1024, prefill="auto", eos_ids=())
         for name, qtype in WEIGHTS.items()
     }
     sizes = {name: engine.programs.params_nbytes for name, engine in engines.items()}

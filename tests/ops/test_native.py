@@ -88,6 +88,59 @@ def test_the_kernel_agrees_with_the_plain_product(kind, transposed):
     assert describe(x, q, dims) == f"{name} weights, CPU kernel"
 
 
+TILED = {
+    "int8 rows in groups, int4 in groups": (32, "int4", {"group": 32}),
+    "int8 rows in groups, int8 per channel": (32, "int8", {}),
+    "int8 rows in larger groups": (128, "int4", {"group": 32}),
+    "int8 rows with one scale each": (None, "int4", {"group": 64}),
+}
+
+
+def int8_rows(*shape, group=32):
+    tiled = {} if group is None else {"tiled_axes": {len(shape): group}}
+    return octavo.quantize(rows(*shape), "int8", channelwise_axes=range(len(shape)), **tiled)
+
+
+@pytest.mark.parametrize("case", TILED)
+def test_codes_in_groups_times_codes(case):
+    row_group, name, how = TILED[case]
+    x, q = int8_rows(2, 33, group=row_group), quantized(name, **how)
+    dims = dims_of(x, q)
+    assert "octavo_tiled_matmul" in text(x, q, dims)
+    assert "octavo_" not in text(x, q, dims, platform="tpu")
+    got, wanted = run(x, q, dims, "auto"), run(x, q, dims, "plain")
+    assert got.shape == (2, 33, COLUMNS)
+    assert np.all(np.abs(np.asarray(got - wanted)) <= bound(x.dequantize(), q, dims))
+    assert describe(x, q, dims) == f"int8 x {name} in tiles, CPU kernel"
+
+
+def test_codes_in_groups_that_the_kernel_does_not_multiply():
+    x = int8_rows(3)
+    for q, transposed in (
+        (quantized("nf4", group=32), False),
+        (quantized("int4", group=32, transposed=True), True),
+        (quantized("int4", group=32, calibration_method="minmax"), False),
+    ):
+        dims = dims_of(x, q, transposed)
+        assert "octavo_tiled_matmul" not in text(x, q, dims)
+        np.testing.assert_allclose(run(x, q, dims, "auto"), run(x, q, dims, "plain"), rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match="lowering='kernel'"):
+            run(x, q, dims, "kernel")
+
+
+def test_gradients_of_codes_in_groups():
+    """With respect to scales, as of the dequantized product."""
+    x, q = int8_rows(3), quantized("int4", group=32)
+    dims = dims_of(x, q)
+
+    def total(scale, lowering):
+        low = octavo.QArray(x.qvalue, scale, None, x.qtype, dtype=x.dtype)
+        return jnp.sum(run(low, q, dims, lowering) ** 2)
+
+    got, wanted = (jax.grad(total)(x.scale, lowering) for lowering in ("auto", "plain"))
+    np.testing.assert_allclose(got, wanted, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["int8", "uint4"])
 def test_zero_points_are_taken_off(name):
     q = octavo.quantize(
@@ -212,7 +265,7 @@ REFUSED = {
     "floats": (
         octavo.quantize(jnp.ones((1, 8)), "float8_e4m3fn"),
         small("float8_e4m3fn"),
-        "of two QArrays the kernel multiplies integers without tiles alone",
+        "of two QArrays the kernel multiplies integers",
     ),
     "many integers": (octavo.quantize(jnp.ones((17, 8)), "int8"), small(), "1 to 16 rows"),
 }

@@ -50,6 +50,16 @@ def test_the_custom_call_has_the_bits_of_xlas_operations():
 
 
 @needs_kernels
+def test_the_custom_call_quantizes_tiles():
+    (x, w), config = data([(2, 9, 256), (256, 48)]), octavo.DotConfig.qat("int8", tile=32).replace(lowering="plain")
+    program = jax.jit(lambda x, w: dot_general(x, w, (((2,), (0,)), ((), ())), config=config)).lower(x, w)
+    assert program.as_text().count("@octavo_quantize") == 2
+    with kernels.disabled():
+        plain = jax.jit(lambda x, w: dot_general(x, w, (((2,), (0,)), ((), ())), config=config)).lower(x, w)
+    np.testing.assert_array_equal(program.compile()(x, w), plain.compile()(x, w))
+
+
+@needs_kernels
 def test_programs_that_are_partitioned_or_exported_have_no_custom_call():
     args = data(SHAPES)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

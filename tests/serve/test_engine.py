@@ -118,7 +118,7 @@ def test_the_oldest_prompt_is_prefilled_first():
     events = []
     while engine.busy:
         events += engine.step()
-    assert [e.request_id for e in events][0] == "first"
+    assert next(e.request_id for e in events) == "first"
     assert [e.request_id for e in events if e.finish] == ["first", "second"]
 
 

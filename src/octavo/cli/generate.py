@@ -12,7 +12,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.cli.compiled import use_compiled_programs
-from octavo.cli.options import MODEL, add_adapter, add_kv_cache, fail, kv_config, open_source, read_texts, warm_up
+from octavo.cli.options import (
+    MODEL,
+    add_adapter,
+    add_kv_cache,
+    add_prefill,
+    fail,
+    kv_config,
+    open_source,
+    read_texts,
+    warm_up,
+)
 
 _MOST_SLOTS = 8
 
@@ -53,6 +63,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end the answer before this text")
     add_adapter(parser)
     add_kv_cache(parser)
+    add_prefill(parser)
     parser.add_argument("--slots", type=int, metavar="N", help="prompts at a time (default: all, up to 8)")
     parser.add_argument("--max-length", type=int, metavar="N", help="tokens of a prompt and its answer (default: fits)")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each prompt, in order")
@@ -107,7 +118,7 @@ def _engine(args: argparse.Namespace, prompts: Sequence[str]) -> tuple[Any, Any,
     slots = min(len(ids), _MOST_SLOTS) if args.slots is None else args.slots
     needed = max(map(len, ids)) + args.max_tokens
     length = _round_up(needed, source) if args.max_length is None else args.max_length
-    engine = Engine(source, slots=slots, max_length=length, kv=kv, cache_dir=directory)
+    engine = Engine(source, slots=slots, max_length=length, kv=kv, prefill=args.prefill, cache_dir=directory)
     for tokens in ids:
         engine.check(tokens)
     return engine, source, ids
@@ -217,9 +228,10 @@ def _memory(source: Any, engine: Any) -> str:
     mib, kv, programs = 2**20, engine.kv, engine.programs
     from octavo.pretrained.memory import peak_memory
 
+    prompts = "; activations of prompts in int8" if programs.prefill_qtype == "int8" else ""
     kept = kv.dtype if kv.keys is None and kv.values is None else f"{kv.keys or kv.dtype}/{kv.values or kv.dtype}"
     return (
-        f"  {source.describe()}\n"
+        f"  {source.describe()}{prompts}\n"
         f"  parameters {programs.params_nbytes / mib:.1f} MiB; cache {programs.cache_nbytes / mib:.1f} MiB in {kept}, "
         f"{programs.cache_bytes_per_token:.0f} bytes per token; peak memory {peak_memory() / mib:.0f} MiB"
     )

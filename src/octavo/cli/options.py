@@ -86,6 +86,16 @@ def add_kv_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-axis", metavar="AXIS", default="dkv", help="dkv (the default), heads_and_dkv or kivi")
 
 
+def add_prefill(parser: argparse.ArgumentParser) -> None:
+    """Add the precision of prefill."""
+    parser.add_argument(
+        "--prefill",
+        metavar="DTYPE",
+        default="auto",
+        help="activations while a prompt is read: float, int8, or auto (the default): int8 where CPUs multiply codes",
+    )
+
+
 def kv_config(args: argparse.Namespace) -> Any:
     """The `KVConfig` of those options; None for that of the model."""
     from octavo.serve import KVConfig

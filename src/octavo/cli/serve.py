@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.compiled import use_compiled_programs
-from octavo.cli.options import MODEL, add_adapter, add_kv_cache, fail, kv_config, open_source, warm_up
+from octavo.cli.options import MODEL, add_adapter, add_kv_cache, add_prefill, fail, kv_config, open_source, warm_up
 
 _DEFAULT_LENGTH = 2048
 
@@ -39,6 +39,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     add_adapter(parser)
     add_kv_cache(parser)
+    add_prefill(parser)
     parser.add_argument(
         "--timeout", type=float, metavar="S", default=600.0, help="seconds for a response (default 600)"
     )
@@ -132,7 +133,7 @@ def _engine(args: argparse.Namespace) -> tuple[Any, str]:
     # The cache of every slot has room for it, and the context of some models is very long.
     longest = min(_DEFAULT_LENGTH, int(source.origin.get("max_length") or _DEFAULT_LENGTH))
     length = longest if args.max_length is None else args.max_length
-    engine = Engine(source, slots=args.slots, kv=kv, max_length=length, cache_dir=directory)
+    engine = Engine(source, slots=args.slots, kv=kv, max_length=length, prefill=args.prefill, cache_dir=directory)
     warm_up("serve", engine)  # so that the first request does not wait
     return engine, name
 

@@ -2,11 +2,12 @@
 
 from octavo.kernels.layer import LayerWeights, Matrix, decode_layer, decode_layer_reference
 from octavo.kernels.library import QUANTIZE_TARGET, allowed, available, disabled, status, versions
-from octavo.kernels.matvec import MATVEC, int_matvec, matvec, reference
+from octavo.kernels.matvec import INT4, MATVEC, int_matvec, matvec, reference, tiled_matmul
 from octavo.kernels.quantize import can_quantize, quantize_absmax, quantize_attributes
 from octavo.kernels.zeros import zeros
 
 __all__ = [
+    "INT4",
     "MATVEC",
     "QUANTIZE_TARGET",
     "LayerWeights",
@@ -23,6 +24,7 @@ __all__ = [
     "quantize_attributes",
     "reference",
     "status",
+    "tiled_matmul",
     "versions",
     "zeros",
 ]

@@ -9,7 +9,8 @@ import jax
 from octavo.kernels import compiling
 
 FLOAT_TARGET, INT_TARGET, LAYER_TARGET = "octavo_float_matvec", "octavo_int_matvec", "octavo_decode_layer"
-ZEROS_TARGET, QUANTIZE_TARGET = "octavo_zeros", "octavo_quantize"
+ZEROS_TARGET, QUANTIZE_TARGET, TILED_TARGET = "octavo_zeros", "octavo_quantize", "octavo_tiled_matmul"
+_TARGETS = (FLOAT_TARGET, INT_TARGET, LAYER_TARGET, ZEROS_TARGET, QUANTIZE_TARGET, TILED_TARGET)
 
 # Part of jit's cache key, since programs traced with and without kernels differ.
 _allowed = jax.make_user_context(default_value=True)
@@ -31,7 +32,7 @@ def load() -> Library:
         return Library(problem=f"not built: {compiling.HINT}")
     try:
         found = ctypes.CDLL(str(path))
-        for target in (FLOAT_TARGET, INT_TARGET, LAYER_TARGET, ZEROS_TARGET, QUANTIZE_TARGET):
+        for target in _TARGETS:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(found, target)), platform="cpu")
         found.octavo_versions.restype = ctypes.c_char_p
         return Library(tuple(found.octavo_versions().decode().split()))

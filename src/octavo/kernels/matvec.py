@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from octavo._typing import Array, Float, Shaped
-from octavo.kernels.library import FLOAT_TARGET, INT_TARGET, require
+from octavo.kernels.library import FLOAT_TARGET, INT_TARGET, TILED_TARGET, require
 
 
 def matvec(
@@ -93,6 +93,42 @@ def int_matvec(
     return _call(INT_TARGET, w.shape[0 if transposed else 1], transposed, isa, threads)(x, w)
 
 
+def tiled_matmul(
+    x: Shaped[Array, "m k"],
+    x_scale: Float[Array, "m g"],
+    codes: Shaped[Array, "a n"],
+    scale: Shaped[Array, "c n"],
+    zero: Shaped[Array, "c n"] | None = None,
+    outer: Float[Array, "n"] | None = None,
+    *,
+    isa: str = "",
+    threads: int = 0,
+) -> Float[Array, "m n"]:
+    """The float32 matmul of int8 rows and a quantized matrix, both with scales along K, on CPUs.
+
+    Integers are multiplied and summed up exactly within the shorter of two groups. The specification is `reference` of
+    the dequantized rows.
+
+    Args:
+      x: the codes of the rows.
+      x_scale: the scale of each group of a row.
+      codes: [K, N] in int8, or int4 packed in uint8, two per byte along K.
+      scale: [groups, N] as in `matvec`, like the following arguments. One group is a multiple of the other, and both
+        are of 4 values.
+      zero: the zero points.
+      outer: the scale of the scales.
+      isa: the instruction set.
+      threads: the number of threads.
+
+    Returns:
+      The float32 result, [m, n].
+    """
+    require()
+    return _call(TILED_TARGET, codes.shape[1], False, isa, threads)(
+        x, x_scale, codes, as_bytes(scale), *levels(zero, outer)
+    )
+
+
 def reference(
     x: Float[Array, "m k"],
     codes: Shaped[Array, "a b"],
@@ -147,6 +183,9 @@ def _call(
     return call
 
 
+INT4 = tuple(float(v - 16 * (v > 7)) for v in range(16))
+"""The values of int4's codes."""
+
 MATVEC = "octavo_matvec"
 """The name of the primitive."""
 
@@ -156,14 +195,20 @@ matvec_p = core.Primitive(MATVEC)
 
 def _ffi(x: Array, *weights: Array, target: str, columns: int, table: Any, threads: int, **static: Any) -> Array:
     out = jax.ShapeDtypeStruct((x.shape[0], columns), _dtype(target))
+    if target == TILED_TARGET:
+        del static["transposed"]
     if target == FLOAT_TARGET:
         static["bits"] = np.int32(8 if table is None else 4)
         static["table"] = np.asarray(table or (0.0,), np.float32)
     return jax.ffi.ffi_call(target, out)(x, *weights, threads=np.int32(threads), **static)
 
 
-def _exported(x: Array, *weights: Array, target: str, transposed: bool, table: Any, **_: Any) -> Array:
-    if target == FLOAT_TARGET:
+def _exported(x: Array, *weights: Any, target: str, transposed: bool, table: Any, **_: Any) -> Array:
+    if target == TILED_TARGET:
+        x_scale, weights = weights[0], weights[1:]
+        x = x.astype(jnp.float32) * jnp.repeat(x_scale, x.shape[1] // x_scale.shape[1], axis=1)
+        table = INT4 if weights[0].dtype == jnp.uint8 else None
+    if target != INT_TARGET:
         codes, *rest = weights
         bytes_of = lambda a: jax.lax.bitcast_convert_type(a, jnp.float8_e3m4) if a.dtype == jnp.uint8 else a  # noqa: E731
         parts: Any = (bytes_of(a) if a.size else None for a in rest)
@@ -173,7 +218,7 @@ def _exported(x: Array, *weights: Array, target: str, transposed: bool, table: A
 
 
 def _dtype(target: str) -> Any:
-    return jnp.dtype(jnp.float32 if target == FLOAT_TARGET else jnp.int32)
+    return jnp.dtype(jnp.int32 if target == INT_TARGET else jnp.float32)
 
 
 def _lower(ctx: Any, *args: Any, **params: Any) -> Any:

@@ -95,6 +95,8 @@ class Engine:
         kv: The precision of the key and value cache; by default that of the source, if it was trained with
             `quantize_kvcache`, else float32.
         chunk: The tokens of a prompt per prefill step.
+        prefill: The activations of prefill, where CPUs multiply codes: "float", "int8" (a scale for each 32 values), or
+            "auto", which is "int8" where it is possible. Prompts whose log probabilities are asked for are in float.
         tokenizer: Decodes tokens; that of the source by default.
         eos_ids: Tokens that end a text; those of the tokenizer by default.
         cache_dir: A directory for compiled programs: another engine of the same model, sizes and versions loads them
@@ -121,6 +123,7 @@ class Engine:
         max_length: int = 2048,
         kv: KVConfig | None = None,
         chunk: int = 64,
+        prefill: str = "float",
         tokenizer: Any = None,
         eos_ids: Sequence[int] | None = None,
         cache_dir: str | Path | None = None,
@@ -133,8 +136,8 @@ class Engine:
         self.eos_ids = frozenset(getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids)
         ranges = getattr(source, "state", None)
         directory = None if cache_dir is None else Path(cache_dir)
-        options = {"slots": slots, "max_length": max_length, "kv": kv, "chunk": chunk, "directory": directory}
-        self.programs = Programs(config, load, rules=rules, ranges=ranges, **options)
+        options = {"slots": slots, "max_length": max_length, "kv": kv, "chunk": chunk, "prefill": prefill}
+        self.programs = Programs(config, load, rules=rules, ranges=ranges, directory=directory, **options)
         """The compiled programs, with the sizes of their parameters and cache."""
         self._running: list[_Slot | None] = [None] * slots
         self._waiting: deque[Request] = deque()

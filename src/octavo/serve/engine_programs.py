@@ -19,6 +19,7 @@ from octavo.rollout import token_logprobs
 from octavo.serve import engine_native
 from octavo.serve.cache import KVCache, KVConfig
 from octavo.serve.engine_update import Layouts, unstacked
+from octavo.serve.prefill import prefill_model
 from octavo.serve.sampling import (
     MAX_LOGPROBS,
     Sample,
@@ -90,6 +91,7 @@ class Programs:
         max_length: int,
         kv: KVConfig,
         chunk: int,
+        prefill: str = "float",
         directory: Path | None = None,
     ):
         params = unstacked(jax.tree.map(jnp.asarray, load()))
@@ -105,6 +107,10 @@ class Programs:
         plain = functools.partial(apply, config)
         is_plain = not rules and not any(map(is_qarray, jax.tree.leaves(params, is_leaf=is_qarray)))
         self._model = plain if is_plain else served(plain, rules, state=ranges or {})
+        integers = prefill_model(plain, params, rules, prefill)
+        self._prefill_model = integers or self._model
+        self.prefill_qtype = "float" if integers is None else "int8"
+        """What activations are in prefill, unless the log probabilities of prompts are asked for."""
         # Chunks start at multiples of their size: room for the padding of the last one.
         padded = -(-max_length // chunk) * chunk
         cache = KVCache.empty(config, kv, slots=slots, max_length=padded)
@@ -193,7 +199,16 @@ class Programs:
     def _stored(self, name: str, function: Callable[..., Any]) -> StoredProgram:
         """A program that takes the parameters and the state, and returns an output and the next state."""
         arrays = [(x.shape, x.dtype, x.weak_type, x.sharding) for x in (*self._leaves, *self._state)]
-        facts = self.config.to_json(), self._rules, self.chunk, STEPS, str(self._tree), str(self._state_tree), arrays
+        facts = (
+            self.config.to_json(),
+            self._rules,
+            self.prefill_qtype,
+            self.chunk,
+            STEPS,
+            str(self._tree),
+            str(self._state_tree),
+            arrays,
+        )
         any_array = self._state[0]
         outputs = Output(Sample(any_array, any_array), (any_array, any_array)), self._state
         return StoredProgram(function, program_path(self._directory, name, facts), outputs)
@@ -254,7 +269,7 @@ class Programs:
         cache = state.cache.at(slot[None], counts=count[None])
         last, scores = count[None] - 1, None
         if targets is None:
-            logits, _, cache = self._model(params, tokens, positions, cache=cache, last=last)
+            logits, _, cache = self._prefill_model(params, tokens, positions, cache=cache, last=last)
         else:
             every, _, cache = self._model(params, tokens, positions, cache=cache)
             logits = jax.lax.dynamic_slice_in_dim(every, last[0], 1, axis=1)

@@ -137,8 +137,80 @@ ffi::Error int_matvec(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, 
   return ffi::Error::Success();
 }
 
+// Scales, biases and shifts of rows for each step along K.
+struct RowParts {
+  std::vector<float> scale, shift;
+  std::vector<int32_t> bias;
+
+  RowParts(TiledProblem& p, const float* x_scale, int64_t groups, Team team)
+      : scale(p.m * p.steps), shift(scale.size()), bias(scale.size()) {
+    const int32_t offset = p.packed ? 8 : 128;
+    team.run(p.m, 1, p.m * p.k, [&, x_scale, groups, offset](int64_t begin, int64_t end) {
+      for (int64_t i = begin * p.steps; i < end * p.steps; ++i) {
+        const int8_t* x = p.rows + i * p.step;
+        int32_t sum = 0;
+        for (int64_t k = 0; k < p.step; ++k) sum += x[k];
+        scale[i] = x_scale[i / p.steps * groups + i % p.steps * groups / p.steps];
+        bias[i] = -offset * sum;
+        shift[i] = -scale[i] * static_cast<float>(sum);
+      }
+    });
+    p.row_scale = scale.data();
+    p.bias = bias.data();
+    p.shift = shift.data();
+  }
+};
+
+ffi::Error tiled_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer x_scale, ffi::AnyBuffer codes,
+                        ffi::AnyBuffer scale, ffi::RemainingArgs levels, ffi::Result<ffi::AnyBuffer> y,
+                        std::string_view isa, int32_t threads) {
+  if (!is_matrix(x) || !is_matrix(x_scale) || !is_matrix(*y)) return wrong("operands are matrices");
+  if (x.element_type() != ffi::S8 || x_scale.element_type() != ffi::F32 || y->element_type() != ffi::F32)
+    return wrong("x is int8, and its scale and the product are float32");
+  const Version* how = version(isa);
+  if (how == nullptr) return wrong("this processor has no " + std::string(isa));
+  TiledProblem p;
+  p.m = x.dimensions()[0];
+  p.k = x.dimensions()[1];
+  const float no_table[16] = {};
+  if (ffi::Error error = take_matrix(codes, scale, no_table, false, p); error.failure()) return error;
+  if (levels.size() != 0 && levels.size() != 2) return wrong("zero points and outer scales come together");
+  if (levels.size() == 2) {
+    const auto zero = levels.get<ffi::AnyBuffer>(0), outer = levels.get<ffi::AnyBuffer>(1);
+    if (ffi::Error error = take_levels(*zero, *outer, p); error.failure()) return error;
+  }
+  const int64_t groups = x_scale.dimensions()[1];
+  if (x_scale.dimensions()[0] != p.m || groups < 1 || p.k % groups != 0)
+    return wrong("scale " + text(x_scale.dimensions()) + " does not fit x " + text(x.dimensions()));
+  if (y->dimensions()[0] != p.m || y->dimensions()[1] != p.n)
+    return wrong("the product is " + text(y->dimensions()) + " of x " + text(x.dimensions()));
+  p.step = std::min(p.k / groups, p.group);
+  if (p.k == 0 || p.step % 4 != 0 || p.k / groups % p.step != 0 || p.group % p.step != 0)
+    return wrong("one group is a multiple of the other, and both are of 4");
+  p.steps = p.k / p.step;
+  if (p.m == 0 || p.n == 0) return ffi::Error::Success();
+  p.rows = static_cast<const int8_t*>(x.untyped_data());
+  p.y = static_cast<float*>(y->untyped_data());
+  Team team{pool, threads};
+  const RowParts parts(p, static_cast<const float*>(x_scale.untyped_data()), groups, team);
+  team.run(p.n, 64, p.m * p.n * p.k, [&](int64_t begin, int64_t end) { how->tiled(p, begin, end); });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace octavo
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(octavo_tiled_matmul, octavo::tiled_matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<std::string_view>("isa")
+                                  .Attr<int32_t>("threads"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(octavo_float_matvec, octavo::float_matvec,
                               ffi::Ffi::Bind()

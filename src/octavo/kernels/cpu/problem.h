@@ -29,6 +29,15 @@ struct FloatProblem {
   float table[16] = {};           // the values of 4-bit codes
 };
 
+// Rows of int8 codes, with a scale for each `step` values along K, in place of floats; w is [K, N].
+struct TiledProblem : FloatProblem {
+  const int8_t* rows = nullptr;
+  int64_t step = 0, steps = 0;
+  const float* row_scale = nullptr;  // [M, steps]
+  const int32_t* bias = nullptr;     // [M, steps]: what sums of products start with, as bytes of a panel are unsigned
+  const float* shift = nullptr;      // [M, steps]: minus the sum of values of x, for zero points
+};
+
 struct IntProblem {
   const int32_t* pairs = nullptr;  // columns: [M, (K + 1) / 2], two int16 of x in each
   const int16_t* wide = nullptr;   // rows: [M, K]
@@ -75,6 +84,7 @@ struct Version {
   void (*float_rows)(const FloatProblem&, int64_t begin, int64_t end);
   void (*int_columns)(const IntProblem&, int64_t begin, int64_t end);
   void (*int_rows)(const IntProblem&, int64_t begin, int64_t end);
+  void (*tiled)(const TiledProblem&, int64_t begin, int64_t end);
   // y = x + the sum of `count` parts that are `stride` apart; x may be null
   void (*sum)(const float* x, const float* parts, int64_t count, int64_t stride, int64_t size, float* y);
   // y = x / sqrt(mean x^2 + epsilon) * scale

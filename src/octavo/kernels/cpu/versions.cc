@@ -25,12 +25,14 @@ namespace octavo {
 #define OCTAVO_UNROLL
 namespace portable {
 #include "vector_portable.inc"
+#include "scales.inc"
 #include "float_body.inc"
 #include "int_body.inc"
+#include "tiled_body.inc"
 #include "layer_body.inc"
 #include "quantize_body.inc"
-constexpr Version kVersion = {"portable", float_columns, float_rows, int_columns, int_rows,
-                              sum,    norm,          rotate,     attend,      gate,       quantize};
+constexpr Version kVersion = {"portable", float_columns, float_rows, int_columns, int_rows, tiled,
+                              sum,    norm,          rotate,     attend,      gate,     quantize};
 }  // namespace portable
 #undef OCTAVO_UNROLL
 
@@ -40,24 +42,28 @@ constexpr Version kVersion = {"portable", float_columns, float_rows, int_columns
 OCTAVO_TARGET("avx2,fma,f16c")
 namespace avx2 {
 #include "vector_avx2.inc"
+#include "scales.inc"
 #include "float_body.inc"
 #include "int_body.inc"
+#include "tiled_body.inc"
 #include "layer_body.inc"
 #include "quantize_body.inc"
-constexpr Version kVersion = {"avx2", float_columns, float_rows, int_columns, int_rows,
-                              sum,    norm,          rotate,     attend,      gate,       quantize};
+constexpr Version kVersion = {"avx2", float_columns, float_rows, int_columns, int_rows, tiled,
+                              sum,    norm,          rotate,     attend,      gate,     quantize};
 }  // namespace avx2
 OCTAVO_END_TARGET
 
 OCTAVO_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 namespace avx512 {
 #include "vector_avx512.inc"
+#include "scales.inc"
 #include "float_body.inc"
 #include "int_body.inc"
+#include "tiled_body.inc"
 #include "layer_body.inc"
 #include "quantize_body.inc"
-constexpr Version kVersion = {"avx512", float_columns, float_rows, int_columns, int_rows,
-                              sum,    norm,          rotate,     attend,      gate,       quantize};
+constexpr Version kVersion = {"avx512", float_columns, float_rows, int_columns, int_rows, tiled,
+                              sum,    norm,          rotate,     attend,      gate,     quantize};
 }  // namespace avx512
 OCTAVO_END_TARGET
 
@@ -65,10 +71,12 @@ OCTAVO_END_TARGET
 OCTAVO_TARGET("avx512vnni,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 namespace avx512_vnni {
 #include "vector_avx512.inc"
+#include "scales.inc"
 #include "int_body.inc"
-constexpr Version kVersion = {"avx512_vnni", avx512::float_columns, avx512::float_rows, int_columns,    int_rows,
-                              avx512::sum,   avx512::norm,          avx512::rotate,     avx512::attend, avx512::gate,
-                              avx512::quantize};
+#include "tiled_body.inc"
+constexpr Version kVersion = {"avx512_vnni", avx512::float_columns, avx512::float_rows, int_columns,  int_rows,
+                              tiled,         avx512::sum,           avx512::norm,       avx512::rotate,
+                              avx512::attend, avx512::gate,         avx512::quantize};
 }  // namespace avx512_vnni
 OCTAVO_END_TARGET
 #undef OCTAVO_VNNI

@@ -16,7 +16,7 @@ from octavo import _sharding, kernels
 from octavo._typing import Array, Shape
 from octavo.numerics import Format, IntFormat
 from octavo.ops.lowerings.xla import Xla, int32_dot
-from octavo.ops.operands import Dims, DotProblem, MatmulOptions, element
+from octavo.ops.operands import ArrayOrQArray, Dims, DotProblem, MatmulOptions, element
 from octavo.qarray import QArray
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -37,14 +37,16 @@ class CpuFfi:
         lhs, rhs, accumulator = p.lhs, p.rhs, p.options.accumulator
         if p.options.out_sharding is not None:
             return "the kernel knows no shardings"
+        if accumulator is not None and jnp.dtype(accumulator) != jnp.float32 and not _is_integer(p):
+            return f"the kernel accumulates in float32, not in {accumulator}"
         if isinstance(lhs, QArray) and isinstance(rhs, QArray):
+            if _is_tiled(p):
+                return _unsupported_tiles(lhs, rhs, p.dims)
             if p.split is None or p.split.kind != "int":
-                return "of two QArrays the kernel multiplies integers without tiles alone"
+                return "of two QArrays the kernel multiplies integers"
             if _sharding.explicit(lhs.qvalue) or _sharding.explicit(rhs.qvalue):
                 return "the kernel knows no shardings"
             return _unsupported_axes(p.split.left.shape, p.split.dims, MOST_ROWS)
-        if accumulator is not None and jnp.dtype(accumulator) != jnp.float32:
-            return f"the kernel accumulates in float32, not in {accumulator}"
         if isinstance(lhs, QArray) or not isinstance(rhs, QArray):
             return "the kernel multiplies a float array by a QArray, in this order"
         if lhs.dtype not in _FLOATS:
@@ -56,11 +58,11 @@ class CpuFfi:
         return _unsupported_codes(rhs, p.dims)
 
     def run(self, p: DotProblem) -> Array:
-        if isinstance(p.lhs, QArray):
+        if isinstance(p.lhs, QArray) and not _is_tiled(p):
             return Xla(dot=_integer_dot).run(p)
         assert isinstance(p.rhs, QArray)
 
-        def elsewhere(lhs: Array, rhs: QArray) -> Array:
+        def elsewhere(lhs: ArrayOrQArray, rhs: QArray) -> Array:
             return _XLA.run(DotProblem(lhs, rhs, p.dims, MatmulOptions(jnp.float32, p.options.precision)))
 
         return _product(p.lhs, p.rhs, p.dims, elsewhere).astype(p.options.dtype)
@@ -68,9 +70,11 @@ class CpuFfi:
     def describe(self, p: DotProblem) -> str:
         if jax.default_backend() != "cpu":
             return _XLA.describe(p)
+        assert isinstance(p.rhs, QArray)
+        if isinstance(p.lhs, QArray) and _is_tiled(p):
+            return f"{p.lhs.qtype.name} x {p.rhs.qtype.name} in tiles, CPU kernel"
         if isinstance(p.lhs, QArray):
             return f"{_XLA.describe(p)}, CPU kernel"
-        assert isinstance(p.rhs, QArray)
         return f"{p.rhs.qtype.name} weights, CPU kernel"
 
 
@@ -93,7 +97,7 @@ def is_transposed(dims: Dims) -> bool | None:
     return True if dims.rhs_remaining + dims.rhs_contract == every else None
 
 
-def _unsupported_axes(shape: Shape, dims: Dims, most: int) -> str | None:
+def _unsupported_axes(shape: Shape, dims: Dims, most: float) -> str | None:
     """The reason the kernel does not support these axes and this shape of `lhs`; None if it does."""
     if not kernels.available():
         return kernels.status()
@@ -109,6 +113,47 @@ def _unsupported_axes(shape: Shape, dims: Dims, most: int) -> str | None:
     if is_transposed(dims) is None:
         return "the kernel contracts the first axes of a matrix or its last ones, in order"
     return None
+
+
+def _is_integer(p: DotProblem) -> bool:
+    """Whether the dot is one of integers alone, which is exact whatever floats are accumulated in."""
+    return isinstance(p.lhs, QArray) and isinstance(p.rhs, QArray) and not _is_tiled(p)
+
+
+def _is_tiled(p: DotProblem) -> bool:
+    """Whether scales vary along the contraction."""
+    return p.split is None or p.split.dims != p.dims
+
+
+def _unsupported_tiles(lhs: QArray, rhs: QArray, dims: Dims) -> str | None:
+    """The reason the kernel does not multiply two QArrays with scales along the contraction; None if it does."""
+    if is_transposed(dims) is not False or is_transposed(dims.swap()) is not True:
+        return "the kernel contracts the last axes of rows with the first ones of a matrix, in order"
+    if (reason := _unsupported_axes(lhs.shape, dims, math.inf) or _unsupported_codes(rhs, dims)) is not None:
+        return reason
+    if _sharding.explicit(lhs.qvalue) or _sharding.explicit(rhs.qvalue):
+        return "the kernel knows no shardings"
+    if not _is_plain_int8(lhs):
+        return "the rows of the kernel are int8, packed as nothing, without zero points and padding"
+    return _unsupported_tiled_matrix(rhs, dims, _group(lhs, lhs.scale, dims.swap()))
+
+
+def _unsupported_tiled_matrix(rhs: QArray, dims: Dims, group: int) -> str | None:
+    """The same for a matrix whose codes the kernel takes, and rows in groups of `group` values."""
+    if rhs.padding or (rhs.qtype.bits == 4 and _table(element(rhs)) != kernels.INT4):
+        return "the kernel multiplies int8 by int8 and int4 without padding"
+    if rhs.zero_point is not None and not _has_byte_levels(rhs, dims) and not _has_float_zeros(rhs, dims):
+        return "the kernel knows no zero points but those of e3m4 and float32"
+    groups = group, _group(rhs, rhs.scale, dims)
+    if any(size % 4 or max(groups) % size for size in groups):
+        return f"of two groups one is a multiple of the other, and both of 4, not {groups[0]} and {groups[1]}"
+    return None
+
+
+def _is_plain_int8(q: QArray) -> bool:
+    fmt = q.qtype
+    is_int8 = isinstance(fmt, IntFormat) and fmt.storage == jnp.int8 and fmt.has_zero and fmt.unit == 1.0
+    return is_int8 and q.zero_point is None and q.outer_scale is None and not q.padding and q.packed is None
 
 
 def _integer_dot(lhs: Array, rhs: Array, dims: Dims) -> Array:
@@ -151,22 +196,25 @@ def _unsupported_codes(q: QArray, dims: Dims) -> str | None:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _product(lhs: Array, rhs: QArray, dims: Dims, otherwise: Callable[[Array, QArray], Array]) -> Array:
-    leaves, structure = jax.tree.flatten(rhs)
+def _product(lhs: ArrayOrQArray, rhs: QArray, dims: Dims, otherwise: Callable[[Any, QArray], Array]) -> Array:
+    leaves, structure = jax.tree.flatten((lhs, rhs))
 
-    def on_cpu(x: Array, *leaves: Array) -> Array:
-        return _by_kernel(x, jax.tree.unflatten(structure, leaves), dims)
+    def on_cpu(*leaves: Array) -> Array:
+        x, q = jax.tree.unflatten(structure, leaves)
+        return _tiled(x, q, dims) if isinstance(x, QArray) else _by_kernel(x, q, dims)
 
-    def elsewhere(x: Array, *leaves: Array) -> Array:
-        return otherwise(x, jax.tree.unflatten(structure, leaves))
+    def elsewhere(*leaves: Array) -> Array:
+        x, q = jax.tree.unflatten(structure, leaves)
+        return otherwise(x, q)
 
-    return jax.lax.platform_dependent(lhs, *leaves, cpu=on_cpu, default=elsewhere)
+    return jax.lax.platform_dependent(*leaves, cpu=on_cpu, default=elsewhere)
 
 
 @_product.defjvp
-def _product_jvp(dims: Dims, otherwise: Callable[[Array, QArray], Array], primals, tangents):
-    def reference(lhs: Array, rhs: QArray) -> Array:
-        return jax.lax.dot_general(lhs.astype(jnp.float32), rhs.dequantize(jnp.float32), dims.numbers)
+def _product_jvp(dims: Dims, otherwise: Callable[[Any, QArray], Array], primals, tangents):
+    def reference(lhs: ArrayOrQArray, rhs: QArray) -> Array:
+        x = lhs.dequantize(jnp.float32) if isinstance(lhs, QArray) else lhs.astype(jnp.float32)
+        return jax.lax.dot_general(x, rhs.dequantize(jnp.float32), dims.numbers)
 
     return _product(*primals, dims, otherwise), jax.jvp(reference, primals, tangents)[1]
 
@@ -180,6 +228,11 @@ def unsupported_matrix(q: QArray) -> str | None:
     ):
         return "the kernel knows no padding here, and no zero points but those of e3m4 and float32"
     return _unsupported_codes(q, _MATRIX)
+
+
+def unsupported_tiles(q: QArray, group: int) -> str | None:
+    """The reason an [in, out] matrix is not multiplied by int8 rows in groups of `group`; None if it is."""
+    return unsupported_matrix(q) or _unsupported_tiled_matrix(q, _MATRIX, group)
 
 
 def matrix(q: QArray) -> kernels.Matrix:
@@ -236,6 +289,13 @@ def _by_kernel(x: Array, q: QArray, dims: Dims) -> Array:
     if q.zero_point is not None and w.zero is None:
         out = out - _of_zero_points(x, q, w.scale, dims)
     return out.reshape(*kept, *columns)
+
+
+def _tiled(x: QArray, q: QArray, dims: Dims) -> Array:
+    kept = [x.shape[a] for a in dims.lhs_remaining]
+    rows, w = _operands(x, dims.swap()), _operands(q, dims)
+    out = kernels.tiled_matmul(rows.codes, rows.scale.astype(jnp.float32), w.codes, w.scale, w.zero, w.outer)
+    return out.reshape(*kept, *(q.shape[a] for a in dims.rhs_remaining))
 
 
 def _of_zero_points(x: Array, q: QArray, scale: Array, dims: Dims) -> Array:

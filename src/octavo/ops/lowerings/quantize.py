@@ -29,6 +29,9 @@ class Kernel(NamedTuple):
 
     format: IntFormat
     scale_shape: Shape
+    split: Shape
+    """The shape of the values with each tiled axis as [tiles, tile size]."""
+    split_scale: Shape
 
     @staticmethod
     def of(quantizer: Quantizer, x: Array, factor: Array | None) -> "Kernel | None":
@@ -37,19 +40,32 @@ class Kernel(NamedTuple):
         if not (isinstance(fmt, IntFormat) and fmt.storage == jnp.int8 and fmt.has_zero and fmt.unit == 1.0):
             return None
         plain = quantizer.calibration == _ABSMAX and not quantizer.rounding.stochastic and fmt.signed
-        if not plain or quantizer.arithmetic != "float32" or quantizer.tiled_axes or fmt.bound < 4:
+        if not plain or quantizer.arithmetic != "float32" or fmt.bound < 4:
             return None
         dtypes = {x.dtype.name, quantizer.scale_dtype or "float32", "float32" if factor is None else factor.dtype.name}
         if dtypes != {"float32"} or not kernels.allowed():
             return None
-        shape = quantizer.tiles(x.shape).counts
-        if not kernels.can_quantize(x.shape, shape, None if factor is None else factor.shape):
+        tiles = quantizer.tiles(x.shape)
+        if tiles.padding or (quantizer.tiled_axes and factor is not None):
             return None
-        return Kernel(fmt, shape)
+        split, scale = (x.shape, tiles.counts) if not quantizer.tiled_axes else _split(x.shape, tiles.counts)
+        if not kernels.can_quantize(split, scale, None if factor is None else factor.shape):
+            return None
+        return Kernel(fmt, tiles.counts, split, scale)
 
-    def attributes(self, shape: Shape, factor: Shape | None) -> dict[str, Any]:
+    def attributes(self, factor: Shape | None) -> dict[str, Any]:
         fmt = self.format
-        return kernels.quantize_attributes(shape, self.scale_shape, 1 / fmt.bound, fmt.qmin, fmt.qmax, factor=factor)
+        return kernels.quantize_attributes(
+            self.split, self.split_scale, 1 / fmt.bound, fmt.qmin, fmt.qmax, factor=factor
+        )
+
+
+def _split(shape: Shape, counts: Shape) -> tuple[Shape, Shape]:
+    """The shapes of values and scales where each axis is [tiles, tile size]."""
+    if not all(isinstance(size, int) and size for size in shape):
+        return (0,), (0,)
+    values = [size for dim, count in zip(shape, counts, strict=True) for size in (count, dim // count)]
+    return tuple(values), tuple(size for count in counts for size in (count, 1))
 
 
 _primitive = core.Primitive("octavo_quantize")
@@ -111,8 +127,7 @@ def _lower_on_cpu(ctx: Any, *args: Any, kernel: Kernel | None, **params: Any) ->
     if kernel is None or not alone or not kernels.available():
         return _lower(ctx, *args, kernel=kernel, **params)
     used = min(len(args), 2)
-    shapes = [aval.shape for aval in ctx.avals_in[:used]]
-    static = kernel.attributes(shapes[0], shapes[1] if used == 2 else None)
+    static = kernel.attributes(ctx.avals_in[1].shape if used == 2 else None)
     inner = ctx.replace(avals_in=ctx.avals_in[:used])
     return jax.ffi.ffi_lowering(kernels.QUANTIZE_TARGET)(inner, *args[:used], **static)
 
