@@ -40,6 +40,7 @@ SCRIPTS = (
     Script("step", "A training step", interpreters=("torch",)),
     Script("trace", "Tracing and compiling"),
     Script("decode", "Generating text", interpreters=("llama",)),
+    Script("serve", "Servers", interpreters=("llama",)),
     Script("matvec", "Reading weights"),
     Script("memory", "Memory"),
     Script("convert", "Converting a model"),
