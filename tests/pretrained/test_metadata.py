@@ -138,7 +138,7 @@ def test_tensors_without_a_place_raise(with_config, with_metadata):
     norm = {"model.layers.1.input_layernorm.weight": np.ones(64, np.float32)}
     with pytest.raises(ValueError, match=r"num_hidden_layers is 1, but the file has the tensors of 2 layers"):
         with_config(norm.items())
-    with pytest.raises(ValueError, match=r"has the tensors score.weight, which have no place in the decoder"):
+    with pytest.raises(ValueError, match=r"has the tensors score.weight, which have no place in the model"):
         with_config({"score.weight": np.ones((2, 64), np.float32)}.items())
     with pytest.raises(ValueError, match=r"has the tensors blk.0.extra.weight, which have no place"):
         with_metadata({}, {"blk.0.extra.weight": np.ones(64, np.float32)}.items())

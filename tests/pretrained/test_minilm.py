@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from octavo.pretrained.bert import open_encoder
+from octavo.pretrained.encoder import open_encoder
 from tests.pretrained.real import golden, path_of
 
 pytestmark = pytest.mark.data("minilm")

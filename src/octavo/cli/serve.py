@@ -117,13 +117,12 @@ def _serve(args: argparse.Namespace, sock: socket.socket, limits: Any, keys: lis
 
 
 def _engine(args: argparse.Namespace) -> tuple[Any, str]:
-    from octavo.pretrained.bert import open_encoder
-    from octavo.pretrained.tokenizer import read_json
+    from octavo.pretrained.encoder import is_encoder, open_encoder
     from octavo.serve import Engine
 
     directory = use_compiled_programs()
     name = args.name or Path(args.model).resolve().name
-    if read_json(Path(args.model) / "config.json").get("model_type") == "bert":
+    if is_encoder(args.model):
         if args.adapter or args.kv:
             raise ValueError(f"{args.model} is an encoder: --adapter and --kv are for models that generate text")
         return open_encoder(args.model, max_length=args.max_length), name

@@ -217,8 +217,10 @@ def attend(
     value: Float[Array, "batch key kv_heads dim"],
     mask: Bool[Array, "batch 1 1 query key"],
     options: AttentionOptions = _PLAIN,
+    *,
+    bias: Float[Array, "heads query key"] | None = None,
 ) -> Float[Array, "batch query heads dim"]:
-    """Attention with a mask, which has the window: softmax(query key^T / sqrt(dim)) value."""
+    """Attention with a mask, which has the window: softmax(query key^T / sqrt(dim) + bias) value."""
     batch, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     # Queries of a group are rows of one matrix, and heads come first: with either left to the einsum, XLA's CPU backend
@@ -228,6 +230,8 @@ def attend(
     key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
     scores = jnp.einsum("bhqd,bhkd->bhqk", rows, key, preferred_element_type=jnp.float32)
     scores = options.cap(scores.reshape(batch, kv_heads, -1, *mask.shape[-2:]))
+    if bias is not None:
+        scores = scores + bias.reshape(1, kv_heads, -1, *mask.shape[-2:])
     scores = name_result(jnp.where(mask, scores, jnp.finfo(scores.dtype).min), "attention_scores")
     # Normalized after the matmul: fewer values to divide, and none to save.
     top = jnp.max(scores, axis=-1, keepdims=True)

@@ -84,22 +84,24 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / sqrt(variance + epsilon) * scale + bias, in float32."""
+    """(x - mean) / sqrt(variance + epsilon) * scale, and an optional bias, in float32."""
 
-    def __init__(self, size: int, eps: float, dtype: str):
+    def __init__(self, size: int, eps: float, dtype: str, *, use_bias: bool = True):
         self.scale = nnx.Param(jnp.ones(size, jnp.dtype(dtype)))
-        self.bias = nnx.Param(jnp.zeros(size, jnp.dtype(dtype)))
-        self.eps = eps
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros(size, jnp.dtype(dtype)))
+        self.eps, self.use_bias = eps, use_bias
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         def norm(x: Array, *params: Array) -> Array:
             wide = x.astype(jnp.float32)
             wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
             normal = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-            scale, bias = (jnp.broadcast_to(replicate_axes(p.astype(jnp.float32)), x.shape) for p in params)
-            return (normal * scale + bias).astype(x.dtype)
+            scale, *bias = (jnp.broadcast_to(replicate_axes(p.astype(jnp.float32)), x.shape) for p in params)
+            scaled = normal * scale
+            return (scaled + bias[0] if bias else scaled).astype(x.dtype)
 
-        return recompute(norm)(x, self.scale[...], self.bias[...])
+        return recompute(norm)(x, self.scale[...], *((self.bias[...],) if self.use_bias else ()))
 
 
 NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}

@@ -2,9 +2,9 @@
 
 from octavo.pretrained import gguf, huggingface, native
 from octavo.pretrained.adapter import Adapter, read_adapter, with_adapter, write_adapter
-from octavo.pretrained.bert import Encoder, open_encoder
 from octavo.pretrained.calibrated import CalibrationData
 from octavo.pretrained.convert import Summary, convert_model, param_quantizers
+from octavo.pretrained.encoder import Encoder, open_encoder
 from octavo.pretrained.export import Export, Request, export_model, exporters, register_exporter
 from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, model_formats, open_model, register_format
 from octavo.pretrained.rotation import hadamard, rotated

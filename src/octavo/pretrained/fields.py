@@ -26,7 +26,7 @@ class Fields:
         self._used.add(name)
         value = self.values.get(name)
         if value is None and default is _MISSING:
-            raise ValueError(f"{self.path} has no {name!r}, which a decoder needs")
+            raise ValueError(f"{self.path} has no {name!r}, which the model needs")
         return default if value is None else value
 
     def int(self, key: str, default: Any = _MISSING, *, least: int = 1) -> Any:
@@ -92,6 +92,6 @@ def check_placed(path: Any, names: Iterable[str], placed: Iterable[str], ignored
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         raise ValueError(
-            f"{path} has the tensors {', '.join(left[:3])}{more}, which have no place in the decoder that the file "
+            f"{path} has the tensors {', '.join(left[:3])}{more}, which have no place in the model that the file "
             "describes: this kind of model is not supported, or its configuration is of another one"
         )

@@ -96,25 +96,37 @@ def model_config(described: dict[str, Any], directory: Path, names: Collection[s
         fields.get(other, None)
     config = _read(fields, architecture, kind, set(names))
     fields.check_neutral(_NEUTRAL)
-    unused = [key for key in fields.unused(_INERT) if not key.startswith("_") and _may_matter(values[key])]
-    if unused:
-        warnings.warn(f"{path}: {', '.join(unused)} are not known here, and have no effect", stacklevel=2)
+    warn_unknown(fields)
     return config
+
+
+def warn_unknown(fields: Fields, *inert: str) -> None:
+    """Warn of keys that were not used and may change what a model computes; `inert` are further ones that do not."""
+    unused = fields.unused((*_INERT, *inert))
+    unknown = [key for key in unused if not key.startswith("_") and _may_matter(fields.values[key])]
+    if unknown:
+        warnings.warn(f"{fields.path}: {', '.join(unknown)} are not known here, and have no effect", stacklevel=3)
 
 
 def _may_matter(value: Any) -> bool:
     return not isinstance(value, str) and value not in (None, False, [], {})
 
 
+def read_activation(fields: Fields, default: str) -> str:
+    """The name of an activation in `ACTIVATIONS`."""
+    activation = fields.get("hidden_act", default)
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"{fields.path}: hidden_act {activation!r}: {unknown_name(activation, tuple(_ACTIVATIONS))}")
+    return _ACTIVATIONS[activation]
+
+
 def _read(fields: Fields, architecture: Architecture, kind: str, names: set[str]) -> ModelConfig:
     heads, size, layers = (fields.int(k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     head_dim = fields.int("head_dim", None) or max(size // heads, 1)
-    activation = fields.get("hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"hidden_act {activation!r}: {unknown_name(activation, tuple(_ACTIVATIONS))}")
     length = fields.int("max_position_embeddings", 2048)
-    changes: dict[str, Any] = {"activation": _ACTIVATIONS[activation], **_window(fields, architecture, kind, layers)}
-    changes |= _rope(fields, head_dim, length, sliding=bool(changes.get("sliding_window")))
+    changes: dict[str, Any] = {"activation": read_activation(fields, "silu")}
+    changes |= _window(fields, architecture, kind, layers)
+    changes |= read_rope(fields, head_dim, length, sliding=bool(changes.get("sliding_window")))
     if architecture.has_experts:
         changes |= _experts(fields)
     else:
@@ -159,26 +171,32 @@ def _tied(fields: Fields, names: set[str]) -> bool:
 
 def _window(fields: Fields, architecture: Architecture, kind: str, layers: int) -> dict[str, Any]:
     window = fields.int("sliding_window", 0, least=0)
-    types = fields.get("layer_types", None)
-    if types is not None and (not isinstance(types, list) or len(types) != layers):
-        raise ValueError(f"{fields.path}: layer_types has an entry for each of the {layers} layers, got {types!r:.50}")
+    pattern = read_layer_types(fields, layers)
     used = fields.flag("use_sliding_window", not kind.startswith("qwen"))
     if not used or not window or "sliding_window" not in architecture.varied:
         return {}
-    if types is None:
+    if pattern is None:
         every = fields.int("sliding_window_pattern", 0, least=0) or fields.int("_sliding_window_pattern", 0, least=0)
         pattern = (True,) * (every - 1) + (False,) if every else architecture.sliding
         if kind.startswith("qwen"):
             first = fields.int("max_window_layers", 28, least=0)
             pattern = tuple(layer >= first for layer in range(layers))
-    else:
-        unknown = set(types) - {"sliding_attention", "full_attention"}
-        if unknown:
-            raise ValueError(f"{fields.path}: layer_types {sorted(map(str, unknown))[0]!r} is not supported")
-        pattern = tuple(kind == "sliding_attention" for kind in types)
     if not any(pattern):
         return {}
     return {"sliding_window": window, "sliding_layers": (True,) if all(pattern) else pattern}
+
+
+def read_layer_types(fields: Fields, layers: int) -> tuple[bool, ...] | None:
+    """Which layers have a sliding window, by `layer_types`; None without it."""
+    types = fields.get("layer_types", None)
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != layers:
+        raise ValueError(f"{fields.path}: layer_types has an entry for each of the {layers} layers, got {types!r:.50}")
+    unknown = set(types) - {"sliding_attention", "full_attention"}
+    if unknown:
+        raise ValueError(f"{fields.path}: layer_types {sorted(map(str, unknown))[0]!r} is not supported")
+    return tuple(kind == "sliding_attention" for kind in types)
 
 
 def _experts(fields: Fields) -> dict[str, Any]:
@@ -200,7 +218,7 @@ def _experts(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _rope(fields: Fields, head_dim: int, length: int, *, sliding: bool) -> dict[str, Any]:
+def read_rope(fields: Fields, head_dim: int, length: int, *, sliding: bool) -> dict[str, Any]:
     """The fields of rotary embeddings, of old and new forms of config.json."""
     old, new = fields.get("rope_scaling", None) or {}, fields.get("rope_parameters", None) or {}
     theta, local = fields.float("rope_theta", 10_000.0), fields.float("rope_local_base_freq", None)

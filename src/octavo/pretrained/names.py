@@ -9,6 +9,7 @@ import numpy as np
 
 from octavo._tree import flatten_paths
 from octavo.models import ModelConfig
+from octavo.models.encoder import EncoderConfig
 from octavo.pretrained.model import Leaf, to_float
 from octavo.qarray import QArray
 
@@ -140,7 +141,9 @@ class TensorNames:
     norm_offset: float = 0.0
     """What is added to the scales of norms."""
 
-    def places(self, params: Any, config: ModelConfig, *, interleaved: bool = False) -> dict[str, Place]:
+    def places(
+        self, params: Any, config: ModelConfig | EncoderConfig, *, interleaved: bool = False
+    ) -> dict[str, Place]:
         """The place of each parameter of a tree, by its path."""
         return {path: self._place(path, leaf, config, interleaved) for path, leaf in flatten_paths(params).items()}
 
@@ -164,7 +167,7 @@ class TensorNames:
             name += ".bias" if param == "bias" else ".weight"
         return (self.layer.replace("{}", match[1]) if match else "") + name, part, bare
 
-    def _place(self, path: str, leaf: Any, config: ModelConfig, interleaved: bool) -> Place:
+    def _place(self, path: str, leaf: Any, config: ModelConfig | EncoderConfig, interleaved: bool) -> Place:
         name, part, bare = self._name(path)
         is_kernel = path.endswith("/kernel")
         heads = config.num_query_heads if "/query/" in path else config.num_kv_heads if "/key/" in path else 0
@@ -178,7 +181,7 @@ class TensorNames:
         )
 
 
-def _part(part: str, config: ModelConfig) -> tuple[int, int | None, int]:
+def _part(part: str, config: ModelConfig | EncoderConfig) -> tuple[int, int | None, int]:
     queries, keys = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {
         "query": (0, queries, 1),
@@ -250,26 +253,3 @@ GGUF = TensorNames(
         "moe_block/shared_gate": "ffn_gate_inp_shexp",
     },
 )
-
-BERT = TensorNames(
-    "encoder.layer.{}.",
-    {
-        "embeddings/word": "embeddings.word_embeddings",
-        "embeddings/position": "embeddings.position_embeddings",
-        "embeddings/type": "embeddings.token_type_embeddings",
-        "embeddings/norm": "embeddings.LayerNorm",
-        "self_attention/query": "attention.self.query",
-        "self_attention/key": "attention.self.key",
-        "self_attention/value": "attention.self.value",
-        "self_attention/out": "attention.output.dense",
-        "self_attention_norm": "attention.output.LayerNorm",
-        "mlp/wi": "intermediate.dense",
-        "mlp/wo": "output.dense",
-        "mlp_norm": "output.LayerNorm",
-    },
-)
-
-
-def is_transposed(path: str) -> bool:
-    """Whether files store a parameter as [out, in]: kernels are [in, out]."""
-    return path.endswith("/kernel")

@@ -38,7 +38,7 @@ class Api:
     """The ASGI application `app` around an engine, which nothing else may use while it runs.
 
     Args:
-        engine: An `octavo.serve.Engine`, or an `octavo.pretrained.bert.Encoder`, with a tokenizer.
+        engine: An `octavo.serve.Engine`, or an `octavo.pretrained.encoder.Encoder`, with a tokenizer.
         name: The name of the model in requests.
         limits: Bounds on requests.
         api_key: If set, requests need the header `Authorization: Bearer KEY`. May be several keys.

@@ -28,7 +28,7 @@ class Embeddings:
     """Embeds the texts of one request at a time, in batches; further requests wait.
 
     Args:
-        encoder: An `octavo.pretrained.bert.Encoder` with a tokenizer.
+        encoder: An `octavo.pretrained.encoder.Encoder` with a tokenizer.
         limits: Bounds on requests.
     """
 

@@ -126,7 +126,7 @@ def serve(
     """Serve an engine until SIGINT or SIGTERM, then let running requests finish and return.
 
     Args:
-        engine: An `octavo.serve.Engine`, or an `octavo.pretrained.bert.Encoder`, with a tokenizer.
+        engine: An `octavo.serve.Engine`, or an `octavo.pretrained.encoder.Encoder`, with a tokenizer.
         sock: A bound socket; see `bind`.
         name: The name of the model in requests.
         limits: Bounds on requests.

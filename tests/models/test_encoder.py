@@ -9,20 +9,18 @@ import numpy as np
 import pytest
 
 import octavo
-from octavo.models.bert import (
-    BERT_ACTIVATIONS,
-    BertConfig,
-    abstract_bert_params,
-    bert_apply,
-    bert_params,
-    cls_pool,
-    mean_pool,
-    normalize,
+from octavo.models.encoder import (
+    EncoderConfig,
+    abstract_encoder_params,
+    encoder_apply,
+    encoder_params,
 )
+from octavo.models.layers import ACTIVATIONS
+from octavo.models.pooling import cls_pool, mean_pool, normalize
 from tests.arrays import normal, random_params
 
-SMALL = BertConfig(vocab_size=31, emb_dim=16, num_layers=2, num_heads=4, mlp_dim=24, max_length=12)
-run = jax.jit(bert_apply, static_argnums=0)
+SMALL = EncoderConfig(vocab_size=31, emb_dim=16, num_layers=2, num_heads=4, mlp_dim=24, max_length=12)
+run = jax.jit(encoder_apply, static_argnums=0)
 
 
 @functools.cache
@@ -30,7 +28,7 @@ def params_of(config=SMALL):
     """Random parameters, of which no scale is one and no bias zero."""
     rng = np.random.default_rng(1)
     noisy = lambda x: jnp.asarray(x + 0.3 * rng.standard_normal(x.shape), x.dtype)  # noqa: E731
-    return jax.tree.map(noisy, random_params(abstract_bert_params(config)))
+    return jax.tree.map(noisy, random_params(abstract_encoder_params(config)))
 
 
 TYPES = jnp.asarray([[0, 0, 1, 1, 1, 0, 1]] * 3)
@@ -69,7 +67,7 @@ def reference(params, tokens, types):
             scores = np.exp(query @ key.T / math.sqrt(size))
             heads.append(scores / scores.sum(-1, keepdims=True) @ value)
         x = norm(layer["self_attention_norm"], x + dense(layer["self_attention"]["out"], np.concatenate(heads, -1)))
-        hidden = dense(layer["mlp"]["wi"], x)
+        hidden = dense(layer["mlp"]["wi_0"], x)
         hidden = hidden * 0.5 * (1 + np.vectorize(math.erf)(hidden / math.sqrt(2)))
         x = norm(layer["mlp_norm"], x + dense(layer["mlp"]["wo"], hidden))
     return x
@@ -124,7 +122,7 @@ def test_a_token_beyond_the_table_is_noticed():
 @pytest.mark.slow
 def test_every_parameter_has_a_gradient():
     tokens, mask = batch()
-    loss = lambda params: jnp.sum(mean_pool(bert_apply(SMALL, params, tokens, mask), mask)[:, 0])  # noqa: E731
+    loss = lambda params: jnp.sum(mean_pool(encoder_apply(SMALL, params, tokens, mask), mask)[:, 0])  # noqa: E731
     found = jax.jit(jax.grad(loss))(params_of())
     biases = [layer["self_attention"]["key"].pop("bias") for layer in found["encoder"].values()]
     assert all(float(jnp.abs(x).max()) > 0 for x in jax.tree.leaves(found))
@@ -133,14 +131,14 @@ def test_every_parameter_has_a_gradient():
 
 
 def test_all_products_with_weights_are_quantized_and_no_others():
-    low = octavo.quantized(functools.partial(bert_apply, SMALL), octavo.recipe("qat_int8"))
-    sites = low.sites(abstract_bert_params(SMALL), *batch())
+    low = octavo.quantized(functools.partial(encoder_apply, SMALL), octavo.recipe("qat_int8"))
+    sites = low.sites(abstract_encoder_params(SMALL), *batch())
     parts = (
         "self_attention/query",
         "self_attention/key",
         "self_attention/value",
         "self_attention/out",
-        "mlp/wi",
+        "mlp/wi_0",
         "mlp/wo",
     )
     wanted = {f"encoder/layers_{i}/{part}" for i in range(2) for part in parts}
@@ -154,7 +152,7 @@ def test_all_products_with_weights_are_quantized_and_no_others():
 @pytest.mark.codegen
 @pytest.mark.parametrize("name", ["qat_int8", "int8w"])
 def test_what_is_converted_is_served_bit_for_bit(name):
-    model, rules, inputs = functools.partial(bert_apply, SMALL), octavo.recipe(name), batch()
+    model, rules, inputs = functools.partial(encoder_apply, SMALL), octavo.recipe(name), batch()
     params = octavo.convert(model, params_of(), *inputs, rules=rules)
     kernel = params["encoder"]["layers_1"]["mlp"]["wo"]["kernel"]
     assert (kernel.qtype.name, kernel.shape, kernel.scale.shape) == ("int8", (24, 16), (1, 16))
@@ -178,8 +176,8 @@ def test_other_dtypes(dtype):
 
 def test_shapes_are_known_without_arrays():
     shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
-    assert shapes(abstract_bert_params(SMALL)) == shapes(
-        jax.eval_shape(lambda key: bert_params(SMALL, key), jax.random.key(0))
+    assert shapes(abstract_encoder_params(SMALL)) == shapes(
+        jax.eval_shape(lambda key: encoder_params(SMALL, key), jax.random.key(0))
     )
 
 
@@ -196,8 +194,8 @@ def test_pooling():
 def test_gelu_is_the_exact_one():
     x = np.linspace(-4, 4, 33)
     exact = x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-    np.testing.assert_allclose(BERT_ACTIVATIONS["gelu"](jnp.asarray(x, jnp.float32)), exact, rtol=0, atol=1e-6)
-    assert np.abs(np.asarray(BERT_ACTIVATIONS["gelu_tanh"](jnp.asarray(x, jnp.float32))) - exact).max() > 1e-4
+    np.testing.assert_allclose(ACTIVATIONS["gelu_exact"](jnp.asarray(x, jnp.float32)), exact, rtol=0, atol=1e-6)
+    assert np.abs(np.asarray(ACTIVATIONS["gelu"](jnp.asarray(x, jnp.float32))) - exact).max() > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -216,20 +214,20 @@ def test_what_is_no_config(changes, text):
 
 
 def test_a_config_is_found_again():
-    assert BertConfig.from_json(SMALL.to_json()) == SMALL
+    assert EncoderConfig.from_json(SMALL.to_json()) == SMALL
 
 
 def test_what_does_not_fit_raises():
     params, (tokens, mask) = params_of(), batch()
     with pytest.raises(ValueError, match=r"tokens are integers of shape \[batch, length\], got int32 of shape \(7,\)"):
-        bert_apply(SMALL, params, tokens[0], mask)
+        encoder_apply(SMALL, params, tokens[0], mask)
     with pytest.raises(ValueError, match=r"mask has the shape of tokens, \(3, 7\), got \(3, 6\)"):
-        bert_apply(SMALL, params, tokens, mask[:, 1:])
+        encoder_apply(SMALL, params, tokens, mask[:, 1:])
     with pytest.raises(ValueError, match="texts of 13 tokens are longer than max_length=12"):
-        bert_apply(SMALL, params, *batch(13))
+        encoder_apply(SMALL, params, *batch(13))
     with pytest.raises(ValueError, match="there is no 'encoder/layers_2/"):
-        bert_apply(SMALL.replace(num_layers=3), params, tokens, mask)
-    with pytest.raises(ValueError, match="this config: there is an unexpected 'encoder/layers_1/mlp/wi/bias'"):
-        bert_apply(SMALL.replace(num_layers=1), params, tokens, mask)
+        encoder_apply(SMALL.replace(num_layers=3), params, tokens, mask)
+    with pytest.raises(ValueError, match="this config: there is an unexpected 'encoder/layers_1/mlp/wi_0/bias'"):
+        encoder_apply(SMALL.replace(num_layers=1), params, tokens, mask)
     with pytest.raises(ValueError, match=r"'embeddings/word/embedding' has the shape \(31, 16\), but .* \(32, 16\)"):
-        bert_apply(SMALL.replace(vocab_size=32), params, tokens, mask)
+        encoder_apply(SMALL.replace(vocab_size=32), params, tokens, mask)
