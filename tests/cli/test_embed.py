@@ -41,6 +41,15 @@ def test_low_precision_into_a_file(folder, capsys, tmp_path):
     assert (np.sum(found * exact, axis=1) > 0.98).all()
 
 
+def test_a_prompt_is_put_before_texts(tmp_path, capsys):
+    write_encoder(tmp_path)
+    (tmp_path / "config_sentence_transformers.json").write_text('{"prompts": {"query": "a b "}}')
+    assert main(["embed", str(tmp_path), "--text", "c", "--prompt-name", "query"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["text"] == "c"
+    np.testing.assert_array_equal(np.float32([found["embedding"]]), open_encoder(tmp_path).embed(["a b c"]))
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -49,6 +58,7 @@ def test_low_precision_into_a_file(folder, capsys, tmp_path):
         (["--text", "a", "--weights", "int9"], "int9"),
         (["--text", "a", "--batch-size", "0"], "batch_size is at least 1, got 0"),
         (["--text", "a", "--max-length", "999"], "max_length is 1 to 16, the model's own; got 999"),
+        (["--text", "a", "--prompt-name", "query"], "unknown prompt 'query'"),
         (["--text-file", "nowhere.txt"], "nowhere.txt"),
         (["--text", "a", "--out", "nowhere/vectors.npy"], "nowhere"),
     ],
@@ -64,6 +74,11 @@ def test_errors(folder, words, text, capsys):
 def test_a_model_that_is_no_encoder(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert main(["embed", str(tmp_path), "--text", "a"]) == 2
-    assert "octavo embed: " in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "octavo embed: " in error
+    assert (
+        "model_type 'llama' is not a supported encoder: Known: bert, distilbert, modernbert, mpnet, roberta, xlm-r"
+        in error
+    )
     assert main(["embed", str(tmp_path / "nowhere"), "--text", "a"]) == 2
     assert "there is no directory" in capsys.readouterr().err

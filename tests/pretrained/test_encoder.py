@@ -13,7 +13,7 @@ import octavo
 from octavo.files.safetensors import write
 from octavo.models.encoder import EncoderConfig, abstract_encoder_params, encoder_apply
 from octavo.models.pooling import mean_pool, normalize
-from octavo.pretrained.encoder import Encoder, is_encoder, open_encoder
+from octavo.pretrained.encoder import Encoder, _batches, is_encoder, open_encoder
 from tests.arrays import random_params
 from tests.pretrained.encoder import DESCRIBED, tensors, write_encoder
 
@@ -63,8 +63,8 @@ def pooling(folder, **changes):
 def test_pooling_is_that_of_the_file(folder):
     pooling(folder, pooling_mode_cls_token=True, pooling_mode_mean_tokens=False)
     assert open_encoder(folder).pooling == "cls"
-    pooling(folder, pooling_mode="lasttoken", include_prompt=True, embedding_dimension=64)
-    assert open_encoder(folder).pooling == "lasttoken"
+    pooling(folder, pooling_mode="max", include_prompt=True, embedding_dimension=64)
+    assert open_encoder(folder).pooling == "max"
     pooling(folder, pooling_mode_mean_tokens=False)
     assert open_encoder(folder).pooling == "mean"  # as sentence-transformers does
 
@@ -74,7 +74,7 @@ def test_pooling_is_that_of_the_file(folder):
     [
         ({"pooling_mode": ["mean", "max"]}, "asks for mean, max; Octavo has one of mean, cls, max"),
         ({"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}, "asks for max, cls; Octavo has one of"),
-        ({"pooling_mode_attention_tokens": True}, "asks for pooling_mode_attention_tokens; Octavo has one of"),
+        ({"pooling_mode_lasttoken": True}, "asks for pooling_mode_lasttoken; Octavo has one of mean, cls, max"),
         ({"pooling_mode": "mean", "include_prompt": False}, "include_prompt=False is not supported with prompts"),
     ],
 )
@@ -283,3 +283,23 @@ def test_quantized_embeddings(random):
     both = random.quantize([rule.replace(module_path=".*")], activations="int8")
     assert both.rules[0].act_qtype == "int8"
     assert 0 < error < float(jnp.abs(both.embed_tokens(ids, mask) - whole).max()) < 0.05
+
+
+def test_long_texts_are_fewer_in_a_batch():
+    lengths = [3, 4096, 500, 513, 700, 2, 512]
+    found = _batches(lengths, 4)
+    assert sorted(i for batch in found for i in batch) == list(range(7))
+    assert [[lengths[i] for i in batch] for batch in found] == [[4096], [700, 513], [512, 500, 3, 2]]
+    assert _batches([], 4) == []
+
+
+def test_texts_longer_than_a_block_of_attention():
+    """In low precision too, and with neighbours of another length."""
+    config = SMALL.replace(max_length=1200, rope_theta=1e4, sliding_window=40, sliding_layers=(False, True))
+    encoder = Encoder(config, random_params(abstract_encoder_params(config)), max_length=1200)
+    tokens = np.random.default_rng(0).integers(0, 13, (2, 600))
+    mask = np.arange(600)[None] < np.asarray([600, 30])[:, None]
+    whole, short = encoder.embed_tokens(tokens, mask), encoder.embed_tokens(tokens[1:, :30], mask[1:, :30])
+    np.testing.assert_allclose(whole[1], short[0], rtol=0, atol=1e-5)
+    low = encoder.quantize("int8", activations="int8").embed_tokens(tokens, mask)
+    assert (np.sum(np.asarray(low * whole), axis=1) > 0.99).all()

@@ -15,11 +15,13 @@ from octavo.models.encoder import encoder_apply
 from octavo.models.pooling import POOLINGS
 from octavo.pretrained import Encoder, open_encoder
 from octavo.pretrained.encoder_files import read_encoder
+from tests.cases import slow_except
 from tests.pretrained.golden.weights import tensor
 
 with np.load(Path(__file__).parent / "golden" / "encoders.npz") as _file:
     GOLDEN = dict(_file)
 NAMES = [key.removesuffix("/config") for key in GOLDEN if key.endswith("/config")]
+PLAIN = [name for name in NAMES if "," not in name]
 STATES = jax.jit(encoder_apply, static_argnums=0)
 
 
@@ -64,12 +66,20 @@ def test_embeddings_are_those_of_sentence_transformers(name):
         assert (cosine > 0.99999).all(), pooling
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "," not in name])
-@pytest.mark.parametrize("recipe", ["int8", "recipe:qat_int8"])
-def test_quantized_encoders(name, recipe):
+@pytest.mark.parametrize("name", PLAIN)
+def test_quantized_encoders(name):
+    check_quantized(name, "int8")
+
+
+@pytest.mark.parametrize("name", slow_except(["modernbert", "mpnet"], PLAIN))
+def test_encoders_quantized_by_a_recipe(name):
+    check_quantized(name, "recipe:qat_int8")
+
+
+def check_quantized(name, recipe):
     """All matmuls with weights have codes, and embeddings stay close."""
     config, params = opened(name)
-    encoder = Encoder(config, params, pooling="mean", max_length=16)
+    encoder = Encoder(config, params, max_length=16)
     low = encoder.quantize(recipe)
     for layer in low.params["encoder"].values():
         kernels = {**layer["self_attention"], **layer["mlp"]}
@@ -77,8 +87,8 @@ def test_quantized_encoders(name, recipe):
     assert low.nbytes < 0.5 * encoder.nbytes
     tokens, mask = (jnp.asarray(x[1:, :37]) for x in (GOLDEN[f"{name}/tokens"], GOLDEN["mask"]))
     cosine = np.sum(np.asarray(low.embed_tokens(tokens, mask) * encoder.embed_tokens(tokens, mask)), axis=1)
-    assert (cosine > 0.995).all()
-    assert (cosine < 1 - 1e-7).any()
+    assert (cosine > 0.998).all()
+    assert (cosine < 1 - 1e-6).any()
 
 
 @pytest.fixture
@@ -133,11 +143,10 @@ def test_what_config_json_says_is_checked(name, changes, text, tmp_path):
 
 
 def test_modernbert_of_older_files(tmp_path):
-    """Before `layer_types` and `rope_parameters`."""
+    """Before `layer_types` and `rope_parameters`, with keys that have no effect."""
     old = {"layer_types": ..., "rope_parameters": ..., "global_rope_theta": 160000.0, "local_rope_theta": 10000.0}
-    folder = write_golden(
-        "modernbert", tmp_path, **old, global_attn_every_n_layers=3, position_embedding_type="absolute"
-    )
+    inert = {"position_embedding_type": "absolute", "reference_compile": True, "repad_logits_with_grad": False}
+    folder = write_golden("modernbert", tmp_path, **old, **inert, layer_norm_eps=1e-5, global_attn_every_n_layers=3)
     assert read_encoder(folder, None)[0] == opened("modernbert")[0]
-    described = write_golden("modernbert", tmp_path, **old, global_attn_every_n_layers=2)
-    assert read_encoder(described, None)[0].sliding_layers == (False, True, False, True, False)
+    write_golden("modernbert", tmp_path, **old, global_attn_every_n_layers=2)
+    assert read_encoder(folder, None)[0].sliding_layers == (False, True, False, True, False)

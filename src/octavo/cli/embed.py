@@ -15,9 +15,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "embed",
         help="map texts to vectors with an encoder",
-        description="Print a line of JSON with the embedding of each text, a vector of length one: the dot product of "
-        "two of them is the cosine similarity of their texts. MODEL is the directory of a BERT encoder in the layout "
-        "of Hugging Face or sentence-transformers.",
+        description="Print a line of JSON with the embedding of each text: a vector of length one, unless the model's "
+        "modules.json leaves out the normalization, so that a dot product is the cosine similarity of two texts. MODEL "
+        "is the directory of an encoder (BERT, RoBERTa, XLM-RoBERTa, MPNet, DistilBERT, ModernBERT) in the layout of "
+        "Hugging Face or sentence-transformers.",
         epilog="Example: octavo embed minilm --text 'A dog runs.' --text 'Rain.' --weights int8. Exit status 2: the "
         "model, a text or an option is wrong.",
     )
@@ -29,6 +30,11 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--activations", metavar="FORMAT", help="quantize the inputs of matmuls too, such as int8; needs --weights"
+    )
+    parser.add_argument(
+        "--prompt-name",
+        metavar="NAME",
+        help="put this prompt of config_sentence_transformers.json before each text (default: the model's, if any)",
     )
     parser.add_argument("--batch-size", type=int, metavar="N", default=32, help="texts at a time (default 32)")
     parser.add_argument("--max-length", type=int, metavar="N", help="truncate texts to N tokens (default: the model's)")
@@ -48,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("--activations needs --weights, the format of the weights")
         encoder = _open(args)
         started = time.perf_counter()
-        vectors = encoder.embed(texts, batch_size=args.batch_size)
+        vectors = encoder.embed(texts, batch_size=args.batch_size, prompt_name=args.prompt_name)
         seconds = time.perf_counter() - started
         if args.out:
             with atomic_file(args.out) as file:

@@ -9,24 +9,21 @@ layers.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from octavo._config import Config, check_choices, check_least
 from octavo._typing import Array, Bool, Float, PRNGKeyArray, Shaped
-from octavo.models.attention import RotaryAngles, attend, rotate
+from octavo.models.attention import RotaryAngles, rotate
+from octavo.models.bidirectional import attend_bidirectional, relative_bias
 from octavo.models.config import DTYPES
 from octavo.models.layers import ACTIVATIONS, Dense, Embed, LayerNorm, Mlp
 from octavo.models.module_params import Params, abstract_module, bind, check_token_arrays, init_module
 
 _SIZES = ("vocab_size", "emb_dim", "num_layers", "num_heads", "mlp_dim", "max_length")
 _COUNTS = ("num_types", "relative_buckets", "sliding_window")
-_FARTHEST = 128
-"""The distance from which on all relative positions share a bucket."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -143,23 +140,27 @@ class Embeddings(nnx.Module):
 class SelfAttention(nnx.Module):
     """out(softmax(query key^T / sqrt(head size) + bias) value) over the tokens of a mask."""
 
-    def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderConfig, layer: int, *, rngs: nnx.Rngs):
         size, bias = config.emb_dim, config.attention_bias
         square = functools.partial(Dense, size, size, config.weight_dtype, rngs=rngs, use_bias=bias)
         self.query, self.key, self.value, self.out = square(), square(), square(), square()
         self.heads = config.num_heads
+        self.window = config.sliding_window if config.is_sliding(layer) else 0
+        self.theta = (config.sliding_rope_theta if self.window else None) or config.rope_theta
 
     def __call__(
         self,
         x: Float[Array, "batch length size"],
-        angles: RotaryAngles,
+        mask: Bool[Array, "batch length"],
         bias: Float[Array, "heads length length"] | None,
     ) -> Float[Array, "batch length size"]:
         query, key, value = (
             dense(x).reshape(*x.shape[:2], self.heads, -1) for dense in (self.query, self.key, self.value)
         )
-        assert angles.mask is not None
-        context = attend(rotate(query, angles), rotate(key, angles), value, angles.mask, bias=bias)
+        if self.theta is not None:
+            angles = _angles(self.theta, x.shape[1], query.shape[-1])
+            query, key = rotate(query, angles), rotate(key, angles)
+        context = attend_bidirectional(query, key, value, mask, window=self.window, bias=bias)
         return self.out(context.reshape(x.shape))
 
 
@@ -167,7 +168,7 @@ class EncoderLayer(nnx.Module):
     """norm(x + attention(x)), then norm(x + mlp(x)); or x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: EncoderConfig, layer: int, *, rngs: nnx.Rngs):
-        self.self_attention = SelfAttention(config, rngs=rngs)
+        self.self_attention = SelfAttention(config, layer, rngs=rngs)
         self.is_pre_norm = config.norm_place == "pre"
         self.has_norm = not (self.is_pre_norm and layer == 0)
         if self.has_norm:
@@ -187,13 +188,13 @@ class EncoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "batch length size"],
-        angles: RotaryAngles,
+        mask: Bool[Array, "batch length"],
         bias: Float[Array, "heads length length"] | None,
     ) -> Float[Array, "batch length size"]:
         if self.is_pre_norm:
-            x = x + self.self_attention(self.self_attention_norm(x) if self.has_norm else x, angles, bias)
+            x = x + self.self_attention(self.self_attention_norm(x) if self.has_norm else x, mask, bias)
             return x + self.mlp(self.mlp_norm(x))
-        x = self.self_attention_norm(x + self.self_attention(x, angles, bias))
+        x = self.self_attention_norm(x + self.self_attention(x, mask, bias))
         return self.mlp_norm(x + self.mlp(x))
 
 
@@ -224,35 +225,13 @@ class EncoderModel(nnx.Module):
         types: Shaped[Array, "batch length"] | None = None,
     ) -> Float[Array, "batch length size"]:
         """The last hidden states. `mask` is false for padding; `types` are the token types, 0 by default."""
-        config, length = self.config, tokens.shape[1]
         x = self.embeddings(tokens, jnp.zeros(tokens.shape, jnp.int32) if types is None else types, mask)
-        bias = self.position_bias(length) if config.relative_buckets else None
-        sliding = [config.is_sliding(i) for i in range(config.num_layers)]
-        angles = {kind: _angles(config, mask, sliding=kind) for kind in set(sliding)}
-        for i, kind in enumerate(sliding):
-            x = self.encoder[f"layers_{i}"](x, angles[kind], bias)
-        return self.norm(x) if config.norm_place == "pre" else x
-
-    def position_bias(self, length: int) -> Float[Array, "heads length length"]:
-        """What is added to scores, by relative position."""
-        distances = np.arange(1 - length, length)
-        rows = self.relative_bias(jnp.asarray(relative_bucket(distances, self.config.relative_buckets)), "float32")
-        position = jnp.arange(length)
-        return rows[position[None, :] - position[:, None] + (length - 1)].transpose(2, 0, 1)
-
-
-def relative_bucket(distance: np.ndarray, buckets: int) -> np.ndarray:
-    """The bucket of a key's position relative to the query's: near ones have their own, far ones share by logarithm.
-
-    >>> relative_bucket(np.asarray([-200, -9, -1, 0, 1, 9, 200]), 32).tolist()
-    [15, 8, 1, 0, 17, 24, 31]
-    """
-    half = buckets // 2
-    near = half // 2
-    size = np.abs(distance)
-    far = np.log(np.maximum(size, 1).astype(np.float32) / np.float32(near)) / np.float32(math.log(_FARTHEST / near))
-    far = near + (far * np.float32(half - near)).astype(np.int32)
-    return np.where(distance > 0, half, 0) + np.where(size < near, size, np.minimum(far, half - 1))
+        bias = None
+        if self.config.relative_buckets:
+            bias = relative_bias(self.relative_bias.embedding[...].astype(jnp.float32), tokens.shape[1])
+        for i in range(self.config.num_layers):
+            x = self.encoder[f"layers_{i}"](x, mask, bias)
+        return self.norm(x) if self.config.norm_place == "pre" else x
 
 
 def encoder_params(config: EncoderConfig, key: PRNGKeyArray) -> Params:
@@ -310,15 +289,8 @@ def _positions(
     return jnp.cumsum(counted, axis=1) * counted + config.padding_id
 
 
-def _angles(config: EncoderConfig, mask: Bool[Array, "batch length"], *, sliding: bool) -> RotaryAngles:
-    """The mask of the layers with or without a window, and their rotary angles: none for learned positions."""
-    position = jnp.arange(mask.shape[1])
-    visible = jnp.broadcast_to(mask[:, None, :], (*mask.shape, mask.shape[1]))
-    if sliding:
-        near = jnp.abs(position[:, None] - position[None, :]) <= config.sliding_window
-        visible = visible & near[None]
-    theta = (config.sliding_rope_theta if sliding else None) or config.rope_theta
-    half = 0 if theta is None else config.head_dim // 2
-    frequency = (theta or 1.0) ** (-jnp.arange(half, dtype=jnp.float32) / max(half, 1))
+def _angles(theta: float, length: int, dim: int) -> RotaryAngles:
+    position = jnp.arange(length)
+    frequency = theta ** (-jnp.arange(dim // 2, dtype=jnp.float32) / (dim // 2))
     angle = position.astype(jnp.float32)[None, :, None, None] * frequency[None, None, None, :]
-    return RotaryAngles(jnp.cos(angle), jnp.sin(angle), visible[:, None, None], position[None])
+    return RotaryAngles(jnp.cos(angle), jnp.sin(angle), None, position[None])

@@ -26,6 +26,9 @@ from octavo.pretrained.weight_rules import weight_rules
 from octavo.qarray import is_qarray, quantize
 from octavo.rules import QuantizationRule, as_rules
 
+_BATCH_LENGTH = 512
+"""Longer texts are fewer in a batch, which then has no more tokens than one of texts of this length."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
@@ -79,10 +82,7 @@ class Encoder:
         prompt = self.prompt(prompt_name)
         ids = [encoding.ids for encoding in self.tokenizer.encode_batch([prompt + text for text in texts])]
         result = np.zeros((len(ids), self.config.emb_dim), np.float32)
-        # Batches of similar lengths need little padding.
-        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-        for start in range(0, len(order), batch_size):
-            some = order[start : start + batch_size]
+        for some in _batches([len(row) for row in ids], batch_size):
             tokens, mask = self._padded([ids[i] for i in some], batch_size)
             result[some] = np.asarray(self.embed_tokens(tokens, mask))[: len(some)]
         return result
@@ -162,7 +162,8 @@ def open_encoder(
 
     Args:
       path: The directory.
-      max_length: Where texts are truncated, in tokens; by default that of sentence_bert_config.json, or the model's.
+      max_length: Where texts are truncated, in tokens; by default that of sentence_bert_config.json, of
+        tokenizer_config.json, or the model's.
       num_heads: Needed without a config.json; other sizes are those of the tensors.
       normalized: Whether embeddings are scaled to length one; by default as modules.json says.
 
@@ -212,6 +213,16 @@ def _embed(
     states = served(functools.partial(encoder_apply, config), rules, state={})(params, tokens, mask)
     pooled = POOLINGS[pooling](states, mask)
     return normalize(pooled) if normalized else pooled
+
+
+def _batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Indices of texts in batches: of similar lengths, which need little padding, and fewer of long texts."""
+    order, batches = sorted(range(len(lengths)), key=lambda i: -lengths[i]), []
+    while order:
+        count = max(1, min(batch_size, batch_size * _BATCH_LENGTH // _power_of_two(lengths[order[0]], 1)))
+        batches.append(order[:count])
+        order = order[count:]
+    return batches
 
 
 def _power_of_two(n: int, least: int) -> int:

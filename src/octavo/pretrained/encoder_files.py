@@ -34,9 +34,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _INERT = (
     *("adapters", "attention_probs_dropout_prob", "chunk_size_feed_forward", "cls_token_id", "decoder_bias", "dropout"),
     *("embedding_dropout", "gradient_checkpointing", "hidden_dropout_prob", "initializer_cutoff_factor"),
-    *("layer_norm_eps", "mask_token_id", "mlp_dropout", "output_past", "qa_dropout", "seq_classif_dropout"),
-    *("sinusoidal_pos_embds", "sparse_pred_ignore_index", "tie_weights_", "tie_word_embeddings", "type_vocab_size"),
-    *(f"classifier_{name}" for name in ("bias", "dropout")),
+    *("layer_norm_eps", "mask_token_id", "mlp_dropout", "output_past", "qa_dropout", "reference_compile"),
+    *("seq_classif_dropout", "sinusoidal_pos_embds", "sparse_pred_ignore_index", "tie_weights_", "tie_word_embeddings"),
+    *("type_vocab_size", "classifier_bias", "classifier_dropout"),
     *(f"pooler_{name}" for name in ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head")),
 )
 """Keys that do not change the hidden states, in addition to those of decoders."""

@@ -1,4 +1,4 @@
-"""The files of sentence-transformers beside an encoder: pooling, normalization, prompts, and lengths of texts."""
+"""The files of sentence-transformers next to an encoder: pooling, normalization, prompts, and lengths of texts."""
 
 import dataclasses
 import json
@@ -16,9 +16,6 @@ _POOLING_KEYS = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
 }
 """The flags of pooling that older files have."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -63,7 +60,7 @@ def read_sentence_settings(path: Path) -> SentenceSettings:
         modules = _modules(path / "modules.json")
         folder, pooling, normalized = path / modules["Transformer"], path / modules["Pooling"], "Normalize" in modules
         if normalized:
-            _check(_read(path / modules["Normalize"] / "config.json"), "module_output_name")
+            _check(_read(path / modules["Normalize"] / "config.json"), module_output_name="sentence_embedding")
     config = pooling / "config.json"
     whole = _read(path / "config_sentence_transformers.json")
     prompts = {name: text for name, text in whole.get("prompts", {}).items() if text is not None}
@@ -72,7 +69,7 @@ def read_sentence_settings(path: Path) -> SentenceSettings:
     texts = _read(next(iter(sorted(folder.glob("sentence_*_config.json"))), folder / "sentence_bert_config.json"))
     length = texts.int("max_seq_length", None) or read_json(folder / "tokenizer_config.json").get("model_max_length")
     lowercase = texts.flag("do_lower_case")
-    _check(texts, "module_output_name")
+    _check(texts, module_output_name="token_embeddings")
     name = _pooling(_read(config if config.is_file() else path / "pooling.json"), prompts)
     return SentenceSettings(folder, name, normalized, length, lowercase, prompts, default)
 
@@ -81,10 +78,10 @@ def _read(path: Path) -> Fields:
     return Fields(read_json(path), path)
 
 
-def _check(fields: Fields, *inert: str) -> None:
-    """Raise for keys that are not supported, and warn of unknown ones."""
-    fields.check_neutral(_NEUTRAL)
-    warn_unknown(fields, *_INERT, *inert)
+def _check(fields: Fields, **neutral: str) -> None:
+    """Raise for values that are not supported, and warn of unknown keys."""
+    fields.check_neutral({**_NEUTRAL, **{key: (value,) for key, value in neutral.items()}})
+    warn_unknown(fields, *_INERT)
 
 
 def _modules(path: Path) -> dict[str, str]:

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrained
 
 LENGTHS = [140, 37, 1]
 POSITIONS = [0, 1, 2, 3, 5, 12, 36, 37, 60, 100, 127, 128, 139]
-POOLINGS = ("mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+POOLINGS = ("mean", "cls", "max")
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,

@@ -62,8 +62,9 @@ def test_a_missing_model_is_an_error(capsys, tmp_path):
     assert "nothing" in error
 
 
-def test_an_encoder_is_known_by_its_config(capsys, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+@pytest.mark.parametrize("kind", ["bert", "mpnet", "modernbert"])
+def test_an_encoder_is_known_by_its_config(kind, capsys, tmp_path):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
     assert main(["serve", str(tmp_path), "--port", "0", "--kv", "int8"]) == 2
     assert "is an encoder: --adapter and --kv are for models that generate text" in capsys.readouterr().err
     assert main(["serve", str(tmp_path), "--port", "0"]) == 2
