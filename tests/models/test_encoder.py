@@ -16,7 +16,7 @@ from octavo.models.encoder import (
     encoder_params,
 )
 from octavo.models.layers import ACTIVATIONS
-from octavo.models.pooling import cls_pool, mean_pool, normalize
+from octavo.models.pooling import cls_pool, max_pool, mean_pool, normalize
 from tests.arrays import normal, random_params
 
 SMALL = EncoderConfig(vocab_size=31, emb_dim=16, num_layers=2, num_heads=4, mlp_dim=24, max_length=12)
@@ -187,8 +187,45 @@ def test_pooling():
     np.testing.assert_allclose(means[0], states[0, :2].mean(0), rtol=1e-6)
     np.testing.assert_array_equal(means[1], np.zeros(4))
     np.testing.assert_array_equal(cls_pool(states, mask), states[:, 0])
+    np.testing.assert_array_equal(max_pool(states, mask)[0], states[0, :2].max(0))
     np.testing.assert_allclose(jnp.linalg.norm(normalize(states), axis=-1), np.ones((2, 3)), rtol=1e-6)
     assert normalize(jnp.zeros((1, 4))).tolist() == [[0.0] * 4]
+
+
+MODERN = SMALL.replace(
+    num_types=0,
+    rope_theta=1e4,
+    sliding_window=2,
+    sliding_layers=(False, True),
+    gated_mlp=True,
+    norm_place="pre",
+    norm_bias=False,
+    attention_bias=False,
+    mlp_bias=False,
+)
+
+
+def test_options_make_other_parameters():
+    layers = abstract_encoder_params(MODERN)["encoder"]
+    assert set(layers["layers_0"]) == {"mlp", "mlp_norm", "self_attention"}
+    assert set(layers["layers_1"]) - set(layers["layers_0"]) == {"self_attention_norm"}
+    assert set(layers["layers_1"]["mlp"]) == {"wi_0", "wi_1", "wo"}
+    assert set(abstract_encoder_params(MODERN)["embeddings"]) == {"norm", "word"}
+    mpnet = abstract_encoder_params(SMALL.replace(num_types=0, padding_id=1, relative_buckets=32))
+    assert mpnet["relative_bias"]["embedding"].shape == (32, 4)
+    assert mpnet["embeddings"]["position"]["embedding"].shape == (14, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [MODERN, SMALL.replace(num_types=0, padding_id=1, relative_buckets=32)])
+def test_options_have_gradients_and_are_quantized(config):
+    (tokens, mask), rules = batch(), octavo.recipe("qat_int8")
+    model, params = functools.partial(encoder_apply, config), params_of(config)
+    loss = lambda params: jnp.sum(mean_pool(octavo.quantized(model, rules)(params, tokens, mask), mask)[:, 0])  # noqa: E731
+    found = jax.jit(jax.grad(loss))(params)
+    for layer in found["encoder"].values():
+        layer["self_attention"]["key"].pop("bias", None)
+    assert all(float(jnp.abs(x).max()) > 0 for x in jax.tree.leaves(found))
 
 
 def test_gelu_is_the_exact_one():
@@ -206,6 +243,12 @@ def test_gelu_is_the_exact_one():
         ({"norm_eps": 0.0}, "norm_eps is positive, got 0.0"),
         ({"activation": "gelo"}, "unknown activation 'gelo': .*gelu"),
         ({"dtype": "float8"}, "unknown dtype 'float8': .*float32"),
+        ({"norm_place": "both"}, "unknown norm_place 'both': .*Known: post, pre"),
+        ({"rope_theta": -1.0}, "rope_theta is positive, got -1.0"),
+        ({"rope_theta": 1e4, "num_heads": 16}, "rotary positions rotate pairs of values, but heads have 1"),
+        ({"rope_theta": 1e4, "padding_id": 1}, "padding_id is for learned positions, but rope_theta makes them rotary"),
+        ({"sliding_rope_theta": 1e4}, "sliding_rope_theta needs rope_theta"),
+        ({"sliding_layers": ()}, "sliding_layers is the pattern of layers with a window"),
     ],
 )
 def test_what_is_no_config(changes, text):
@@ -225,6 +268,8 @@ def test_what_does_not_fit_raises():
         encoder_apply(SMALL, params, tokens, mask[:, 1:])
     with pytest.raises(ValueError, match="texts of 13 tokens are longer than max_length=12"):
         encoder_apply(SMALL, params, *batch(13))
+    with pytest.raises(ValueError, match="types are given, but this encoder has no token types: num_types=0"):
+        encoder_apply(SMALL.replace(num_types=0), params, tokens, mask, TYPES)
     with pytest.raises(ValueError, match="there is no 'encoder/layers_2/"):
         encoder_apply(SMALL.replace(num_layers=3), params, tokens, mask)
     with pytest.raises(ValueError, match="this config: there is an unexpected 'encoder/layers_1/mlp/wi_0/bias'"):
