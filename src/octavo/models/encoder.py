@@ -237,6 +237,7 @@ class EncoderModel(nnx.Module):
 def encoder_params(config: EncoderConfig, key: PRNGKeyArray) -> Params:
     """Random parameters: nested dictionaries of arrays.
 
+    >>> import jax
     >>> config = EncoderConfig(vocab_size=50, emb_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
     >>> encoder_params(config, jax.random.key(0))["encoder"]["layers_0"]["mlp"]["wi_0"]["kernel"].shape
     (16, 32)
@@ -252,7 +253,7 @@ def abstract_encoder_params(config: EncoderConfig) -> Params:
 def encoder_apply(config: EncoderConfig, params: Params, tokens: Any, mask: Any, types: Any = None) -> Array:
     """The last hidden states: a pure function that can be jitted, differentiated and quantized.
 
-    >>> import octavo
+    >>> import jax, octavo
     >>> from octavo.models.pooling import mean_pool
     >>> config = EncoderConfig(vocab_size=50, emb_dim=16, num_layers=1, num_heads=2, mlp_dim=32)
     >>> low = octavo.quantized(functools.partial(encoder_apply, config), octavo.recipe("qat_int8"))
