@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from octavo import kernels
-from octavo.kernels import LayerWeights, Matrix, decode_layer, decode_layer_reference
+from octavo.kernels import CacheScales, LayerWeights, Matrix, decode_layer, decode_layer_reference
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.status())
 
@@ -52,16 +52,26 @@ def layer(
     return (floats(rows, size), *turned, positions, *cache, weights), {"heads": heads, "epsilon": 1e-5, "limit": time}
 
 
-def jitted(function, args, how, **options):
+def in_int8(args):
+    """The same operands with a cache of codes."""
+    rng = np.random.default_rng(7)
+    *rest, keys, values, weights = args
+    codes = [jnp.asarray(rng.integers(-127, 128, x.shape), jnp.int8) for x in (keys, values)]
+    shapes = (*keys.shape[:2], 1, keys.shape[3]), (*values.shape[:3], 1)
+    scales = CacheScales(*(jnp.asarray(rng.uniform(0.5, 1.5, shape) / 70, jnp.float32) for shape in shapes))
+    return (*rest, *codes, weights), scales
+
+
+def jitted(function, args, how, *, scales=None, **options):
     """The function with tables, which are no arrays, in place."""
     tables = [m.table if isinstance(m, Matrix) else None for m in args[6]]
 
     def call(*operands):
         whole = [m._replace(table=t) if isinstance(m, Matrix) else m for m, t in zip(operands[6], tables, strict=True)]
-        return function(*operands[:6], LayerWeights(*whole), **how)
+        return function(*operands[:6], LayerWeights(*whole), *operands[7:], **how)
 
     bare = LayerWeights(*(m._replace(table=None) if isinstance(m, Matrix) else m for m in args[6]))
-    return functools.partial(jax.jit(call, **options), *args[:6], bare)
+    return functools.partial(jax.jit(call, **options), *args[:6], bare, *(() if scales is None else (scales,)))
 
 
 def plain(args, how):
@@ -70,7 +80,7 @@ def plain(args, how):
 
 def check(got, wanted):
     """Some thousand sums and products, each rounded to float32: a hundred units of the largest value at most."""
-    for name, a, b in zip(("x", "keys", "values"), got, wanted, strict=True):
+    for name, a, b in zip(("x", "keys", "values"), got[:3], wanted[:3], strict=True):
         scale = np.abs(b).max()
         np.testing.assert_allclose(a, b, rtol=0, atol=100 * 2.0**-24 * scale, err_msg=name)
 
@@ -119,11 +129,45 @@ def test_threads_and_other_rows_do_not_change_a_bit(packed):
     args, how = layer(1, rows=5, size=320, hidden=400, time=70, packed=packed)
     one = decode_layer(*args, **how, threads=1)
     for threads in (0, 2, 3, 16):
-        for a, b in zip(one, decode_layer(*args, **how, threads=threads), strict=True):
+        for a, b in zip(one[:3], decode_layer(*args, **how, threads=threads)[:3], strict=True):
             np.testing.assert_array_equal(a, b)
     alone = decode_layer(*(x[2:3] for x in args[:6]), args[6], **how)
-    for a, b in zip(one, alone, strict=True):
+    for a, b in zip(one[:3], alone[:3], strict=True):
         np.testing.assert_array_equal(a[2:3], b)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cache_in_int8(seed):
+    args, how = layer(seed, **shapes(seed))
+    args, scales = in_int8(args)
+
+    def every(*args, **how):
+        low = [decode_layer(*args, **how, isa=isa, threads=seed % 3) for isa in kernels.versions()]
+        return decode_layer_reference(*args, **how), low
+
+    wanted, low = jitted(every, args, how, scales=scales)()
+    for x, keys, values, made in low:
+        for a, b in zip((keys, values), wanted[1:3], strict=True):
+            # Where float32 sums differ, a code next to a tie may be the other one.
+            assert np.mean(np.asarray(a) != np.asarray(b)) < 1e-3
+            assert np.max(np.abs(np.asarray(a, np.int32) - np.asarray(b))) <= 1
+        for a, b in zip(made, wanted[3], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+        # Such a code moves the result by a 254th of a key or a value.
+        np.testing.assert_allclose(x, wanted[0], rtol=0, atol=2e-3 * np.abs(wanted[0]).max())
+
+
+def test_an_int8_cache_is_written_in_place_and_read_as_it_was_written():
+    args, how = layer(5)
+    args, scales = in_int8(args)
+    run = jitted(decode_layer, args, how, scales=scales, donate_argnums=(4, 5, 7))
+    before = [x.unsafe_buffer_pointer() for x in (*args[4:6], *scales)]
+    _, keys, values, made = run()
+    assert [x.unsafe_buffer_pointer() for x in (keys, values, *made)] == before
+    args, scales = in_int8(layer(5)[0])
+    wrong = CacheScales(scales.keys, jnp.ones((1, 1, 1, 1)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="int8 have a scale for each head and position"):
+        jax.block_until_ready(inspect.unwrap(decode_layer)(*args, wrong, **how))
 
 
 def test_entries_beyond_a_position_have_no_influence():
@@ -132,7 +176,7 @@ def test_entries_beyond_a_position_have_no_influence():
     position = jnp.asarray([11], jnp.int32)
     want = decode_layer(x, cos, sin, position, keys, values, weights, **how)[0]
     keys, values = keys.at[..., 11:].set(jnp.nan), values.at[:, :, 11:].set(jnp.inf)
-    got, keys, values = decode_layer(x, cos, sin, position, keys, values, weights, **how)
+    got, keys, values, _ = decode_layer(x, cos, sin, position, keys, values, weights, **how)
     np.testing.assert_array_equal(got, want)
     assert bool(jnp.isfinite(keys[..., :12]).all() & jnp.isfinite(values[:, :, :12]).all())
 
@@ -156,7 +200,7 @@ def test_the_cache_is_written_in_place():
     args, how = layer(5)
     run = jitted(decode_layer, args, how, donate_argnums=(4, 5))
     before = [x.unsafe_buffer_pointer() for x in args[4:6]]
-    _, keys, values = run()
+    _, keys, values, _ = run()
     assert [keys.unsafe_buffer_pointer(), values.unsafe_buffer_pointer()] == before
 
 

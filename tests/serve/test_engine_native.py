@@ -24,8 +24,8 @@ CASES = {
 
 
 @functools.cache
-def engine_of(config=ONE, name="int8"):
-    return Engine(config, quantized_params(config, name, tile=8), slots=2, max_length=40, chunk=8)
+def engine_of(config=ONE, name="int8", kv=None):
+    return Engine(config, quantized_params(config, name, tile=8), slots=2, max_length=40, chunk=8, kv=kv)
 
 
 def made(engine, params=None):
@@ -52,6 +52,20 @@ def test_native_layers_make_the_same_tokens(case):
 
 
 @needs_kernels
+def test_native_layers_read_and_write_an_int8_cache():
+    kv = KVConfig.of("int8")
+    engine = engine_of(kv=kv)
+    assert engine.programs.decoding == kernels.status()
+    got = made(engine)
+    with kernels.disabled():
+        want = made(engine_of.__wrapped__(kv=kv))
+    for a, b in zip(got, want, strict=True):
+        assert [token for token, _ in a] == [token for token, _ in b]
+        # A code next to a tie may be the other one.
+        np.testing.assert_allclose([x for _, x in a], [x for _, x in b], rtol=0, atol=2e-3)
+
+
+@needs_kernels
 def test_a_full_cache_ends_the_text():
     events = list(engine_of().generate([[1] * 30], SamplingParams(temperature=0, max_tokens=90)))
     assert (len(events), events[-1].finish) == (10, "length")
@@ -65,14 +79,14 @@ FUSED = "the kernel needs fused weights, and has no experts"
 @pytest.mark.parametrize(
     ("config", "name", "kv", "fused", "reason"),
     [
-        (ONE, "int8", KVConfig.of("int8"), True, "the kernel keeps keys and values in float32"),
+        (ONE, "int8", KVConfig.of("int4"), True, "the kernel keeps keys and values in float32, or in int8"),
         (ONE, "int8", KVConfig(), False, FUSED),
         (MOE, "int8", KVConfig(), True, FUSED),
         (ONE, None, KVConfig(), True, "query_key_value: the kernel takes quantized weights"),
         (ONE.replace(activation="gelu"), "int8", KVConfig(), True, "computes silu in float32, not gelu in float32"),
         (ONE, "fp8", KVConfig(), True, "takes int8 and packed 4-bit codes, not float8_e4m3fn"),
     ],
-    ids=["int8 cache", "not fused", "experts", "float", "gelu", "fp8"],
+    ids=["int4 cache", "not fused", "experts", "float", "gelu", "fp8"],
 )
 def test_why_layers_are_not_native(config, name, kv, fused, reason):
     def check(config=config):

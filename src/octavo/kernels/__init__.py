@@ -1,6 +1,6 @@
 """Native CPU kernels on plain arrays; `octavo.ops` decides when they run."""
 
-from octavo.kernels.layer import LayerWeights, Matrix, decode_layer, decode_layer_reference
+from octavo.kernels.layer import CacheScales, LayerWeights, Matrix, decode_layer, decode_layer_reference
 from octavo.kernels.library import QUANTIZE_TARGET, allowed, available, disabled, status, versions
 from octavo.kernels.matvec import INT4, MATVEC, int_matvec, matvec, reference, tiled_matmul
 from octavo.kernels.quantize import can_quantize, quantize_absmax, quantize_attributes
@@ -10,6 +10,7 @@ __all__ = [
     "INT4",
     "MATVEC",
     "QUANTIZE_TARGET",
+    "CacheScales",
     "LayerWeights",
     "Matrix",
     "allowed",

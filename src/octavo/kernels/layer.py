@@ -32,6 +32,13 @@ class Matrix(NamedTuple):
     outer: Float[Array, "columns"] | None = None
 
 
+class CacheScales(NamedTuple):
+    """The scales of keys and values that are codes of int8, -127 to 127: one for each head and position."""
+
+    keys: Float[Array, "rows kv_heads 1 time"]
+    values: Float[Array, "rows kv_heads time 1"]
+
+
 class LayerWeights(NamedTuple):
     """The parameters of a layer; those that are None are absent."""
 
@@ -54,16 +61,17 @@ def decode_layer(
     cos: Float[Array, "rows half"],
     sin: Float[Array, "rows half"],
     positions: Shaped[Array, "rows"],
-    keys: Float[Array, "rows kv_heads dim time"],
-    values: Float[Array, "rows kv_heads time dim"],
+    keys: Shaped[Array, "rows kv_heads dim time"],
+    values: Shaped[Array, "rows kv_heads time dim"],
     weights: LayerWeights,
+    scales: CacheScales | None = None,
     *,
     heads: int,
     epsilon: float,
     limit: int,
     isa: str = "",
     threads: int = 0,
-) -> tuple[Float[Array, "rows size"], Float[Array, "rows kv_heads dim time"], Float[Array, "rows kv_heads time dim"]]:
+) -> tuple[Array, Array, Array, CacheScales | None]:
     """One decoding step of a layer, on CPUs; gradients and vmap are unsupported.
 
     Args:
@@ -72,9 +80,10 @@ def decode_layer(
       sin: the sines of the rotary embedding.
       positions: the position of each row's token, which attends to the first `positions[i]` entries of slot i and
         itself. A position of `limit` or more gives NaN.
-      keys: the key cache, updated in place if it is donated.
+      keys: the key cache in float32, or in int8 with `scales`; updated in place if it is donated.
       values: the value cache, updated in place if it is donated.
       weights: the parameters of the layer.
+      scales: the scales of an int8 cache, updated in place if they are donated.
       heads: the number of query heads.
       epsilon: the epsilon of the norms.
       limit: the number of valid positions.
@@ -82,23 +91,25 @@ def decode_layer(
       threads: as in `matvec`.
 
     Returns:
-      The layer's output, and the caches with the new tokens at their positions.
+      The layer's output, and the caches and scales with the new tokens at their positions.
     """
     require()
     matrices = (weights.query_key_value, weights.out, weights.wi, weights.wo)
     tables = [weight.table or _NO_TABLE for weight in matrices]
     mix, out, wi, wo = ((weight.codes, as_bytes(weight.scale)) for weight in matrices)
     none = jnp.zeros(0, jnp.float32)
+    cache = (keys, values, *(scales or (none, none)))
     operands = [
-        *(x, cos, sin, positions, keys, values, weights.norm_in),
+        *(x, cos, sin, positions, *cache, weights.norm_in),
         *(*mix, *out, weights.norm_mid, *wi, *wo),
         *(none if part is None else part for part in (weights.bias, weights.query_norm, weights.key_norm)),
     ]
     if any(weight.zero is not None or weight.outer is not None for weight in matrices):
         operands += [part for weight in matrices for part in levels(weight.zero, weight.outer) or (none, none)]
     like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
-    call = jax.ffi.ffi_call(LAYER_TARGET, (like(x), like(keys), like(values)), input_output_aliases={4: 1, 5: 2})
-    x, keys, values = call(
+    aliases = {4 + i: 1 + i for i in range(len(cache) if scales else 2)}
+    call = jax.ffi.ffi_call(LAYER_TARGET, (like(x), *map(like, cache)), input_output_aliases=aliases)
+    x, keys, values, *new = call(
         *operands,
         heads=np.int32(heads),
         limit=np.int32(limit),
@@ -107,7 +118,7 @@ def decode_layer(
         isa=isa,
         threads=np.int32(threads),
     )
-    return x, keys, values
+    return x, keys, values, CacheScales(*new) if scales else None
 
 
 def decode_layer_reference(
@@ -115,14 +126,15 @@ def decode_layer_reference(
     cos: Float[Array, "rows half"],
     sin: Float[Array, "rows half"],
     positions: Shaped[Array, "rows"],
-    keys: Float[Array, "rows kv_heads dim time"],
-    values: Float[Array, "rows kv_heads time dim"],
+    keys: Shaped[Array, "rows kv_heads dim time"],
+    values: Shaped[Array, "rows kv_heads time dim"],
     weights: LayerWeights,
+    scales: CacheScales | None = None,
     *,
     heads: int,
     epsilon: float,
     limit: int,
-) -> tuple[Float[Array, "rows size"], Float[Array, "rows kv_heads dim time"], Float[Array, "rows kv_heads time dim"]]:
+) -> tuple[Array, Array, Array, CacheScales | None]:
     """The reference of `decode_layer`, with the same arguments, in plain JAX."""
     rows, kv_heads, dim, time = keys.shape
 
@@ -145,7 +157,15 @@ def decode_layer_reference(
     query, key, value = jnp.split(mixed.reshape(rows, -1, dim), (heads, heads + kv_heads), axis=1)
     query, key = rotated(norm(query, weights.query_norm)), rotated(norm(key, weights.key_norm))
     row, place = jnp.arange(rows), jnp.clip(positions, 0, time - 1)
+    if scales is not None:
+        (key, key_scale), (value, value_scale) = _int8(key), _int8(value)
+        scales = CacheScales(
+            scales.keys.at[row, :, :, place].set(key_scale), scales.values.at[row, :, place].set(value_scale)
+        )
     keys, values = keys.at[row, :, :, place].set(key), values.at[row, :, place].set(value)
+    stored = keys, values
+    if scales is not None:
+        keys, values = keys.astype(jnp.float32) * scales.keys, values.astype(jnp.float32) * scales.values
     grouped = query.reshape(rows, kv_heads, -1, dim) * dim**-0.5
     scores = jnp.einsum("rkqd,rkdt->rkqt", grouped, keys, precision="highest")
     seen = jnp.arange(time)[None] <= place[:, None]
@@ -154,4 +174,11 @@ def decode_layer_reference(
     context = jnp.where(positions[:, None] < limit, context.reshape(rows, -1), jnp.nan)
     x = x + product(context, weights.out)
     gate, up = jnp.split(product(norm(x, weights.norm_mid), weights.wi), 2, axis=-1)
-    return x + product(jax.nn.silu(gate) * up, weights.wo), keys, values
+    return x + product(jax.nn.silu(gate) * up, weights.wo), *stored, scales
+
+
+def _int8(x: Float[Array, "rows heads dim"]) -> tuple[Array, Array]:
+    """The codes of each head, and their scales."""
+    absmax = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    scale = jnp.where(absmax == 0, 1.0, absmax * np.float32(1 / 127))
+    return jnp.round(x * (1 / scale)).astype(jnp.int8), scale

@@ -36,8 +36,10 @@ def unsupported_reason(config: ModelConfig, params: Any, cache: KVCache, rules: 
         return f"the kernel does not know {', '.join(variants)}"
     if config.activation != "silu" or config.dtype != "float32":
         return f"the kernel computes silu in float32, not {config.activation} in {config.dtype}"
-    if cache.config.keys is not None or cache.config.values is not None or cache.config.dtype != "float32":
-        return "the kernel keeps keys and values in float32"
+    kv = cache.config
+    is_int8 = kv.keys == kv.values == "int8" and kv.axis == "dkv"
+    if not is_int8 and (kv.keys is not None or kv.values is not None or kv.dtype != "float32"):
+        return "the kernel keeps keys and values in float32, or in int8 with a scale for each head"
     for group in layer_groups(config):
         for part, name in _MATRICES:
             q = params["decoder"][group.name][part][name]["kernel"]
@@ -59,15 +61,21 @@ def decode(
     for group in layer_groups(config):
         layer = layers[group.name]
         assert isinstance(layer, PositionLayer)
-        x, keys, values = kernels.decode_layer(
+        scales = None
+        if layer.keys.scale is not None and layer.values.scale is not None:
+            scales = kernels.CacheScales(layer.keys.scale, layer.values.scale)
+        x, keys, values, scales = kernels.decode_layer(
             *(x, cos, sin, positions, layer.keys.codes, layer.values.codes),
             _weights(params["decoder"][group.name]),
+            scales,
             heads=config.num_query_heads,
             epsilon=config.norm_eps,
             limit=cache.max_length,
         )
+        key_scale, value_scale = scales or (None, None)
         layers[group.name] = PositionLayer(
-            dataclasses.replace(layer.keys, codes=keys), dataclasses.replace(layer.values, codes=values)
+            dataclasses.replace(layer.keys, codes=keys, scale=key_scale),
+            dataclasses.replace(layer.values, codes=values, scale=value_scale),
         )
     return _logits(config, params, x), dataclasses.replace(cache, layers=layers, lengths=positions + 1)
 

@@ -19,14 +19,12 @@ constexpr int64_t kUnit = 64;
 
 const float* floats(const ffi::AnyBuffer& b) { return static_cast<const float*>(b.untyped_data()); }
 
-bool is_floats(const ffi::AnyBuffer& b, std::initializer_list<int64_t> shape) {
+bool has_shape(const ffi::AnyBuffer& b, ffi::DataType type, std::initializer_list<int64_t> shape) {
   const auto dims = b.dimensions();
-  if (b.element_type() != ffi::F32 || dims.size() != shape.size()) return false;
-  size_t i = 0;
-  for (int64_t size : shape)
-    if (dims[i++] != size) return false;
-  return true;
+  return b.element_type() == type && std::equal(shape.begin(), shape.end(), dims.begin(), dims.end());
 }
+
+bool is_floats(const ffi::AnyBuffer& b, std::initializer_list<int64_t> shape) { return has_shape(b, ffi::F32, shape); }
 
 struct Layer {
   int64_t rows = 0, size = 0, heads = 0, hidden = 0;
@@ -113,9 +111,10 @@ void run(Layer& layer, const Version& how, Team team) {
 enum Operand { kNormIn, kMix, kOut = 3, kNormMid = 5, kWi, kWo = 8, kBias = 10, kQueryNorm, kKeyNorm, kOperands };
 
 ffi::Error layer_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cos, ffi::AnyBuffer sin,
-                      ffi::AnyBuffer positions, ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::RemainingArgs more,
-                      ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> new_keys,
-                      ffi::Result<ffi::AnyBuffer> new_values, int32_t heads, int32_t limit, float epsilon,
+                      ffi::AnyBuffer positions, ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer key_scale,
+                      ffi::AnyBuffer value_scale, ffi::RemainingArgs more, ffi::Result<ffi::AnyBuffer> y,
+                      ffi::Result<ffi::AnyBuffer> new_keys, ffi::Result<ffi::AnyBuffer> new_values,
+                      ffi::Result<ffi::AnyBuffer> new_key_scale, ffi::Result<ffi::AnyBuffer> new_value_scale, int32_t heads, int32_t limit, float epsilon,
                       ffi::Span<const float> tables, std::string_view isa, int32_t threads) {
   const Version* how = version(isa);
   if (how == nullptr) return wrong("this processor has no " + std::string(isa));
@@ -146,12 +145,20 @@ ffi::Error layer_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cos
   const int64_t rows = layer.rows, half = a.dim / 2;
   if (rows == 0 || layer.size == 0 || keys.element_count() == 0) return wrong("a layer of nothing");
   if (a.dim % 2 != 0 || heads % a.kv_heads != 0) return wrong("heads are of even size, and share keys evenly");
-  if (!is_floats(keys, {rows, a.kv_heads, a.dim, a.time}) || !is_floats(values, {rows, a.kv_heads, a.time, a.dim}))
+  const ffi::DataType stored = keys.element_type();
+  const bool low = stored == ffi::S8;
+  if ((!low && stored != ffi::F32) || !has_shape(keys, stored, {rows, a.kv_heads, a.dim, a.time}) ||
+      !has_shape(values, stored, {rows, a.kv_heads, a.time, a.dim}))
     return wrong("keys " + text(keys.dimensions()) + " and values " + text(values.dimensions()) + " do not fit");
+  if (low && (!is_floats(key_scale, {rows, a.kv_heads, 1, a.time}) ||
+              !is_floats(value_scale, {rows, a.kv_heads, a.time, 1})))
+    return wrong("keys and values in int8 have a scale for each head and position");
   if (!is_floats(cos, {rows, half}) || !is_floats(sin, {rows, half})) return wrong("there is an angle for each pair");
   if (positions.element_type() != ffi::S32 || positions.dimensions().size() != 1 || positions.dimensions()[0] != rows)
     return wrong("there is a position for each row");
-  if (new_keys->untyped_data() != keys.untyped_data() || new_values->untyped_data() != values.untyped_data())
+  if (new_keys->untyped_data() != keys.untyped_data() || new_values->untyped_data() != values.untyped_data() ||
+      (low && (new_key_scale->untyped_data() != key_scale.untyped_data() ||
+               new_value_scale->untyped_data() != value_scale.untyped_data())))
     return wrong("keys and values are written where they are");
   if (!is_floats(*y, {rows, layer.size})) return wrong("the result has the shape of x");
 
@@ -200,8 +207,10 @@ ffi::Error layer_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cos
   layer.norm_mid = floats(operand[kNormMid]);
   layer.y = static_cast<float*>(y->untyped_data());
   a.positions = static_cast<const int32_t*>(positions.untyped_data());
-  a.keys = static_cast<float*>(new_keys->untyped_data());
-  a.values = static_cast<float*>(new_values->untyped_data());
+  a.keys = new_keys->untyped_data();
+  a.values = new_values->untyped_data();
+  a.key_scale = low ? static_cast<float*>(new_key_scale->untyped_data()) : nullptr;
+  a.value_scale = low ? static_cast<float*>(new_value_scale->untyped_data()) : nullptr;
   run(layer, *how, Team{pool, threads});
   return ffi::Error::Success();
 }
@@ -218,7 +227,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(octavo_decode_layer, octavo::layer_call,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .RemainingArgs()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()

@@ -50,8 +50,11 @@ struct IntProblem {
 struct AttendProblem {
   const float* mixed = nullptr;  // [M, (heads + 2 * kv_heads) * dim]: queries, keys, values
   const int32_t* positions = nullptr;
-  float* keys = nullptr;     // [M, kv_heads, dim, time]
-  float* values = nullptr;   // [M, kv_heads, time, dim]
+  // Floats, or int8 codes with a scale for each head and position.
+  void* keys = nullptr;         // [M, kv_heads, dim, time]
+  void* values = nullptr;       // [M, kv_heads, time, dim]
+  float* key_scale = nullptr;   // [M, kv_heads, time], or null for floats
+  float* value_scale = nullptr;
   float* context = nullptr;  // [M, heads * dim]
   int64_t heads = 0, kv_heads = 0, dim = 0, time = 0;
   int64_t limit = 0;  // positions from here on give NaN

@@ -29,8 +29,8 @@ namespace portable {
 #include "float_body.inc"
 #include "int_body.inc"
 #include "tiled_body.inc"
-#include "layer_body.inc"
 #include "quantize_body.inc"
+#include "layer_body.inc"
 constexpr Version kVersion = {"portable", float_columns, float_rows, int_columns, int_rows, tiled,
                               sum,    norm,          rotate,     attend,      gate,     quantize};
 }  // namespace portable
@@ -46,8 +46,8 @@ namespace avx2 {
 #include "float_body.inc"
 #include "int_body.inc"
 #include "tiled_body.inc"
-#include "layer_body.inc"
 #include "quantize_body.inc"
+#include "layer_body.inc"
 constexpr Version kVersion = {"avx2", float_columns, float_rows, int_columns, int_rows, tiled,
                               sum,    norm,          rotate,     attend,      gate,     quantize};
 }  // namespace avx2
@@ -60,8 +60,8 @@ namespace avx512 {
 #include "float_body.inc"
 #include "int_body.inc"
 #include "tiled_body.inc"
-#include "layer_body.inc"
 #include "quantize_body.inc"
+#include "layer_body.inc"
 constexpr Version kVersion = {"avx512", float_columns, float_rows, int_columns, int_rows, tiled,
                               sum,    norm,          rotate,     attend,      gate,     quantize};
 }  // namespace avx512
