@@ -47,6 +47,10 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "batch length size"], Cache | None]:
         config = self.config
         query, (latent, shared) = self.project_query(x, angles), self.project_latent(x, angles)
+        if getattr(cache, "is_latent", False):
+            assert cache is not None
+            context, cache = self.attend_to_latents(query, latent, shared, angles, cache, layer)
+            return self.out(context.reshape(*x.shape[:2], -1)), cache
         key, value = self.expand(latent, shared)
         query = shard_activation(config.placement, query, *TOKEN_AXES, "activation_heads", None)
         # A query attends to all keys of its row: where the length is sharded, keys and values are all-gathered.
@@ -90,3 +94,25 @@ class LatentAttention(nnx.Module):
         key, value = jnp.split(both, (self.nope_dim,), axis=-1)
         shared = jnp.broadcast_to(shared, (*key.shape[:-1], self.rope_dim))
         return jnp.concatenate([key, shared], axis=-1), value
+
+    def attend_to_latents(
+        self,
+        query: Float[Array, "batch length heads dim"],
+        latent: Float[Array, "batch length rank"],
+        shared: Float[Array, "batch length 1 rope_dim"],
+        angles: RotaryAngles,
+        cache: Cache,
+        layer: str,
+    ) -> tuple[Float[Array, "batch length heads value_dim"], Cache]:
+        """The same with latents in the cache: W_kvb multiplies queries and contexts, of which there are few."""
+        config, rank = self.config, self.config.kv_lora_rank
+        weights = self.wkv_b.kernel[...].astype(query.dtype).reshape(rank, config.num_query_heads, -1)
+        to_key, to_value = jnp.split(weights, (self.nope_dim,), axis=-1)
+        plain, rotary = jnp.split(query, (self.nope_dim,), axis=-1)
+        query = jnp.concatenate([jnp.einsum("blhn,rhn->blhr", plain, to_key), rotary], axis=-1)
+        # A cache divides scores by the root of the width of these queries.
+        query = query * (query.shape[-1] / config.head_dim) ** 0.5
+        options = AttentionOptions(angles.window, config.attention_softcap)
+        key = jnp.concatenate([latent[:, :, None], shared], axis=-1)
+        context, cache = cache.attend(layer, QKV(query, key, latent[:, :, None]), angles.positions, options)
+        return jnp.einsum("blhr,rhv->blhv", context, to_value), cache
