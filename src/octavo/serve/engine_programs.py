@@ -105,6 +105,11 @@ class Programs:
         plain = functools.partial(apply, config)
         is_plain = not rules and not any(map(is_qarray, jax.tree.leaves(params, is_leaf=is_qarray)))
         self._model = plain if is_plain else served(plain, rules, state=ranges or {})
+        if kv.latent and rules:
+            raise ValueError(
+                "latent=True multiplies queries by weights whose inputs the rules quantize otherwise: serve this model "
+                "without it"
+            )
         # Chunks start at multiples of their size: room for the padding of the last one.
         padded = -(-max_length // chunk) * chunk
         cache = KVCache.empty(config, kv, slots=slots, max_length=padded)
