@@ -91,9 +91,7 @@ class LatentLayer(CacheLayer):
         keys = PositionLayer.empty(config, slots, heads, dims, length).keys
         return cls(keys, dims[1])
 
-    def attend(
-        self, qkv: QKV, index: CacheIndex
-    ) -> tuple[Float[Array, "batch length heads value_dim"], "LatentLayer"]:
+    def attend(self, qkv: QKV, index: CacheIndex) -> tuple[Float[Array, "batch length heads value_dim"], "LatentLayer"]:
         """Store, then attend to what is stored, as `PositionLayer`."""
         keys = self.keys.write(self.keys.encode_like(qkv.key), index.rows, index.starts)
         keys = jax.lax.optimization_barrier(keys)
