@@ -70,10 +70,8 @@ class LatentAttention(nnx.Module):
     ) -> Float[Array, "batch length heads dim"]:
         """Queries by head, scaled so that scores are as `attention_scale` has them."""
         config = self.config
-        if config.q_lora_rank:
-            query = self.wq_b(self.q_norm(name_result(self.wq_a(x), "query_proj")))
-        else:
-            query = self.query(x)
+        latent = self.q_norm(name_result(self.wq_a(x), "query_proj")) if config.q_lora_rank else None
+        query = self.query(x) if latent is None else self.wq_b(latent)
         query = name_result(query, "query_proj").reshape(*x.shape[:2], -1, config.head_dim)
         plain, rotary = jnp.split(query, (self.nope_dim,), axis=-1)
         query = jnp.concatenate([plain, rotate(rotary, angles, interleaved=config.rope_interleaved)], axis=-1)

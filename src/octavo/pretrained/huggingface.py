@@ -45,8 +45,8 @@ def read(directory: Path) -> PretrainedModel:
     if predictors:
         names = [name for name in names if name not in predictors]
         warnings.warn(
-            f"{directory}: the tensors of multi-token prediction, {predictors[0]!r} and {len(predictors) - 1} more, are "
-            "left out: the logits of the next token do not depend on them",
+            f"{directory}: the tensors of multi-token prediction, {predictors[0]!r} and {len(predictors) - 1} more, "
+            "are left out: the logits of the next token do not depend on them",
             stacklevel=3,
         )
     config = model_config(described, directory, names)
