@@ -144,9 +144,9 @@ class TensorNames:
         """The place of each parameter of a tree, by its path."""
         return {path: self._place(path, leaf, config, interleaved) for path, leaf in flatten_paths(params).items()}
 
-    def param_names(self, params: Any) -> dict[str, str]:
+    def param_names(self, params: Any, first_dense_layers: int = 0) -> dict[str, str]:
         """The name of each parameter of a tree by its path, where no tensor has several."""
-        return {path: self._name(path)[0] for path in flatten_paths(params)}
+        return {path: self._name(path, first_dense_layers)[0] for path in flatten_paths(params)}
 
     def _name(self, path: str, first: int = 0) -> tuple[str, str, bool]:
         """The tensor of a parameter, its part, and whether it is the name itself; `first` dense layers are others."""
