@@ -18,6 +18,7 @@ from octavo._tree import flatten_paths
 from octavo.files.safetensors import SafeTensors, write
 from octavo.models import ModelConfig, abstract_params
 from octavo.models.decoder import layer_groups
+from octavo.pretrained.architectures import ARCHITECTURES
 from octavo.pretrained.model import Leaf, PretrainedModel, to_float
 from octavo.pretrained.names import HUGGINGFACE
 from octavo.pretrained.tokenizer import read_json
@@ -173,7 +174,8 @@ def write_adapter(
 def _module_names(config: ModelConfig) -> dict[str, str]:
     """The path of each kernel by the name of its module in Hugging Face's models."""
     plain = _plain(config)
-    names = HUGGINGFACE.param_names(abstract_params(plain), plain.first_dense_layers)
+    tensors = ARCHITECTURES["deepseek_v3"].huggingface_names if config.kv_lora_rank else HUGGINGFACE
+    names = tensors.param_names(abstract_params(plain), plain.first_dense_layers)
     return {name.removesuffix(".weight"): path for path, name in names.items() if path.endswith("/kernel")}
 
 

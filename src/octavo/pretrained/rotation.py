@@ -37,9 +37,8 @@ def rotated(source: PretrainedModel, *, seed: int = 0) -> PretrainedModel:
       source: A decoder with RMS norms before attention and MLP, in float or quantized; the result is in float32.
       seed: Of the random rotation.
     """
-    unsupported = [
-        name for name in ("norm", "norm_place", "learned_positions", "kv_lora_rank") if name in source.config.variants()
-    ]
+    variants = source.config.variants()
+    unsupported = [name for name in ("norm", "norm_place", "learned_positions", "kv_lora_rank") if name in variants]
     if unsupported:
         name = unsupported[0]
         raise ValueError(
