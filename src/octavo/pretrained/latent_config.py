@@ -12,19 +12,21 @@ _ROUTERS = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": 
 
 def read_latent(fields: Fields, heads: int) -> dict[str, Any]:
     """The fields of latent attention."""
-    plain, rotary = fields.int("qk_nope_head_dim"), fields.int("qk_rope_head_dim")
-    for key, value in {"num_key_value_heads": heads, "qk_head_dim": plain + rotary, "head_dim": None}.items():
-        if fields.int(key, value) != value and value is not None:
+    rotary = fields.int("qk_rope_head_dim")
+    width = fields.int("qk_nope_head_dim") + rotary
+    for key, value in {"num_key_value_heads": heads, "qk_head_dim": width}.items():
+        if fields.int(key, value) != value:
             raise ValueError(f"{fields.path}: {key} is {fields.get(key)}, but other keys make it {value}")
-    scale = (plain + rotary) ** -0.5 * _score_scale(fields)
+    fields.get("head_dim", None)  # of rotary embeddings, in files of transformers
+    scale = width**-0.5 * _score_scale(fields)
     return {
-        "head_dim": plain + rotary,
+        "head_dim": width,
         "rotary_dim": rotary,
         "rope_interleaved": fields.flag("rope_interleave", True),
         "kv_lora_rank": fields.int("kv_lora_rank"),
         "q_lora_rank": fields.int("q_lora_rank", 0),
         "v_head_dim": fields.int("v_head_dim"),
-        "attention_scale": None if scale == (plain + rotary) ** -0.5 else scale,
+        "attention_scale": None if scale == width**-0.5 else scale,
     }
 
 
@@ -47,14 +49,16 @@ def read_experts(fields: Fields, scores: str) -> dict[str, Any]:
     given = fields.get("scoring_func", scores)
     if _ROUTERS.get(method) != scores or given != scores:
         raise ValueError(f"{fields.path}: topk_method={method!r} with scoring_func={given!r} is not supported here")
-    normalize, is_grouped = fields.flag("norm_topk_prob", False), method != "greedy"
+    normalize = fields.flag("norm_topk_prob")
     if normalize and scores == "softmax":
         raise ValueError(
             f"{fields.path}: norm_topk_prob=True of softmax scores is not supported: programs differ on it"
         )
-    groups, top_groups = (fields.int(key, None if is_grouped else 1) for key in ("n_group", "topk_group"))
-    if groups is None or top_groups is None:
-        fields.get("n_group"), fields.get("topk_group")
+    if method == "greedy":
+        fields.get("n_group", None), fields.get("topk_group", None)
+        groups, top_groups = 1, 1
+    else:
+        groups, top_groups = fields.int("n_group"), fields.int("topk_group")
     return {
         "num_experts": fields.int("num_experts"),
         "experts_per_token": fields.int("num_experts_per_tok"),
@@ -63,8 +67,8 @@ def read_experts(fields: Fields, scores: str) -> dict[str, Any]:
         "shared_experts": fields.int("n_shared_experts", 0, least=0),
         "first_dense_layers": fields.int("first_k_dense_replace", least=0),
         "normalize_router": normalize,
-        "router_groups": groups if is_grouped else 1,
-        "router_top_groups": top_groups if is_grouped else 1,
+        "router_groups": groups,
+        "router_top_groups": top_groups,
         "router_scale": fields.float("routed_scaling_factor"),
     }
 
