@@ -186,8 +186,8 @@ class Attention(nnx.Module):
         key, value = (shard_activation(self.config.placement, x, *kv_axes) for x in (key, value))
         if self.qk_norm:
             query, key = self.normalize(query, self.query_norm), self.normalize(key, self.key_norm)
-        turn = functools.partial(rotate, angles=angles, interleaved=self.config.rope_interleaved)
-        query, key = turn(query), turn(key)
+        interleaved = self.config.rope_interleaved
+        query, key = (rotate(x, angles, interleaved=interleaved) for x in (query, key))
         if block := self.config.hadamard_keys:
             query, key = walsh_hadamard(query, block), walsh_hadamard(key, block)
         if self.config.attention_scale is not None:

@@ -83,7 +83,7 @@ def route_top_k(
     """
     is_softmax = config.router_scores == "softmax"
     probabilities = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
-    chosen_by = probabilities if bias is None else probabilities + bias
+    chosen_by = probabilities if bias is None else probabilities + jnp.broadcast_to(bias, probabilities.shape)
     choose = functools.partial(best_experts, config)
     if parallel is not None:
         weights, experts = parallel.choose(probabilities, chosen_by, choose)
