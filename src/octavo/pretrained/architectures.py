@@ -234,7 +234,7 @@ ARCHITECTURES = {
         "deepseek2",
         fixed={"router_scores": "sigmoid", "router_bias": True},
         varied=(*_LATENT_VARIED, "rope_interleaved", "normalize_router"),
-        defaults={"topk_method": "noaux_tc"},
+        defaults={"topk_method": "noaux_tc", "norm_topk_prob": True},
         **_LATENT,
     ),
     "gpt_oss": Architecture(

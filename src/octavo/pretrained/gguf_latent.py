@@ -33,6 +33,8 @@ def read_latent(fields: Fields) -> dict[str, Any]:
     rotary, shared = fields.int("rope.dimension_count"), fields.int("expert_shared_count", 0, least=0)
     hidden = fields.int("expert_feed_forward_length")
     fields.int("expert_shared_feed_forward_length", shared * hidden, least=0)
+    if fields.flag("expert_weights_norm") and not has_sigmoid(fields):
+        raise ValueError(f"{fields.path}: expert_weights_norm=True of softmax scores is not supported")
     return {
         "head_dim": width,
         "rotary_dim": rotary,
@@ -95,8 +97,8 @@ def latent_metadata(config: ModelConfig) -> dict[str, Any]:
     return found
 
 
-class LatentGguf:
-    """A file whose tensors of W_kvb are joined, where they are split."""
+class GgufTensors:
+    """The tensors of a file, those of W_kvb as one where they are split."""
 
     def __init__(self, file: Gguf):
         self.file = file
