@@ -11,6 +11,11 @@ from tests.arrays import random_params
 
 DENSE = ModelConfig(vocab_size=31, emb_dim=16, num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24)
 MOE = DENSE.replace(num_experts=4, experts_per_token=2, moe_mlp_dim=12, shared_experts=2)
+LATENT = MOE.replace(
+    num_layers=3, first_dense_layers=1, num_kv_heads=4, head_dim=12, rotary_dim=4, rope_interleaved=True,
+    kv_lora_rank=10, q_lora_rank=14, v_head_dim=6, num_experts=8, router_scores="sigmoid", router_bias=True,
+    router_groups=4, router_top_groups=2, router_scale=2.5,
+)  # fmt: skip
 MIXED = MOE.replace(num_layers=5, first_dense_layers=2, unscanned_first=1, unscanned_last=1)
 
 

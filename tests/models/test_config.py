@@ -2,7 +2,7 @@ import pytest
 
 from octavo._config import Config
 from octavo.models import ModelConfig
-from tests.models.common import DENSE, MOE
+from tests.models.common import DENSE, LATENT, MOE
 
 WRONG = [
     (DENSE, {"emb_dim": 0}, "emb_dim is at least 1, got 0"),
@@ -19,6 +19,15 @@ WRONG = [
     (MOE, {"experts_per_token": 5}, "experts_per_token=5 is more than there are: num_experts=4"),
     (MOE, {"moe_mlp_dim": 0}, "num_experts=4 needs moe_mlp_dim"),
     (MOE, {"first_dense_layers": 3}, "first_dense_layers=3 leaves no layer with experts: num_layers=2"),
+    (DENSE, {"v_head_dim": 8}, "v_head_dim=8 needs kv_lora_rank: it is of latent attention"),
+    (DENSE, {"router_bias": True}, "router_bias=True needs num_experts above 1"),
+    (LATENT, {"v_head_dim": 0}, "kv_lora_rank needs v_head_dim"),
+    (LATENT, {"qk_norm": True}, "qk_norm is not supported with latent attention"),
+    (LATENT, {"num_kv_heads": 2}, "num_kv_heads=2 differs from num_query_heads=4"),
+    (LATENT, {"router_groups": 3}, "num_experts=8 are 3 equal groups"),
+    (LATENT, {"experts_per_token": 5}, "groups of 2 experts, router_top_groups=2 of them, are too small"),
+    (LATENT, {"router_scores": "tanh"}, "unknown router_scores 'tanh'.*sigmoid"),
+    (LATENT, {"router_scale": 0.0}, "router_scale is positive, got 0.0"),
     (DENSE, {"unscanned_first": 2, "unscanned_last": 1}, "unscanned_first=2 and unscanned_last=1 are more layers than"),
 ]
 

@@ -412,7 +412,7 @@ def test_the_cache_of_a_run_is_that_of_its_configuration():
     )
     assert Engine(source, max_length=8, chunk=4).kv == KVConfig.of("int4", axis="heads_and_dkv")
     assert Engine(source, max_length=8, chunk=4, kv=KVConfig()).kv == KVConfig()
-    options = argparse.Namespace(kv=None, kv_values=None, kv_axis="dkv")
+    options = argparse.Namespace(kv=None, kv_values=None, kv_axis="dkv", kv_latent=False)
     assert kv_config(options) is None
     options.kv = "float"
     assert kv_config(options) == KVConfig()

@@ -236,6 +236,24 @@ CONFLICTS = [
         "base_num_query_heads=8 is no multiple of base_num_kv_heads=3",
     ),
     ({"head_dim": 33}, "head_dim=33: rotary embeddings rotate pairs"),
+    ({"q_lora_rank": 8}, "q_lora_rank=8 needs latent attention, but kv_lora_rank=0"),
+    ({"v_head_dim": 8}, "v_head_dim=8 needs latent attention, but kv_lora_rank=0"),
+    ({"qk_rope_head_dim": 8}, "qk_rope_head_dim=8 needs latent attention, but kv_lora_rank=0"),
+    ({"kv_lora_rank": 8, "qk_rope_head_dim": 8}, "kv_lora_rank=8 needs the width of a value head, but v_head_dim=0"),
+    (
+        {"kv_lora_rank": 8, "qk_rope_head_dim": 64, "v_head_dim": 8},
+        "qk_rope_head_dim=64 with kv_lora_rank=8: the rotated values of a head are even, and fewer than head_dim=64",
+    ),
+    (
+        {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "base_num_kv_heads": 1},
+        "base_num_kv_heads=1 with kv_lora_rank=8: there are as many as base_num_query_heads=5",
+    ),
+    ({"routed_bias": True}, "routed_bias=true needs routed experts, but num_experts=1"),
+    (MOE | {"n_routing_groups": 3}, "num_experts=4 are n_routing_groups=3 equal groups"),
+    (
+        MOE | {"n_routing_groups": 4},
+        "n_routing_groups=4 and topk_routing_group=1 leave a token less than num_experts_per_tok=2 of num_experts=4",
+    ),
     ({"mlp_activations": ("silu",)}, "mlp_activations=silu: the MLP is gated"),
     (
         {"unscanned_first_layers": 4, "unscanned_last_layers": 3},

@@ -16,8 +16,10 @@ from octavo.qarray import is_qarray
 from octavo.train import ConfigError, train
 from octavo.train.config import Config
 from octavo.train.initial import load_codes, load_params, open_source, open_teacher, with_architecture
+from octavo.train.program import model_config
 from octavo.train.trainer import Trainer
 from tests.arrays import random_params
+from tests.pretrained.test_architectures import GOLDEN, write_golden
 from tests.train.common import SMALL
 
 pytestmark = pytest.mark.standard_promotion
@@ -52,6 +54,17 @@ def files(tmp_path_factory):
     for name, kind, recipe in (("hf", "safetensors", "int8"), ("q8.gguf", "gguf", "q8_0"), ("own", "octavo", "int4")):
         export_model(kind, source(), root / name, Request(recipe))
     return root
+
+
+def test_a_run_starts_from_latent_attention(tmp_path):
+    config = started(write_golden("deepseek_v3", tmp_path), dataset_type="synthetic")
+    opened = open_source(config)
+    model = model_config(with_architecture(config, opened), source=opened)
+    assert model.replace(scan_layers=False, float32_logits=True) == opened.config
+    params = load_params(opened, model)
+    assert params["decoder"]["layers"]["self_attention"]["wkv_b"]["kernel"].shape == (2, 16, 88)
+    logits, _ = jax.jit(apply, static_argnums=0)(model, params, GOLDEN["tokens"][None])
+    np.testing.assert_allclose(logits[0], GOLDEN["deepseek_v3/logits"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["hf", "q8.gguf", "own"])

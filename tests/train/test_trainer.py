@@ -152,12 +152,12 @@ def test_learning_rates():
     assert float(constant(0)) == float(constant(99)) == pytest.approx(3e-3)
 
 
-def test_norms_do_not_decay():
+def test_norms_and_biases_of_routers_do_not_decay():
     optimizer = make_optimizer(small(learning_rate=1.0, warmup_steps_fraction=0.0, adam_weight_decay=0.5))
-    params = {"norm": {"scale": jnp.ones(4)}, "out": {"kernel": jnp.ones((4, 4))}}
+    params = {"norm": {"scale": jnp.ones(4)}, "out": {"kernel": jnp.ones((4, 4))}, "router_bias": jnp.ones((2, 4))}
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     new = optax.apply_updates(params, updates)
-    assert float(new["norm"]["scale"][0]) == 1
+    assert float(new["norm"]["scale"][0]) == float(new["router_bias"][0, 0]) == 1
     assert float(new["out"]["kernel"][0, 0]) == 0.5
 
 

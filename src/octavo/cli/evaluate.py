@@ -73,7 +73,7 @@ def _report(args: argparse.Namespace, source: Any, against: Any, found: Any) -> 
     from octavo.report.page import versions
     from octavo.report.record import EVALUATION, write_record
 
-    kv = "-".join(filter(None, (args.kv, args.kv_values))) if args.kv else ""
+    kv = "-".join(filter(None, (args.kv, args.kv_values, args.kv_latent and "latent")))
     name = "-".join(filter(None, ("eval", Path(args.model).resolve().name, Path(args.text).stem, kv)))
     directory = Path(args.out or Path("runs") / name)
     record = {
@@ -81,7 +81,7 @@ def _report(args: argparse.Namespace, source: Any, against: Any, found: Any) -> 
         "describes": source.describe(),
         "against": Path(args.against).resolve().name if against is not None else None,
         "text": Path(args.text).name,
-        "options": {name: getattr(args, name) for name in ("length", "max_tokens", "kv", "kv_values")},
+        "options": {name: getattr(args, name) for name in ("length", "max_tokens", "kv", "kv_values", "kv_latent")},
         "peak_memory": peak_memory(),
         "versions": versions(),
         **found.to_dict(),

@@ -84,6 +84,9 @@ def add_kv_cache(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kv-values", metavar="FORMAT", help="the format of values, where it is another")
     parser.add_argument("--kv-axis", metavar="AXIS", default="dkv", help="dkv (the default), heads_and_dkv or kivi")
+    parser.add_argument(
+        "--kv-latent", action="store_true", help="of latent attention (DeepSeek): store the latent, not keys and values"
+    )
 
 
 def add_prefill(parser: argparse.ArgumentParser) -> None:
@@ -103,8 +106,8 @@ def kv_config(args: argparse.Namespace) -> Any:
     if args.kv_values and not args.kv:
         raise ValueError("--kv-values needs --kv, the format of the keys")
     if args.kv in (None, "float"):
-        return None if args.kv is None else KVConfig()
-    return KVConfig(keys=args.kv, values=args.kv_values or args.kv, axis=args.kv_axis)
+        return None if args.kv is None and not args.kv_latent else KVConfig(latent=args.kv_latent)
+    return KVConfig(keys=args.kv, values=args.kv_values or args.kv, axis=args.kv_axis, latent=args.kv_latent)
 
 
 def warm_up(command: str, engine: Any) -> None:

@@ -123,7 +123,7 @@ def _engine(args: argparse.Namespace) -> tuple[Any, str]:
     directory = use_compiled_programs()
     name = args.name or Path(args.model).resolve().name
     if is_encoder(args.model):
-        if args.adapter or args.kv:
+        if args.adapter or args.kv or args.kv_latent:
             raise ValueError(f"{args.model} is an encoder: --adapter and --kv are for models that generate text")
         return open_encoder(args.model, max_length=args.max_length), name
     kv, source = kv_config(args), open_source(args)

@@ -7,6 +7,7 @@ one scale per token; the gradient is straight-through.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,10 +71,9 @@ class ExpertParallel:
     def row_spec(self) -> PartitionSpec:
         return PartitionSpec(self.sharding.row_axes or None)
 
-    def top_k(self, x: Array) -> tuple[Array, Array]:
-        """The k largest of [batch, length, experts] and their indices, computed by each device for its tokens."""
-        run = self.sharding.shard_map(lambda x: jax.lax.top_k(x, self.k)[1], (self.token_spec,), self.token_spec)
-        experts = run(jax.lax.stop_gradient(x))
+    def choose(self, x: Array, by: Array, fn: Callable[[Array], Array]) -> tuple[Array, Array]:
+        """The experts `fn(by)` of [batch, length, experts], computed by each device for its tokens, and `x` of them."""
+        experts = self.sharding.shard_map(fn, (self.token_spec,), self.token_spec)(jax.lax.stop_gradient(by))
         # XLA would partition a gather and its gradient, a scatter, only partially.
         chosen = one_hot(experts, x.shape[-1])
         return jnp.sum(jnp.where(chosen, x[..., None, :], jnp.zeros_like(x)[..., None, :]), axis=-1), experts

@@ -24,7 +24,7 @@ class QKV(NamedTuple):
 
     query: Float[Array, "batch length heads dim"]
     key: Float[Array, "batch length kv_heads dim"]
-    value: Float[Array, "batch length kv_heads dim"]
+    value: Float[Array, "batch length kv_heads value_dim"]
 
 
 class AttentionOptions(NamedTuple):
@@ -58,7 +58,7 @@ class Cache(Protocol):
 
     def attend(
         self, layer: str, qkv: QKV, positions: Shaped[Array, "batch length"], options: AttentionOptions = _PLAIN
-    ) -> tuple[Float[Array, "batch length heads dim"], "Cache"]:
+    ) -> tuple[Float[Array, "batch length heads value_dim"], "Cache"]:
         """Store keys and values, and attend causally to all that are stored.
 
         Args:
@@ -134,13 +134,21 @@ def rotary_frequencies(
     return frequency * config.rope.multipliers(theta, 2 * half, length), config.rope.magnitude
 
 
-def rotate(x: Float[Array, "batch length heads dim"], angles: RotaryAngles) -> Float[Array, "batch length heads dim"]:
-    """Rotate each pair of values by its angle; values beyond the angles are kept."""
+def rotate(
+    x: Float[Array, "batch length heads dim"], angles: RotaryAngles, *, interleaved: bool = False
+) -> Float[Array, "batch length heads dim"]:
+    """Rotate each pair of values by its angle; values beyond the angles are kept.
+
+    Interleaved pairs come out in the order of halves, which dot products of queries and keys do not depend on.
+    """
     half = angles.cos.shape[-1]
     if half == 0:
         return x
     wide = x.astype(jnp.float32)
     first, second, rest = jnp.split(wide, (half, 2 * half), axis=-1)
+    if interleaved:
+        pairs = wide[..., : 2 * half].reshape(*x.shape[:-1], half, 2)
+        first, second = pairs[..., 0], pairs[..., 1]
     rotated = (first * angles.cos - second * angles.sin, second * angles.cos + first * angles.sin, rest)
     return jnp.concatenate(rotated if rest.shape[-1] else rotated[:2], axis=-1).astype(x.dtype)
 
@@ -178,7 +186,8 @@ class Attention(nnx.Module):
         key, value = (shard_activation(self.config.placement, x, *kv_axes) for x in (key, value))
         if self.qk_norm:
             query, key = self.normalize(query, self.query_norm), self.normalize(key, self.key_norm)
-        query, key = rotate(query, angles), rotate(key, angles)
+        interleaved = self.config.rope_interleaved
+        query, key = (rotate(x, angles, interleaved=interleaved) for x in (query, key))
         if block := self.config.hadamard_keys:
             query, key = walsh_hadamard(query, block), walsh_hadamard(key, block)
         if self.config.attention_scale is not None:
@@ -214,12 +223,12 @@ class Attention(nnx.Module):
 def attend(
     query: Float[Array, "batch query heads dim"],
     key: Float[Array, "batch key kv_heads dim"],
-    value: Float[Array, "batch key kv_heads dim"],
+    value: Float[Array, "batch key kv_heads value_dim"],
     mask: Bool[Array, "batch 1 1 query key"],
     options: AttentionOptions = _PLAIN,
     *,
     bias: Float[Array, "heads query key"] | None = None,
-) -> Float[Array, "batch query heads dim"]:
+) -> Float[Array, "batch query heads value_dim"]:
     """Attention with a mask, which has the window: softmax(query key^T / sqrt(dim) + bias) value."""
     batch, length, heads, dim = query.shape
     kv_heads = key.shape[2]
@@ -242,6 +251,6 @@ def attend(
     if sinks is not None:
         total = total + jnp.exp(sinks - top)
     weights = weights.astype(value.dtype).reshape(batch, kv_heads, -1, key.shape[2])
-    context = jnp.einsum("bhqk,bhkd->bhqd", weights, value).reshape(batch, kv_heads, -1, length, dim)
+    context = jnp.einsum("bhqk,bhkd->bhqd", weights, value).reshape(batch, kv_heads, -1, length, value.shape[-1])
     context = (context.astype(jnp.float32) / total).astype(value.dtype)
-    return context.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+    return context.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, -1)

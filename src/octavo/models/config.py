@@ -9,17 +9,21 @@ from octavo.models.rope import RopeScaling
 
 DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = ("vocab_size", "emb_dim", "num_layers", "num_query_heads", "num_kv_heads", "head_dim", "mlp_dim")
-_SIZES += ("num_experts", "experts_per_token", "batch_split")
+_SIZES += ("num_experts", "experts_per_token", "batch_split", "router_groups", "router_top_groups")
 _COUNTS = ("shared_experts", "first_dense_layers", "unscanned_first", "unscanned_last", "moe_mlp_dim")
 _COUNTS += ("sliding_window", "learned_positions", "attention_softcap", "logits_softcap")
-_COUNTS += ("hadamard_inputs", "hadamard_mlp", "hadamard_keys")
+_COUNTS += ("hadamard_inputs", "hadamard_mlp", "hadamard_keys", "kv_lora_rank", "q_lora_rank", "v_head_dim")
+LATENT = ("kv_lora_rank", "q_lora_rank", "v_head_dim")
+"""The fields of latent attention."""
 VARIANTS = ("gated_mlp", "mlp_bias", "norm", "norm_place", "rotary_dim", "learned_positions", "sliding_window")
 VARIANTS += ("attention_scale", "attention_softcap", "attention_sinks", "logits_softcap", "embedding_scale")
-VARIANTS += ("out_bias", "qk_norm_wide", "shared_gate", "normalize_router")
+VARIANTS += ("out_bias", "qk_norm_wide", "shared_gate", "normalize_router", *LATENT, "rope_interleaved")
+VARIANTS += ("router_scores", "router_bias", "router_groups", "router_top_groups", "router_scale")
 HADAMARD = ("hadamard_inputs", "hadamard_mlp", "hadamard_keys")
 VARIANTS += HADAMARD
 """The fields that make blocks other than those of Llama and Qwen."""
 NORM_PLACES = ("pre", "post", "both")
+ROUTER_SCORES = ("softmax", "sigmoid")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -55,6 +59,8 @@ class ModelConfig(Config):
     """Four numbers are those of "llama3": factor, low and high frequency factor, original length."""
     rotary_dim: int | None = None
     """How many of the values of a head are rotated, 0 for none; by default all."""
+    rope_interleaved: bool = False
+    """Whether neighboring values are a rotated pair, as in DeepSeek; otherwise the first half pairs with the second."""
     learned_positions: int = 0
     """Positions with a learned embedding, as in GPT-2; a text cannot be longer. 0 for none."""
     sliding_window: int = 0
@@ -80,6 +86,13 @@ class ModelConfig(Config):
     """Whether each head's query and key are normalized before the rotation, as in Qwen3."""
     qk_norm_wide: bool = False
     """Whether queries and keys are normalized over all heads at once, as in OLMo 2."""
+    kv_lora_rank: int = 0
+    """Width of the latent from which keys and values are projected, as in DeepSeek-V2; 0 for attention without one. The
+    last `rotary_dim` values of a key, which alone are rotated, are shared by all heads."""
+    q_lora_rank: int = 0
+    """The same of queries; 0 to project them from hidden states."""
+    v_head_dim: int = 0
+    """Width of a value head with a latent; that of queries and keys is `head_dim`."""
     hadamard_inputs: int = 0
     """Blocks of a Hadamard rotation of the inputs of all matmuls in attention and MLPs; 0 for none. Weights are rotated
     too, so that these cancel: see `octavo.pretrained.hadamard`."""
@@ -100,6 +113,16 @@ class ModelConfig(Config):
     """Whether the shared MLP is multiplied by the sigmoid of a learned projection, as in Qwen2-MoE."""
     normalize_router: bool = True
     """Whether the weights of a token's experts sum to one; otherwise they are probabilities."""
+    router_scores: str = "softmax"
+    """What makes logits of the router probabilities: "softmax", or "sigmoid" of each by itself, as in DeepSeek-V3."""
+    router_bias: bool = False
+    """Whether experts are chosen by probability plus a bias of each expert, which is not part of their weights."""
+    router_groups: int = 1
+    """Equal groups of experts. A token goes to experts of its best groups only: by their best expert, or by their best
+    two with `router_bias`."""
+    router_top_groups: int = 1
+    router_scale: float = 1.0
+    """Multiplies the weights of experts."""
     moe_mlp_dim: int = 0
     first_dense_layers: int = 0
     """Leading layers with a dense MLP."""
@@ -128,8 +151,9 @@ class ModelConfig(Config):
         check_least(self, 1, *_SIZES)
         check_least(self, 0, *_COUNTS)
         check_choices(self, activation=ACTIVATIONS, remat=POLICIES, dtype=DTYPES, weight_dtype=DTYPES)
-        check_choices(self, norm=NORMS, norm_place=NORM_PLACES)
+        check_choices(self, norm=NORMS, norm_place=NORM_PLACES, router_scores=ROUTER_SCORES)
         self._check_attention()
+        self._check_latent()
         self._check_experts()
         self._check_layers()
 
@@ -157,7 +181,7 @@ class ModelConfig(Config):
         return [name for name in VARIANTS if getattr(self, name) != default[name]]
 
     def _check_attention(self) -> None:
-        for name in ("norm_eps", "rope_theta"):
+        for name in ("norm_eps", "rope_theta", "router_scale"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is positive, got {getattr(self, name)}")
         if self.num_query_heads % self.num_kv_heads:
@@ -174,14 +198,42 @@ class ModelConfig(Config):
         if self.qk_norm_wide and not self.qk_norm:
             raise ValueError("qk_norm_wide is a kind of qk_norm: set that too")
 
+    def _check_latent(self) -> None:
+        if not self.kv_lora_rank:
+            for name in LATENT:
+                if getattr(self, name):
+                    raise ValueError(f"{name}={getattr(self, name)} needs kv_lora_rank: it is of latent attention")
+            return
+        for name in ("qkv_bias", "out_bias", "qk_norm", "attention_sinks", "hadamard_inputs", "hadamard_keys"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported with latent attention (kv_lora_rank={self.kv_lora_rank})")
+        if not self.v_head_dim:
+            raise ValueError("kv_lora_rank needs v_head_dim, the width of a value head")
+        if self.num_kv_heads != self.num_query_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} differs from num_query_heads={self.num_query_heads}: with latent "
+                "attention every query head has keys and values of its own"
+            )
+
     def _check_experts(self) -> None:
         if self.num_experts == 1:
-            for name in ("shared_experts", "first_dense_layers", "shared_gate"):
+            for name in ("shared_experts", "first_dense_layers", "shared_gate", "router_bias"):
                 if getattr(self, name):
                     raise ValueError(f"{name}={getattr(self, name)} needs num_experts above 1: there are no experts")
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token={self.experts_per_token} is more than there are: num_experts={self.num_experts}"
+            )
+        if self.num_experts % self.router_groups or self.router_top_groups > self.router_groups:
+            raise ValueError(
+                f"num_experts={self.num_experts} are {self.router_groups} equal groups (router_groups), of which "
+                f"router_top_groups={self.router_top_groups} are used"
+            )
+        size = self.num_experts // self.router_groups
+        if self.experts_per_token > size * self.router_top_groups:
+            raise ValueError(
+                f"groups of {size} experts, router_top_groups={self.router_top_groups} of them, are too small for "
+                f"experts_per_token={self.experts_per_token}"
             )
         if self.num_experts > 1 and not self.moe_mlp_dim:
             raise ValueError(f"num_experts={self.num_experts} needs moe_mlp_dim, the width of one expert")

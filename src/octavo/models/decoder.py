@@ -14,6 +14,7 @@ from flax import nnx
 from octavo._typing import Array, Float, PRNGKeyArray, Shaped
 from octavo.models.attention import Attention, Cache, RotaryAngles
 from octavo.models.config import ModelConfig
+from octavo.models.latent_attention import LatentAttention
 from octavo.models.layers import NORMS, Dense, Embed, Mlp
 from octavo.models.moe import MoeBlock
 from octavo.models.remat import remat
@@ -75,7 +76,8 @@ class DecoderLayer(nnx.Module):
             self.pre_self_attention_layer_norm, self.post_self_attention_layer_norm = norm(), norm()
         if config.norm_place != "pre":
             self.self_attention_out_norm, self.mlp_out_norm = norm(), norm()
-        self.self_attention = Attention(config, rngs=rngs, gain=gain)
+        attention = LatentAttention if config.kv_lora_rank else Attention
+        self.self_attention = attention(config, rngs=rngs, gain=gain)
         if is_moe:
             self.moe_block = MoeBlock(config, rngs=rngs, gain=gain)
         else:

@@ -5,6 +5,7 @@ experts * sum over experts of (share of tokens) * (mean probability), which is 1
 """
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -70,22 +71,48 @@ class Routing(NamedTuple):
 
 
 def route_top_k(
-    logits: Float[Array, "*tokens experts"], k: int, parallel: ExpertParallel | None = None, *, normalize: bool = True
+    config: ModelConfig,
+    logits: Float[Array, "*tokens experts"],
+    bias: Float[Array, "experts"] | None = None,
+    parallel: ExpertParallel | None = None,
 ) -> Routing:
-    """The k most probable experts of each token.
+    """The most probable experts of each token, by probability plus a bias if there is one.
 
-    Their weights sum to one if `normalize`, else they are probabilities. A single expert is weighted by its
+    Their weights sum to one if `normalize_router`, else they are probabilities. A single expert is weighted by its
     probability: with a constant weight the router would have no gradient. On a mesh each device routes its own tokens.
     """
-    probabilities = jax.nn.softmax(logits, axis=-1)
-    weights, experts = jax.lax.top_k(probabilities, k) if parallel is None else parallel.top_k(probabilities)
-    if k > 1 and normalize:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    is_softmax = config.router_scores == "softmax"
+    probabilities = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
+    chosen_by = probabilities if bias is None else probabilities + jnp.broadcast_to(bias, probabilities.shape)
+    choose = functools.partial(best_experts, config)
+    if parallel is not None:
+        weights, experts = parallel.choose(probabilities, chosen_by, choose)
+    else:
+        experts = choose(jax.lax.stop_gradient(chosen_by))
+        weights = jnp.take_along_axis(probabilities, experts, axis=-1, mode="promise_in_bounds")
+    if config.experts_per_token > 1 and config.normalize_router:
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        weights = weights / (total if is_softmax else total + 1e-20)
+    if config.router_scale != 1:
+        weights = weights * config.router_scale
+    if not is_softmax:
+        probabilities = probabilities / (jnp.sum(probabilities, axis=-1, keepdims=True) + 1e-20)
     count, tokens = logits.shape[-1], tuple(range(logits.ndim - 1))
     # A one-hot sum rather than a bincount: on a mesh it is sharded as its terms.
     share = jnp.sum(one_hot(experts, count), axis=(*tokens, -2), dtype=jnp.int32) / experts.size
     load_balance = count * jnp.sum(share * jnp.mean(probabilities, axis=tokens))
     return Routing(experts, weights, load_balance)
+
+
+def best_experts(config: ModelConfig, scores: Float[Array, "*tokens experts"]) -> Shaped[Array, "*tokens k"]:
+    """The experts of each token with the highest scores, among those of its best groups."""
+    if config.router_groups > 1:
+        groups = scores.reshape(*scores.shape[:-1], config.router_groups, -1)
+        best = jax.lax.top_k(groups, min(2, groups.shape[-1]) if config.router_bias else 1)[0]
+        kept = jax.lax.top_k(jnp.sum(best, axis=-1), config.router_top_groups)[1]
+        is_kept = jnp.any(one_hot(kept, config.router_groups), axis=-2)
+        scores = jnp.where(is_kept[..., None], groups, -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(scores, config.experts_per_token)[1]
 
 
 class MoeBlock(nnx.Module):
@@ -102,18 +129,16 @@ class MoeBlock(nnx.Module):
         if config.shared_experts:
             wide = config.shared_experts * hidden
             self.shared_experts = Mlp(size, wide, config.activation, dtype, rngs=rngs, gain=gain, fused=config.fused)
+        if config.router_bias:
+            self.router_bias = nnx.Param(jnp.zeros(count, jnp.dtype(dtype)))
         if config.shared_gate:
             self.shared_gate = Dense(size, 1, dtype, rngs=rngs)
         self.config = config
 
     def __call__(self, x: Float[Array, "batch length size"]) -> tuple[Float[Array, "batch length size"], Array]:
         parallel = expert_parallel(self.config, x.shape) if self.config.sparse_matmul else None
-        routing = route_top_k(
-            self.router(x.astype(jnp.float32)),
-            self.config.experts_per_token,
-            parallel,
-            normalize=self.config.normalize_router,
-        )
+        bias = self.router_bias[...].astype(jnp.float32) if self.config.router_bias else None
+        routing = route_top_k(self.config, self.router(x.astype(jnp.float32)), bias, parallel)
         if parallel is not None:
             out = self.compute_sharded(x, routing, parallel)
         else:

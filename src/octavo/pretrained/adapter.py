@@ -18,6 +18,7 @@ from octavo._tree import flatten_paths
 from octavo.files.safetensors import SafeTensors, write
 from octavo.models import ModelConfig, abstract_params
 from octavo.models.decoder import layer_groups
+from octavo.pretrained.architectures import ARCHITECTURES
 from octavo.pretrained.model import Leaf, PretrainedModel, to_float
 from octavo.pretrained.names import HUGGINGFACE
 from octavo.pretrained.tokenizer import read_json
@@ -172,14 +173,20 @@ def write_adapter(
 
 def _module_names(config: ModelConfig) -> dict[str, str]:
     """The path of each kernel by the name of its module in Hugging Face's models."""
-    plain = config.replace(scan_layers=False, unscanned_first=0, unscanned_last=0)
-    names = HUGGINGFACE.param_names(abstract_params(plain))
+    plain = _plain(config)
+    tensors = ARCHITECTURES["deepseek_v3"].huggingface_names if config.kv_lora_rank else HUGGINGFACE
+    names = tensors.param_names(abstract_params(plain), plain.first_dense_layers)
     return {name.removesuffix(".weight"): path for path, name in names.items() if path.endswith("/kernel")}
+
+
+def _plain(config: ModelConfig) -> ModelConfig:
+    return config.replace(scan_layers=False, unscanned_first=0, unscanned_last=0)
 
 
 def _unstacked(config: ModelConfig, adapters: Any) -> dict[str, np.ndarray]:
     """Adapters by path, with a path for each layer."""
     groups = {group.name: group for group in layer_groups(config)}
+    names = [group.name for group in layer_groups(_plain(config))]
     found: dict[str, np.ndarray] = {}
     for path, value in flatten_paths(adapters).items():
         top, _, rest = path.partition("/")
@@ -189,5 +196,5 @@ def _unstacked(config: ModelConfig, adapters: Any) -> dict[str, np.ndarray]:
             continue
         group = groups[name]
         for i, layer in enumerate(group.layers):
-            found[f"decoder/layers_{layer}/{rest}"] = np.asarray(value[i] if group.is_stack else value)
+            found[f"decoder/{names[layer]}/{rest}"] = np.asarray(value[i] if group.is_stack else value)
     return found

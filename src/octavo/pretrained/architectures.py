@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.models import ModelConfig
-from octavo.models.config import VARIANTS
+from octavo.models.config import LATENT, VARIANTS
 from octavo.pretrained.names import GGUF, HUGGINGFACE, TensorNames
 
 
@@ -67,6 +67,8 @@ class Architecture:
             all(getattr(config, name) == value for name, value in {**wanted, **self.fixed}.items())
             and (config.num_experts > 1) == self.has_experts
             and abs(config.embedding_scale - scale) < 1e-3
+            and (config.kv_lora_rank > 0) == ("kv_lora_rank" in self.varied)
+            and (not config.first_dense_layers or "first_dense_layers" in self.varied)
             and ("out_bias" not in self.varied or config.out_bias == config.qkv_bias)
         )
 
@@ -89,6 +91,16 @@ _GEMMA: dict[str, Any] = {
     "names": {**_OUT_NORMS, "post_self_attention_layer_norm": "pre_feedforward_layernorm"},
     "keys": {"hidden_act": "hidden_activation"},
 }
+_LATENT: dict[str, Any] = {
+    "has_experts": True,
+    "names": {
+        f"moe_block/shared_experts/{module}": f"mlp.shared_experts.{name}_proj"
+        for module, name in (("wi_0", "gate"), ("wi_1", "up"), ("wo", "down"))
+    },
+    "keys": {"num_experts": "n_routed_experts"},
+}
+_LATENT_VARIED = (*LATENT, "rotary_dim", "attention_scale", "first_dense_layers")
+_LATENT_VARIED += ("router_groups", "router_top_groups", "router_scale")
 _GEMMA_VARIED = ("sliding_window", "attention_scale", "attention_softcap", "logits_softcap")
 
 ARCHITECTURES = {
@@ -208,6 +220,22 @@ ARCHITECTURES = {
             "sliding_window": 4096,
         },
         **_GEMMA,
+    ),
+    "deepseek_v2": Architecture(
+        "DeepseekV2ForCausalLM",
+        "deepseek2",
+        fixed={"rope_interleaved": True, "normalize_router": False},
+        varied=_LATENT_VARIED,
+        defaults={"topk_method": "greedy"},
+        **_LATENT,
+    ),
+    "deepseek_v3": Architecture(
+        "DeepseekV3ForCausalLM",
+        "deepseek2",
+        fixed={"router_scores": "sigmoid", "router_bias": True},
+        varied=(*_LATENT_VARIED, "rope_interleaved", "normalize_router"),
+        defaults={"topk_method": "noaux_tc", "norm_topk_prob": True},
+        **_LATENT,
     ),
     "gpt_oss": Architecture(
         "GptOssForCausalLM",

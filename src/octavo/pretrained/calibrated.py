@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -147,10 +146,10 @@ def distilled(
 
 def _stages(names: Iterable[str]) -> list[list[str]]:
     """Weights by layer, and then those of the logits."""
-    found: dict[float, list[str]] = {}
+    found: dict[tuple[int, int], list[str]] = {}
     for name in names:
-        layer = re.search(r"/layers_(\d+)/", name)
-        found.setdefault(int(layer[1]) if layer else math.inf, []).append(name)
+        layer = re.search(r"/(dense_)?layers_(\d+)/", name)
+        found.setdefault((0 if layer[1] else 1, int(layer[2])) if layer else (2, 0), []).append(name)
     return [found[layer] for layer in sorted(found)]
 
 

@@ -21,6 +21,7 @@ from octavo.pretrained.export import Export, Request, register_exporter
 from octavo.pretrained.fields import check_placed
 from octavo.pretrained.gguf_config import ROPE_TABLES, model_config
 from octavo.pretrained.gguf_config import metadata as model_metadata
+from octavo.pretrained.gguf_latent import GgufTensors
 from octavo.pretrained.kernel_layout import packed_for_kernels
 from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, register_format, to_float
 from octavo.pretrained.names import EMBEDDING, LOGITS, Place, assemble, interleaved_rotary
@@ -52,14 +53,10 @@ def read(path: Path) -> PretrainedModel:
     file = Gguf(path)
     name, config = model_config(file)
     places = _places(name, config)
-    placed = [place.name for place in places.values()]
-    check_placed(path, file.names(), [*placed, *ROPE_TABLES])
-    leaves = {
-        param: place.leaf(
-            functools.partial(_info, file), functools.partial(_load, file), functools.partial(_load_codes, file)
-        )
-        for param, place in places.items()
-    }
+    placed, tensors = [place.name for place in places.values()], GgufTensors(file)
+    check_placed(path, file.names(), [*placed, *ROPE_TABLES, *tensors.parts])
+    load_codes = functools.partial(_load_codes, tensors)
+    leaves = {param: place.leaf(tensors.info, tensors.load, load_codes) for param, place in places.items()}
     origin = {
         "kind": "GGUF",
         "path": path.name,
@@ -76,19 +73,10 @@ def _places(name: str, config: ModelConfig) -> dict[str, Place]:
     return architecture.gguf_tensors.places(abstract_params(config), config, interleaved=interleaved)
 
 
-def _info(file: Gguf, name: str) -> tuple[tuple[int, ...], str, str]:
-    return file.info(name).shape, "float32", file.info(name).kind
-
-
-def _load(file: Gguf, name: str) -> np.ndarray | QArray:
-    quantized = file.read_quantized(name)
-    return file.read(name) if quantized is None else quantized
-
-
-def _load_codes(file: Gguf, name: str) -> np.ndarray | QArray:
+def _load_codes(file: GgufTensors, name: str) -> np.ndarray | QArray:
     """A tensor as kernels multiply it: codes of four bits are packed, those of five and six are bytes."""
-    quantized = file.read_quantized(name, exact=False)
-    return file.read(name) if quantized is None else packed_for_kernels(quantized)
+    found = file.load(name, exact=False)
+    return packed_for_kernels(found) if isinstance(found, QArray) else found
 
 
 def _tokenizer(file: Gguf) -> Any:

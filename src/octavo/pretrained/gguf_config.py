@@ -10,6 +10,7 @@ from octavo.files.gguf import Gguf
 from octavo.models import ModelConfig, RopeScaling
 from octavo.pretrained.architectures import ARCHITECTURES, Architecture, architecture_of
 from octavo.pretrained.fields import Fields, check_layers
+from octavo.pretrained.gguf_latent import READ, has_sigmoid, latent_metadata, read_latent
 from octavo.pretrained.names import GGUF
 
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -55,10 +56,13 @@ def model_config(file: Gguf) -> tuple[str, ModelConfig]:
         (n for n, a in ARCHITECTURES.items() if a.gguf == kind and a.has_experts == has_experts),
         next(n for n, a in ARCHITECTURES.items() if a.gguf == kind),
     )
+    if kind == "deepseek2" and has_sigmoid(fields):
+        name = "deepseek_v3"
     if ARCHITECTURES[name].has_experts != has_experts:
         raise ValueError(f"{file.path}: {kind}.expert_count={fields.get('expert_count', 0)} is not supported")
     config = _read(file, fields, ARCHITECTURES[name])
-    fields.check_neutral(_NEUTRAL)
+    read = READ if config.kv_lora_rank else ()
+    fields.check_neutral({key: allowed for key, allowed in _NEUTRAL.items() if key not in read})
     unused = fields.unused(_INERT)
     if unused:
         raise ValueError(
@@ -73,11 +77,16 @@ def _read(file: Gguf, fields: Fields, architecture: Architecture) -> ModelConfig
     layers, size = fields.int("block_count"), fields.int("embedding_length")
     check_layers(file.path, f"{fields.prefix}block_count", layers, names, GGUF.layer)
     heads = fields.int("attention.head_count")
+    kv_heads = fields.int("attention.head_count_kv", heads)
     head_dim = fields.int("attention.key_length", max(size // heads, 1))
-    if fields.int("attention.value_length", head_dim) != head_dim:
+    is_latent = "kv_lora_rank" in architecture.varied
+    if fields.int("attention.value_length", head_dim) != head_dim and not is_latent:
         raise ValueError(f"{file.path} has values of another width than keys, which is not supported")
     changes: dict[str, Any] = {}
-    if architecture.has_experts:
+    if is_latent:
+        changes |= read_latent(fields)
+        head_dim = changes.pop("head_dim")
+    elif architecture.has_experts:
         changes |= _experts(fields)
     else:
         changes["mlp_dim"] = fields.int("feed_forward_length")
@@ -89,7 +98,9 @@ def _read(file: Gguf, fields: Fields, architecture: Architecture) -> ModelConfig
     if "learned_positions" in architecture.varied:
         changes["learned_positions"] = file.info("position_embd.weight").shape[0]
     changes |= _window(fields, architecture)
-    if "attention_scale" in architecture.varied:
+    if is_latent and changes["rope_scaling"] is not None:
+        changes["rope_scaling"] = changes["rope_scaling"].replace(magnitude=1.0)
+    if "attention_softcap" in architecture.varied:
         changes["attention_softcap"] = _decimal(fields.float("attn_logit_softcapping", 0.0))
         changes["logits_softcap"] = _decimal(fields.float("final_logit_softcapping", 0.0))
         if (architecture.gguf, layers) in _WIDE_HEADS:
@@ -104,7 +115,7 @@ def _read(file: Gguf, fields: Fields, architecture: Architecture) -> ModelConfig
         emb_dim=size,
         num_layers=layers,
         num_query_heads=heads,
-        num_kv_heads=fields.int("attention.head_count_kv", heads),
+        num_kv_heads=heads if is_latent else kv_heads,
         head_dim=head_dim,
         norm_eps=_decimal(fields.float(f"attention.{epsilon}")),
         rope_theta=_decimal(fields.float("rope.freq_base", 10_000.0)),
@@ -207,7 +218,7 @@ def metadata(config: ModelConfig, max_length: int) -> tuple[str, dict[str, Any],
     if architecture.gguf == "qwen3moe" and not config.normalize_router:
         raise ValueError("llama.cpp normalizes the router of such models: write safetensors instead")
     scale = config.emb_dim / config.num_query_heads if (architecture.gguf, config.num_layers) in _WIDE_HEADS else None
-    if config.attention_scale != (None if scale is None else scale**-0.5):
+    if config.attention_scale != (None if scale is None else scale**-0.5) and not config.kv_lora_rank:
         raise ValueError("GGUF files have no place for attention_scale: write safetensors instead")
     epsilon = "layer_norm_epsilon" if config.norm == "layer" else "layer_norm_rms_epsilon"
     found: dict[str, Any] = {
@@ -230,9 +241,11 @@ def metadata(config: ModelConfig, max_length: int) -> tuple[str, dict[str, Any],
             found["expert_shared_feed_forward_length"] = config.shared_experts * config.moe_mlp_dim
         if architecture.gguf == "qwen2moe":
             found["expert_weights_norm"] = config.normalize_router
+    if config.kv_lora_rank:
+        found |= latent_metadata(config)
     if config.sliding_window:
         found["attention.sliding_window"] = config.sliding_window
-    if "attention_scale" in architecture.varied:
+    if "attention_softcap" in architecture.varied:
         caps = {"attn_logit_softcapping": config.attention_softcap, "final_logit_softcapping": config.logits_softcap}
         found |= {key: cap for key, cap in caps.items() if cap}
     keys, tables = _rope_metadata(config)
@@ -255,7 +268,8 @@ def _rope_metadata(config: ModelConfig) -> tuple[dict[str, Any], dict[str, np.nd
     if rope.kind == "linear":
         return {f"{key}type": "linear", f"{key}factor": float(rope.factor)}, {}
     if rope.kind == "yarn":
-        attention = rope.magnitude / (1 + 0.1 * math.log(rope.factor) if rope.factor > 1 else 1)
+        usual = 1 if config.kv_lora_rank else 1 + 0.1 * math.log(max(rope.factor, 1.0))
+        attention = rope.magnitude / usual
         found = {f"{key}type": "yarn", f"{key}factor": float(rope.factor), f"{key}original_context_length": rope.length}
         found |= {f"{key}attn_factor": attention} if abs(attention - 1) > 1e-6 else {}
         found |= {f"{key}yarn_beta_slow": rope.low, f"{key}yarn_beta_fast": rope.high}

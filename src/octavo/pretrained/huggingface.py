@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,14 @@ def read(directory: Path) -> PretrainedModel:
     file = SafeTensors(directory)
     layout = layout_of(described["quantization_config"]) if described.get("quantization_config") else None
     names = file.names() if layout is None else layout.names(file.names())
+    predictors = _predictors(described, names)
+    if predictors:
+        names = [name for name in names if name not in predictors]
+        warnings.warn(
+            f"{directory}: the tensors of multi-token prediction, {predictors[0]!r} and {len(predictors) - 1} more, "
+            "are left out: the logits of the next token do not depend on them",
+            stacklevel=3,
+        )
     config = model_config(described, directory, names)
     tensors = ARCHITECTURES[described["model_type"]].huggingface_names
     prefix = _left_out_prefix(tensors, names)
@@ -71,6 +80,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or not isinstance(found.get("quantization_config") or {}, dict):
         raise ValueError(f"{path} and its quantization_config are objects of JSON")
     return found
+
+
+def _predictors(described: dict[str, Any], names: Collection[str]) -> list[str]:
+    """The tensors of the layers of multi-token prediction, which config.json counts apart from the others."""
+    first, count = (described.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    if type(first) is not int or type(count) is not int:
+        return []
+    layers = tuple(f"model.layers.{first + i}." for i in range(min(count, 100)))
+    return sorted(name for name in names if name.startswith(layers))
 
 
 def _left_out_prefix(tensors: TensorNames, names: Collection[str]) -> str:

@@ -10,6 +10,7 @@ from octavo._names import did_you_mean, unknown_name
 from octavo.models import ModelConfig, RopeScaling
 from octavo.pretrained.architectures import ARCHITECTURES, Architecture, architecture_of
 from octavo.pretrained.fields import Fields
+from octavo.pretrained.latent_config import describe_latent, describe_scale, magnitude, read_experts, read_latent
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu"}
 _ACTIVATIONS |= {"gelu": "gelu_exact", "relu": "relu", "relu2": "relu2"}
@@ -57,6 +58,10 @@ _INERT = [
     "sliding_window_pattern",
     "_sliding_window_pattern",
     "experts_per_token",
+    "aux_loss_alpha",
+    "ep_size",
+    "num_nextn_predict_layers",
+    "seq_aux",
 ]
 _INERT += [f"summary_{name}" for name in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")]
 """Keys that do not change what a model computes, or are checked otherwise."""
@@ -72,6 +77,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([],),
     "n_group": (1,),
+    "moe_layer_freq": (1,),
 }
 """Keys of computations that are not supported, with the values that turn them off."""
 
@@ -95,7 +101,8 @@ def model_config(described: dict[str, Any], directory: Path, names: Collection[s
     for other in architecture.keys.values():
         fields.get(other, None)
     config = _read(fields, architecture, kind, set(names))
-    fields.check_neutral(_NEUTRAL)
+    read = ("n_group",) if "router_groups" in architecture.varied else ()
+    fields.check_neutral({key: allowed for key, allowed in _NEUTRAL.items() if key not in read})
     warn_unknown(fields)
     return config
 
@@ -122,12 +129,17 @@ def read_activation(fields: Fields, default: str) -> str:
 
 def _read(fields: Fields, architecture: Architecture, kind: str, names: set[str]) -> ModelConfig:
     heads, size, layers = (fields.int(k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
-    head_dim = fields.int("head_dim", None) or max(size // heads, 1)
+    own = "qk_rope_head_dim" if "kv_lora_rank" in architecture.varied else "head_dim"
+    head_dim = fields.int(own, None) or max(size // heads, 1)
     length = fields.int("max_position_embeddings", 2048)
     changes: dict[str, Any] = {"activation": read_activation(fields, "silu")}
     changes |= _window(fields, architecture, kind, layers)
     changes |= read_rope(fields, head_dim, length, sliding=bool(changes.get("sliding_window")))
-    if architecture.has_experts:
+    if "kv_lora_rank" in architecture.varied:
+        scores = architecture.fixed.get("router_scores", "softmax")
+        changes |= {**read_latent(fields, heads), **read_experts(fields, scores)}
+        head_dim = changes.pop("head_dim")
+    elif architecture.has_experts:
         changes |= _experts(fields)
     else:
         changes["mlp_dim"] = fields.int("intermediate_size", 4 * size if kind == "gpt2" else None)
@@ -140,7 +152,7 @@ def _read(fields: Fields, architecture: Architecture, kind: str, names: set[str]
     for key in ("attention_bias", "mlp_bias", "qkv_bias"):  # what they say is seen in the tensors
         fields.flag(key)
     changes["qk_norm"] = any(name.endswith("q_norm.weight") for name in names)
-    if "attention_scale" in architecture.varied:
+    if "attention_softcap" in architecture.varied:
         changes["attention_scale"] = fields.float("query_pre_attn_scalar") ** -0.5
         changes["attention_softcap"] = fields.float("attn_logit_softcapping", 0.0)
         changes["logits_softcap"] = fields.float("final_logit_softcapping", 0.0)
@@ -259,24 +271,23 @@ def _scaling(rope: Fields, length: int, outer: int | None) -> RopeScaling | None
     elif kind == "yarn":
         factor = rope.float("factor")
         mscales = [rope.float(key, 0.0) for key in ("mscale", "mscale_all_dim")]
-        plain = [1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1 for scale in (*mscales, 1.0)]
-        magnitude = plain[0] / plain[1] if all(mscales) else plain[2]
+        plain = [magnitude(factor, scale) for scale in (*mscales, 1.0)]
         found = RopeScaling(
             kind=kind,
             factor=factor,
             length=original,
             low=rope.float("beta_slow", 1.0),
             high=rope.float("beta_fast", 32.0),
-            magnitude=rope.float("attention_factor", magnitude),
+            magnitude=rope.float("attention_factor", plain[0] / plain[1] if all(mscales) else plain[2]),
             truncate=rope.flag("truncate", True),
         )
     elif kind == "longrope":
         factor = max(length / original, 1.0) if outer or original != length else rope.float("factor", 1.0)
-        magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         found = RopeScaling(
             kind=kind,
             length=original,
-            magnitude=rope.float("attention_factor", magnitude),
+            magnitude=rope.float("attention_factor", attention),
             short=rope.floats("short_factor"),
             long=rope.floats("long_factor"),
         )
@@ -311,19 +322,24 @@ def describe(config: ModelConfig, max_length: int, dtype: str) -> dict[str, Any]
         found |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
     if kind == "gpt_oss":
         found["attention_bias"] = True
-    if config.rotary_dim:
+    if config.rotary_dim and not config.kv_lora_rank:
         found["partial_rotary_factor"] = config.rotary_dim / config.head_dim
     if config.rope is not None:
         found |= _describe_rope(config.rope)
     if "sliding_window" in architecture.varied:
         found |= _describe_window(config, kind)
-    if architecture.has_experts:
+    if config.kv_lora_rank:
+        found |= describe_latent(config)
+        if scale := describe_scale(config, config.rope):
+            found["rope_scaling"] = {**found["rope_scaling"], **scale}
+            del found["rope_scaling"]["attention_factor"]
+    elif architecture.has_experts:
         key = "num_experts" if kind.startswith("qwen") else "num_local_experts"
         found |= {key: config.num_experts, "num_experts_per_tok": config.experts_per_token}
         found |= {"moe_intermediate_size": config.moe_mlp_dim, "norm_topk_prob": config.normalize_router}
         if config.shared_experts:
             found["shared_expert_intermediate_size"] = config.shared_experts * config.moe_mlp_dim
-    if "attention_scale" in architecture.varied:
+    if "attention_softcap" in architecture.varied:
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         found["query_pre_attn_scalar"] = round(scale**-2, 6)
         found["attn_logit_softcapping"] = config.attention_softcap or None

@@ -15,7 +15,7 @@ from octavo.qarray import QArray
 
 EMBEDDING = "token_embedder/embedding"
 LOGITS = "decoder/logits_dense/kernel"
-_LAYER = re.compile(r"(?:decoder|encoder)/layers_(\d+)/(.*)")
+_LAYER = re.compile(r"(?:decoder|encoder)/(dense_)?layers_(\d+)/(.*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,14 +147,14 @@ class TensorNames:
         """The place of each parameter of a tree, by its path."""
         return {path: self._place(path, leaf, config, interleaved) for path, leaf in flatten_paths(params).items()}
 
-    def param_names(self, params: Any) -> dict[str, str]:
+    def param_names(self, params: Any, first_dense_layers: int = 0) -> dict[str, str]:
         """The name of each parameter of a tree by its path, where no tensor has several."""
-        return {path: self._name(path)[0] for path in flatten_paths(params)}
+        return {path: self._name(path, first_dense_layers)[0] for path in flatten_paths(params)}
 
-    def _name(self, path: str) -> tuple[str, str, bool]:
-        """The tensor of a parameter, its part, and whether it is the name itself."""
+    def _name(self, path: str, first: int = 0) -> tuple[str, str, bool]:
+        """The tensor of a parameter, its part, and whether it is the name itself; `first` dense layers are others."""
         match = _LAYER.fullmatch(path)
-        inner = match[2] if match else path
+        inner = match[3] if match else path
         module, _, param = inner.rpartition("/")
         entry = self.modules.get(inner) or self.modules.get(module)
         if not entry:
@@ -165,10 +165,12 @@ class TensorNames:
             name = name[:-1] + ("_bias" if param == "bias" else "")
         else:
             name += ".bias" if param == "bias" else ".weight"
-        return (self.layer.replace("{}", match[1]) if match else "") + name, part, bare
+        if match:
+            name = self.layer.replace("{}", str(int(match[2]) + (0 if match[1] else first))) + name
+        return name, part, bare
 
     def _place(self, path: str, leaf: Any, config: ModelConfig | EncoderConfig, interleaved: bool) -> Place:
-        name, part, bare = self._name(path)
+        name, part, bare = self._name(path, config.first_dense_layers if isinstance(config, ModelConfig) else 0)
         is_kernel = path.endswith("/kernel")
         heads = config.num_query_heads if "/query/" in path else config.num_kv_heads if "/key/" in path else 0
         return Place(
@@ -208,10 +210,17 @@ HUGGINGFACE = TensorNames(
         "self_attention/out": "self_attn.o_proj",
         "self_attention/query_norm": "self_attn.q_norm",
         "self_attention/key_norm": "self_attn.k_norm",
+        "self_attention/wq_a": "self_attn.q_a_proj",
+        "self_attention/q_norm": "self_attn.q_a_layernorm",
+        "self_attention/wq_b": "self_attn.q_b_proj",
+        "self_attention/wkv_a": "self_attn.kv_a_proj_with_mqa",
+        "self_attention/kv_norm": "self_attn.kv_a_layernorm",
+        "self_attention/wkv_b": "self_attn.kv_b_proj",
         "mlp/wi_0": "mlp.gate_proj",
         "mlp/wi_1": "mlp.up_proj",
         "mlp/wo": "mlp.down_proj",
         "moe_block/router": "mlp.gate",
+        "moe_block/router_bias": "mlp.gate.e_score_correction_bias!",
         "moe_block/wi_0": "mlp.experts.{}.gate_proj",
         "moe_block/wi_1": "mlp.experts.{}.up_proj",
         "moe_block/wo": "mlp.experts.{}.down_proj",
@@ -236,6 +245,12 @@ GGUF = TensorNames(
         "self_attention/out": "attn_output",
         "self_attention/query_norm": "attn_q_norm",
         "self_attention/key_norm": "attn_k_norm",
+        "self_attention/wq_a": "attn_q_a",
+        "self_attention/q_norm": "attn_q_a_norm",
+        "self_attention/wq_b": "attn_q_b",
+        "self_attention/wkv_a": "attn_kv_a_mqa",
+        "self_attention/kv_norm": "attn_kv_a_norm",
+        "self_attention/wkv_b": "attn_kv_b",
         "mlp/wi_0": "ffn_gate",
         "mlp/wi_1": "ffn_up",
         "mlp/wo": "ffn_down",
@@ -244,6 +259,7 @@ GGUF = TensorNames(
         "mlp_out_norm": "post_ffw_norm",
         "self_attention/sinks": "attn_sinks",
         "moe_block/router": "ffn_gate_inp",
+        "moe_block/router_bias": "exp_probs_b.bias!",
         "moe_block/wi_0": "ffn_gate_exps",
         "moe_block/wi_1": "ffn_up_exps",
         "moe_block/wo": "ffn_down_exps",

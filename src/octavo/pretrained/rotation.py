@@ -37,12 +37,13 @@ def rotated(source: PretrainedModel, *, seed: int = 0) -> PretrainedModel:
       source: A decoder with RMS norms before attention and MLP, in float or quantized; the result is in float32.
       seed: Of the random rotation.
     """
-    unsupported = [name for name in ("norm", "norm_place", "learned_positions") if name in source.config.variants()]
+    variants = source.config.variants()
+    unsupported = [name for name in ("norm", "norm_place", "learned_positions", "kv_lora_rank") if name in variants]
     if unsupported:
         name = unsupported[0]
         raise ValueError(
             f"{source.name} has {name}={getattr(source.config, name)!r}: only models with RMS norms before attention "
-            "and MLP, and without learned positions, can be rotated"
+            "and MLP, without learned positions and latent attention, can be rotated"
         )
     if any(getattr(source.config, name) for name in HADAMARD):
         raise ValueError(f"{source.name} has Hadamard rotations already: rotate it first, and add them then")

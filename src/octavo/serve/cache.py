@@ -12,7 +12,7 @@ from octavo._typing import Array, Float, Shaped
 from octavo.models import QKV, AttentionOptions, ModelConfig, layer_groups
 from octavo.serve.cache_attention import CacheIndex
 from octavo.serve.cache_kivi import KiviLayer
-from octavo.serve.cache_layers import CacheLayer, PositionLayer
+from octavo.serve.cache_layers import CacheLayer, LatentLayer, PositionLayer
 from octavo.serve.cache_store import FLOAT, KVConfig
 
 _LAYERS: dict[str, type[CacheLayer]] = {"dkv": PositionLayer, "heads_and_dkv": PositionLayer, "kivi": KiviLayer}
@@ -62,9 +62,18 @@ class KVCache:
             raise ValueError(f"a cache has at least one slot and one position, got {slots} and {max_length}")
         make = _LAYERS[config.axis].empty
         names = [group.name for group in layer_groups(model.replace(scan_layers=False))]
-        sizes = (slots, model.num_kv_heads, model.head_dim, max_length)
-        layers = {name: make(config, *sizes) for name in names}
+        heads, dims = model.num_kv_heads, (model.head_dim, model.v_head_dim or model.head_dim)
+        if config.latent:
+            if not model.kv_lora_rank:
+                raise ValueError("latent=True is for models with latent attention, and this one has no kv_lora_rank")
+            make, heads, dims = LatentLayer.empty, 1, (model.kv_lora_rank + model.rotated, model.kv_lora_rank)
+        layers = {name: make(config, slots, heads, dims, max_length) for name in names}
         return cls(layers, jnp.zeros(slots, jnp.int32), max_length=max_length, config=config)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether latents are stored in place of keys and values."""
+        return self.config.latent
 
     @property
     def slots(self) -> int:
@@ -102,7 +111,7 @@ class KVCache:
         qkv: QKV,
         positions: Shaped[Array, "batch length"],
         options: AttentionOptions = AttentionOptions(),  # noqa: B008
-    ) -> tuple[Float[Array, "batch length heads dim"], "KVCache"]:
+    ) -> tuple[Float[Array, "batch length heads value_dim"], "KVCache"]:
         """Store and attend: see `octavo.models.Cache`."""
         if layer not in self.layers:
             raise ValueError(f"the cache has no layer {layer!r}: {unknown_name(layer, tuple(self.layers))}")

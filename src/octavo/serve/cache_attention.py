@@ -49,12 +49,18 @@ class KVBlock(NamedTuple):
     """Keys and values, and which a query attends to: those before `until` and from `since` on, or in `visible`."""
 
     keys: Store
-    values: Store
+    values: Store | int
+    """The number of leading channels of keys that are the values, where they are not stored by themselves."""
     until: Shaped[Array, "batch query"] | None = None
     since: Shaped[Array, "batch query"] | None = None
     visible: Bool[Array, "batch query time"] | None = None
     rows: Shaped[Array, "batch"] | None = None
     """Slots of the rows, if the stores have others too."""
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value."""
+        return self.values if isinstance(self.values, int) else self.values.dim
 
 
 class PartialSoftmax(NamedTuple):
@@ -62,7 +68,7 @@ class PartialSoftmax(NamedTuple):
 
     top: Float[Array, "batch heads rows 1"]
     total: Float[Array, "batch heads rows 1"]
-    context: Float[Array, "batch heads rows dim"]
+    context: Float[Array, "batch heads rows value_dim"]
 
 
 def attend(
@@ -70,7 +76,7 @@ def attend(
     parts: Sequence[KVBlock],
     valid: Bool[Array, "batch query"],
     options: AttentionOptions = AttentionOptions(),  # noqa: B008
-) -> Float[Array, "batch query heads dim"]:
+) -> Float[Array, "batch query heads value_dim"]:
     """Attention over all parts with one softmax; NaN where a query is not valid.
 
     Masked entries have no influence, whatever they hold. Long parts are read in blocks, up to the last position that
@@ -90,9 +96,9 @@ def attend(
         )
         sinks = sinks.reshape(sums.top.shape)
         sums = _merge(sums, PartialSoftmax(sinks, jnp.ones_like(sinks), jnp.zeros_like(sums.context)))
-    context = (sums.context / sums.total).reshape(batch, kv_heads, -1, length, dim).transpose(0, 3, 1, 2, 4)
-    context = jnp.where(valid[:, :, None, None, None], context, jnp.nan)
-    return context.reshape(batch, length, heads, dim).astype(query.dtype)
+    context = (sums.context / sums.total).reshape(batch, kv_heads, -1, length, parts[0].value_dim)
+    context = jnp.where(valid[:, :, None, None, None], context.transpose(0, 3, 1, 2, 4), jnp.nan)
+    return context.reshape(batch, length, heads, -1).astype(query.dtype)
 
 
 def _attend_block(rows: Array, part: KVBlock, length: int, options: AttentionOptions) -> PartialSoftmax:
@@ -107,23 +113,27 @@ def _attend_block(rows: Array, part: KVBlock, length: int, options: AttentionOpt
 
     if time <= BLOCK:
         visible = is_visible(jnp.arange(time)[None, None])
-        keys, values = part.keys.select_slots(part.rows), part.values.select_slots(part.rows)
+        keys = part.keys.select_slots(part.rows)
+        values = part.values if isinstance(part.values, int) else part.values.select_slots(part.rows)
         return _partial_softmax(rows, keys, values, visible, length, options)
     # Of one slot, blocks are read where they are: a copy of all its positions would cost more than a short text.
     slot, all_keys, all_values = None, part.keys, part.values
     if part.rows is not None and part.rows.shape[0] == 1:
         slot = part.rows[0]
     else:
-        all_keys, all_values = all_keys.select_slots(part.rows), all_values.select_slots(part.rows)
+        all_keys = all_keys.select_slots(part.rows)
+        all_values = all_values if isinstance(all_values, int) else all_values.select_slots(part.rows)
 
     def block(number: Array, sums: PartialSoftmax) -> PartialSoftmax:
         start = number * BLOCK
-        keys, values = all_keys.block(start, BLOCK, slot), all_values.block(start, BLOCK, slot)
+        keys = all_keys.block(start, BLOCK, slot)
+        values = all_values if isinstance(all_values, int) else all_values.block(start, BLOCK, slot)
         visible = is_visible(start + jnp.arange(BLOCK)[None, None])
         return _merge(sums, _partial_softmax(rows, keys, values, visible, length, options))
 
     none = jnp.full((*rows.shape[:3], 1), _LOWEST, jnp.float32)
-    start = PartialSoftmax(none, jnp.zeros_like(none), jnp.zeros_like(rows))
+    context = jnp.zeros((*rows.shape[:3], part.value_dim), jnp.float32)
+    start = PartialSoftmax(none, jnp.zeros_like(none), context)
     # Blocks before all windows are skipped.
     first = 0 if since is None else jnp.maximum(jnp.min(since), 0) // BLOCK
     return jax.lax.fori_loop(first, jnp.minimum(jnp.max(until) + BLOCK - 1, time) // BLOCK, block, start)
@@ -136,7 +146,7 @@ def _merge(a: PartialSoftmax, b: PartialSoftmax) -> PartialSoftmax:
 
 
 def _partial_softmax(
-    rows: Array, keys: Store, values: Store, visible: Array, length: int, options: AttentionOptions
+    rows: Array, keys: Store, values: Store | int, visible: Array, length: int, options: AttentionOptions
 ) -> PartialSoftmax:
     """Scales that are constant along a contraction multiply scores and weights: less work than codes."""
     floats, scale = keys.unscaled()
@@ -152,7 +162,10 @@ def _partial_softmax(
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    floats, scale = values.unscaled()
+    if isinstance(values, int):
+        floats = floats[:, :, :values].swapaxes(2, 3)
+    else:
+        floats, scale = values.unscaled()
     visible_to_any = jnp.any(visible, axis=1)
     if scale is not None:
         weights = weights * jnp.where(visible_to_any[:, None, None], scale, 0)

@@ -19,13 +19,13 @@ from octavo._typing import Array, Float, Shaped
 from octavo.models import QKV
 from octavo.qarray import Quantizer
 from octavo.serve.cache_attention import CacheIndex, KVBlock, attend
-from octavo.serve.cache_layers import CacheLayer
+from octavo.serve.cache_layers import KeyValueLayer
 from octavo.serve.cache_store import BLOCK, KEY_TIME, VALUE_TIME, KVConfig, StorageSpec, Store, get_cache_format
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class KiviLayer(CacheLayer):
+class KiviLayer(KeyValueLayer):
     """Complete groups as codes, and a ring of the last positions as floats: position s is at s modulo its size."""
 
     recent_keys: Store
@@ -34,7 +34,7 @@ class KiviLayer(CacheLayer):
     window: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def empty(cls, config: KVConfig, slots: int, heads: int, dim: int, length: int) -> "KiviLayer":
+    def empty(cls, config: KVConfig, slots: int, heads: int, dims: tuple[int, int], length: int) -> "KiviLayer":
         if BLOCK % config.group:
             raise ValueError(
                 f"a group of {config.group} does not divide {BLOCK}, the positions that are read at a time"
@@ -43,7 +43,7 @@ class KiviLayer(CacheLayer):
         # A group that has become old must still be complete in the ring: it is quantized again at each step.
         ring = config.window + 2 * config.group
         stores = [
-            Store.empty(_storage_spec(config, name, time), slots, heads, dim, size)
+            Store.empty(_storage_spec(config, name, time), slots, heads, dims[time == VALUE_TIME], size)
             for (name, time, size) in (
                 *((config.keys, KEY_TIME, length), (config.values, VALUE_TIME, length)),
                 *((None, KEY_TIME, ring), (None, VALUE_TIME, ring)),
@@ -60,7 +60,7 @@ class KiviLayer(CacheLayer):
         """How many of a text's tokens are quantized."""
         return jnp.maximum(count - self.window, 0) // self.group * self.group
 
-    def attend(self, qkv: QKV, index: CacheIndex) -> tuple[Float[Array, "batch length heads dim"], "KiviLayer"]:
+    def attend(self, qkv: QKV, index: CacheIndex) -> tuple[Float[Array, "batch length heads value_dim"], "KiviLayer"]:
         """Store, quantize groups that have become old, and attend to both stores."""
         stores = (self.recent_keys, self.recent_values)
         now = [self.recent_keys.encode_like(qkv.key), self.recent_values.encode_like(qkv.value)]

@@ -14,44 +14,61 @@ from octavo.serve.cache_store import KEY_TIME, VALUE_TIME, KVConfig, StorageSpec
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayer(abc.ABC):
-    """Keys and values of one layer, a pytree."""
+    """What is stored of one layer, a pytree."""
 
     keys: Store
-    values: Store
 
     @classmethod
     @abc.abstractmethod
-    def empty(cls, config: KVConfig, slots: int, heads: int, dim: int, length: int) -> "CacheLayer":
-        """Zeros for at least `length` positions."""
+    def empty(cls, config: KVConfig, slots: int, heads: int, dims: tuple[int, int], length: int) -> "CacheLayer":
+        """Zeros for at least `length` positions; `dims` are the widths of a key and of a value."""
 
     @abc.abstractmethod
-    def attend(self, qkv: QKV, index: CacheIndex) -> tuple[Float[Array, "batch length heads dim"], "CacheLayer"]:
+    def attend(self, qkv: QKV, index: CacheIndex) -> tuple[Float[Array, "batch length heads value_dim"], "CacheLayer"]:
         """Store keys and values, and attend causally to all that are stored."""
 
     @property
     def bytes_per_token(self) -> float:
         """Bytes that one more position of one slot takes."""
-        slots, length = self.values.codes.shape[0], self.values.length
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.keys, self.values))) / (slots * length)
+        slots, length = self.keys.codes.shape[0], self.keys.length
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.stores)) / (slots * length)
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """The tensors that have all positions."""
+        return (self.keys,)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyValueLayer(CacheLayer):
+    """A layer that stores values by themselves."""
+
+    values: Store
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        return self.keys, self.values
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PositionLayer(CacheLayer):
+class PositionLayer(KeyValueLayer):
     """Every position is stored in float, or quantized with scales of its own."""
 
     @classmethod
-    def empty(cls, config: KVConfig, slots: int, heads: int, dim: int, length: int) -> "PositionLayer":
+    def empty(cls, config: KVConfig, slots: int, heads: int, dims: tuple[int, int], length: int) -> "PositionLayer":
         by_head = () if config.axis == "heads_and_dkv" else (1,)
 
-        def store(name: str | None, time: int) -> Store:
+        def store(name: str | None, time: int, dim: int) -> Store:
             axes = (0, *by_head, time)
             quantizer = None if name is None else Quantizer(get_cache_format(name), channelwise_axes=axes)
             return Store.empty(StorageSpec(time, quantizer, config.dtype), slots, heads, dim, length)
 
-        return cls(store(config.keys, KEY_TIME), store(config.values, VALUE_TIME))
+        return cls(store(config.keys, KEY_TIME, dims[0]), store(config.values, VALUE_TIME, dims[1]))
 
-    def attend(self, qkv: QKV, index: CacheIndex) -> tuple[Float[Array, "batch length heads dim"], "PositionLayer"]:
+    def attend(
+        self, qkv: QKV, index: CacheIndex
+    ) -> tuple[Float[Array, "batch length heads value_dim"], "PositionLayer"]:
         """Store, then attend to what is stored: a token attends to its own key as all later ones will."""
         keys = self.keys.write(self.keys.encode_like(qkv.key), index.rows, index.starts)
         values = self.values.write(self.values.encode_like(qkv.value), index.rows, index.starts)
@@ -59,3 +76,24 @@ class PositionLayer(CacheLayer):
         keys, values = jax.lax.optimization_barrier((keys, values))
         part = KVBlock(keys, values, until=index.positions + 1, since=index.since, rows=index.rows)
         return attend(qkv.query, [part], index.valid, index.options), PositionLayer(keys, values)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LatentLayer(CacheLayer):
+    """The latent of each position and the rotated part of its keys, stored once: values are the latents among keys."""
+
+    rank: int = dataclasses.field(metadata={"static": True})
+    """The width of a latent."""
+
+    @classmethod
+    def empty(cls, config: KVConfig, slots: int, heads: int, dims: tuple[int, int], length: int) -> "LatentLayer":
+        keys = PositionLayer.empty(config, slots, heads, dims, length).keys
+        return cls(keys, dims[1])
+
+    def attend(self, qkv: QKV, index: CacheIndex) -> tuple[Float[Array, "batch length heads value_dim"], "LatentLayer"]:
+        """Store, then attend to what is stored, as `PositionLayer`."""
+        keys = self.keys.write(self.keys.encode_like(qkv.key), index.rows, index.starts)
+        keys = jax.lax.optimization_barrier(keys)
+        part = KVBlock(keys, self.rank, until=index.positions + 1, since=index.since, rows=index.rows)
+        return attend(qkv.query, [part], index.valid, index.options), LatentLayer(keys, self.rank)

@@ -72,6 +72,9 @@ class KVConfig(Config):
     """The most recent positions that "kivi" keeps in float."""
     dtype: str = "float32"
     """The dtype of keys and values that are not quantized."""
+    latent: bool = False
+    """Whether models with latent attention store the latent of keys and values, once for all heads. Much smaller; each
+    query is multiplied by the projection of keys instead, so that logits differ by rounding."""
 
     @classmethod
     def of(cls, name: str | None, **fields: Any) -> "KVConfig":
@@ -85,6 +88,8 @@ class KVConfig(Config):
         check_least(self, 0, "window")
         if self.axis == "kivi" and self.keys is None and self.values is None:
             raise ValueError("axis='kivi' keeps old positions in low precision: give keys, values or both a format")
+        if self.latent and (self.axis == "kivi" or self.keys != self.values):
+            raise ValueError("latent=True stores one tensor for keys and values: give both one format, not axis='kivi'")
         if self.axis == "kivi" and "fp8" in (self.keys, self.values):
             raise ValueError("axis='kivi' stores a minimum and a maximum of integers: use int8, int4 or int2, not fp8")
 
@@ -148,6 +153,12 @@ class Store:
     def length(self) -> int:
         """The number of positions."""
         return self.codes.shape[self.spec.time]
+
+    @property
+    def dim(self) -> int:
+        """The number of channels."""
+        bits = 8 if self.spec.quantizer is None else min(self.spec.quantizer.qtype.bits, 8)
+        return self.codes.shape[self.spec.packed] * 8 // bits
 
     @property
     def tiles(self) -> int:

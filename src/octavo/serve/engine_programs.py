@@ -107,7 +107,12 @@ class Programs:
         plain = functools.partial(apply, config)
         is_plain = not rules and not any(map(is_qarray, jax.tree.leaves(params, is_leaf=is_qarray)))
         self._model = plain if is_plain else served(plain, rules, state=ranges or {})
-        integers = prefill_model(plain, params, rules, prefill)
+        if kv.latent and rules:
+            raise ValueError(
+                "latent=True multiplies queries by weights whose inputs the rules quantize otherwise: serve this model "
+                "without it"
+            )
+        integers = prefill_model(plain, params, rules, prefill, latent=kv.latent)
         self._prefill_model = integers or self._model
         self.prefill_qtype = "float" if integers is None else "int8"
         """What activations are in prefill, unless the log probabilities of prompts are asked for."""

@@ -22,7 +22,9 @@ PREFILL = ("float", "int8", "auto")
 _GROUP = 32
 
 
-def prefill_model(model: Callable[..., Any], params: Any, rules: Any, prefill: str) -> Callable[..., Any] | None:
+def prefill_model(
+    model: Callable[..., Any], params: Any, rules: Any, prefill: str, *, latent: bool = False
+) -> Callable[..., Any] | None:
     """The model with activations in int8, or None for the one that also decodes.
 
     Args:
@@ -30,6 +32,7 @@ def prefill_model(model: Callable[..., Any], params: Any, rules: Any, prefill: s
         params: The parameters.
         rules: The quantization rules of the model.
         prefill: One of `PREFILL`.
+        latent: Whether the cache is latent, where weights multiply queries.
 
     Raises:
         ValueError: "int8" is asked for and is not possible.
@@ -38,7 +41,7 @@ def prefill_model(model: Callable[..., Any], params: Any, rules: Any, prefill: s
         raise ValueError(f"prefill={prefill!r} is not one of {', '.join(map(repr, PREFILL))}")
     if prefill == "float":
         return None
-    modules, reason = _modules(params, rules)
+    modules, reason = ([], "weights of a latent cache multiply queries") if latent else _modules(params, rules)
     if reason is None:
         # The weights are codes already, and remain what they are.
         pattern = "|".join(sorted({re.sub(r"\d+", r"\\d+", re.escape(name)) for name in modules}))
@@ -59,7 +62,7 @@ def _modules(params: Any, rules: Any) -> tuple[list[str], str | None]:
     found = [
         name.removesuffix("/kernel")
         for name, leaf in flatten_paths(params, is_leaf=is_qarray).items()
-        if isinstance(leaf, QArray) and name.startswith("decoder/layers") and _is_integer(leaf)
+        if isinstance(leaf, QArray) and re.match(r"decoder/\w*layers", name) and _is_integer(leaf)
     ]
     return found, None if found else "no matrix of a layer is stored in int8 or int4 in groups of 32"
 

@@ -24,6 +24,9 @@ ARCHITECTURE = {
     "base_num_query_heads": "num_query_heads",
     "base_num_kv_heads": "num_kv_heads",
     "head_dim": "head_dim",
+    "kv_lora_rank": "kv_lora_rank",
+    "q_lora_rank": "q_lora_rank",
+    "v_head_dim": "v_head_dim",
     "base_mlp_dim": "mlp_dim",
     "vocab_size": "vocab_size",
     "normalization_layer_epsilon": "norm_eps",
@@ -33,9 +36,16 @@ ARCHITECTURE = {
     "num_experts_per_tok": "experts_per_token",
     "shared_experts": "shared_experts",
     "first_num_dense_layers": "first_dense_layers",
+    "norm_topk_prob": "normalize_router",
+    "routed_score_func": "router_scores",
+    "routed_bias": "router_bias",
+    "n_routing_groups": "router_groups",
+    "topk_routing_group": "router_top_groups",
+    "routed_scaling_factor": "router_scale",
 }
 """The keys of an architecture, with the fields of `ModelConfig` that they set."""
-UNCONFIGURED = ("rope_scaling", "sliding_layers", "sliding_rope_theta", "qkv_bias", "qk_norm", *VARIANTS)
+UNCONFIGURED = ("rope_scaling", "sliding_layers", "sliding_rope_theta", "qkv_bias", "qk_norm")
+UNCONFIGURED += tuple(name for name in VARIANTS if name not in ARCHITECTURE.values())
 """Fields of an architecture that only a pretrained model sets."""
 
 _PROBE = "The 3 naïve cafés; def f(x):\n\treturn x**2 # 日本"
@@ -73,6 +83,7 @@ def with_architecture(config: Config, source: PretrainedModel | None) -> Config:
     if source is None:
         return config
     given: dict[str, Any] = {key: getattr(source.config, field) for key, field in ARCHITECTURE.items()}
+    given["qk_rope_head_dim"] = source.config.rotated if source.config.kv_lora_rank else 0
     given["mlp_activations"] = (source.config.activation, "linear")
     given["base_moe_mlp_dim"] = source.config.moe_mlp_dim if source.config.num_experts > 1 else config.base_moe_mlp_dim
     default = Config().to_dict()

@@ -81,8 +81,8 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def _decayed(params: Any) -> Any:
-    """Which parameters have weight decay: all but the scales of norms."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: not _is_scale(path), params)
+    """Which parameters have weight decay: all but the scales of norms and the biases of routers."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: not _is_vector(path), params)
 
 
 def _matrices(params: Any) -> Any:
@@ -93,12 +93,12 @@ def _matrices(params: Any) -> Any:
 
     def axes(path: Any, x: Any) -> Any:
         name = path_str(path)
-        if _is_scale(path) or x.ndim < 2 or "token_embedder" in name or "logits" in name:
+        if _is_vector(path) or x.ndim < 2 or "token_embedder" in name or "logits" in name:
             return None
         return optax.contrib.MuonDimensionNumbers(reduction_axis=x.ndim - 2, output_axis=x.ndim - 1)
 
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
-def _is_scale(path: Any) -> bool:
-    return path_str(path[-1:]) == "scale"
+def _is_vector(path: Any) -> bool:
+    return path_str(path[-1:]) in ("scale", "router_bias")

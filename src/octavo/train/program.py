@@ -42,7 +42,7 @@ def model_config(config: Config, vocab_size: int = 0, source: PretrainedModel | 
       source: The model that the run starts from, which has what no key configures.
     """
     given: dict[str, Any] = {field: getattr(config, key) for key, field in ARCHITECTURE.items()}
-    given["vocab_size"] = config.vocab_size or vocab_size
+    given |= {"vocab_size": config.vocab_size or vocab_size, "rotary_dim": config.qk_rope_head_dim or None}
     if source is not None:
         given |= {field: getattr(source.config, field) for field in UNCONFIGURED}
     return ModelConfig(

@@ -33,6 +33,8 @@ _LOGICAL_AXES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/self_attention/query/bias", ("heads",)),
     (r".*/self_attention/(key|value)/bias", ("kv_heads",)),
     (r".*/self_attention/(query|key)_norm/scale", ("kv",)),
+    (r".*/self_attention/w(q|kv)_a/kernel", ("embed", None)),
+    (r".*/self_attention/w(q|kv)_b/kernel", ("embed", "heads")),
     (r".*/self_attention/out/kernel", ("heads", "embed")),
     (r".*/moe_block/router/kernel", ("embed", None)),
     (r".*/moe_block/wi_[01]/kernel", ("exp", "embed_moe", "mlp_moe")),

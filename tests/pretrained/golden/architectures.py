@@ -34,6 +34,25 @@ SIZES = {
 }
 LLAMA = {"model_type": "llama", **SIZES, "rope_theta": 10000.0}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
 LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 6.0, 9.0]}
 
 
@@ -140,6 +159,37 @@ MODELS = {
         },
         "rope_theta": 150000.0,
         "max_position_embeddings": 2048,
+    },
+    "deepseek_v3": {
+        **LATENT,
+        "model_type": "deepseek_v3",
+        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "max_position_embeddings": 64,
+    },
+    "deepseek_v3, one group, halves": {
+        **LATENT,
+        "model_type": "deepseek_v3",
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "rope_interleave": False,
+    },
+    "deepseek_v2": {
+        **LATENT,
+        "model_type": "deepseek_v2",
+        "topk_method": "group_limited_greedy",
+        "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.8},
+        "max_position_embeddings": 64,
+    },
+    "deepseek_v2, greedy": {
+        **LATENT,
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
     },
 }
 

@@ -78,6 +78,18 @@ _MODEL = (
         "{base_num_query_heads} is no multiple of {base_num_kv_heads}: each serves equally many",
     ),
     Conflict(lambda c: c.head_dim % 2, "{head_dim}: rotary embeddings rotate pairs of values, so it must be even"),
+    _needs("q_lora_rank", "kv_lora_rank", "latent attention", none=0),
+    _needs("v_head_dim", "kv_lora_rank", "latent attention", none=0),
+    _needs("qk_rope_head_dim", "kv_lora_rank", "latent attention", none=0),
+    _needs("kv_lora_rank", "v_head_dim", "the width of a value head", none=0),
+    Conflict(
+        lambda c: c.kv_lora_rank and (c.qk_rope_head_dim % 2 or not 0 < c.qk_rope_head_dim < c.head_dim),
+        "{qk_rope_head_dim} with {kv_lora_rank}: the rotated values of a head are even, and fewer than {head_dim}",
+    ),
+    Conflict(
+        lambda c: c.kv_lora_rank and c.base_num_query_heads != c.base_num_kv_heads,
+        "{base_num_kv_heads} with {kv_lora_rank}: there are as many as {base_num_query_heads} with latent attention",
+    ),
     Conflict(
         lambda c: len(c.mlp_activations) != 2 or c.mlp_activations[1] != "linear",
         "{mlp_activations}: the MLP is gated: give two, the second linear, as in silu,linear",
@@ -88,6 +100,18 @@ _MODEL = (
     ),
     Conflict(lambda c: c.num_experts_per_tok > c.num_experts, "{num_experts_per_tok} is more than {num_experts}"),
     _needs("shared_experts", "num_experts", "routed experts", none=1),
+    _needs("routed_bias", "num_experts", "routed experts", none=1),
+    Conflict(
+        lambda c: c.num_experts % c.n_routing_groups or c.topk_routing_group > c.n_routing_groups,
+        "{num_experts} are {n_routing_groups} equal groups, of which {topk_routing_group} are used",
+    ),
+    Conflict(
+        lambda c: (
+            not c.num_experts % c.n_routing_groups
+            and c.num_experts // c.n_routing_groups * c.topk_routing_group < c.num_experts_per_tok <= c.num_experts
+        ),
+        "{n_routing_groups} and {topk_routing_group} leave a token less than {num_experts_per_tok} of {num_experts}",
+    ),
     Conflict(
         lambda c: c.first_num_dense_layers and c.num_experts == 1,
         "{first_num_dense_layers}: all layers are dense with {num_experts}",

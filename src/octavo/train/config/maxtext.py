@@ -27,7 +27,7 @@ NO_EFFECT = {
     "enable_nnx": "the model is Flax NNX",
     "pure_nnx_decoder": "the model is Flax NNX",
     "decoder_block": "there is one decoder, whose sizes are keys of their own or in the file of model_name",
-    "attention_type": "there is one attention: every head sees all earlier positions, with grouped keys and values",
+    "attention_type": "kv_lora_rank makes the attention latent; it always sees all earlier positions",
     "enable_checkpoint_cloud_logger": "nothing is recorded elsewhere",
     "retry_when_tokens_dropped": "no token is dropped",
     "use_ragged_sort": "tokens are sorted by expert",
