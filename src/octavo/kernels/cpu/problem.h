@@ -37,15 +37,17 @@ struct IntProblem {
   int64_t m = 0, k = 0, n = 0;
 };
 
-// Attention of one new token in each row to the KV cache of its slot, for consecutive query heads.
+// Attention of one new token in each row to the KV cache of its slot, for consecutive query heads. Rows of a slot are
+// consecutive, and their keys and values are in the cache.
 struct AttendProblem {
   const float* mixed = nullptr;  // [M, (heads + 2 * kv_heads) * dim]: queries, keys, values
   const int32_t* positions = nullptr;
-  float* keys = nullptr;     // [M, kv_heads, dim, time]
-  float* values = nullptr;   // [M, kv_heads, time, dim]
+  float* keys = nullptr;     // [M / tokens, kv_heads, dim, time]
+  float* values = nullptr;   // [M / tokens, kv_heads, time, dim]
   float* context = nullptr;  // [M, heads * dim]
   int64_t heads = 0, kv_heads = 0, dim = 0, time = 0;
-  int64_t limit = 0;  // positions from here on give NaN
+  int64_t tokens = 1;  // new tokens of each slot
+  int64_t limit = 0;   // positions from here on give NaN
 };
 
 constexpr int kMostAxes = 8;
