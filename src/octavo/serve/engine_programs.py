@@ -118,9 +118,14 @@ class Programs:
         self._model = plain if is_plain else served(plain, rules, state=ranges or {})
         # Kernels drop what is beyond the end; XLA would write it over the last positions.
         room = 0 if self._is_native(params) else room
+        if room and 0 < config.learned_positions < max_length + room:
+            raise ValueError(
+                f"max_length={max_length} and {room} tokens of a draft are more than the {config.learned_positions} "
+                f"positions that the model has embeddings for: reduce max_length to {config.learned_positions - room}"
+            )
         # Chunks start at multiples of their size: room for the padding of the last one.
-        padded = -(-(max_length + room) // chunk) * chunk
-        cache = KVCache.empty(config, kv, slots=slots, max_length=padded)
+        padded = -(-max_length // chunk) * chunk
+        cache = KVCache.empty(config, kv, slots=slots, max_length=padded, room=room)
         self.cache_nbytes, self.cache_bytes_per_token = cache.nbytes, cache.bytes_per_token
         """Bytes of all keys and values, and of those of one token."""
         self.params_nbytes = sum(x.size * x.dtype.itemsize for x in leaves)

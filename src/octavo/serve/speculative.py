@@ -18,12 +18,14 @@ import numpy as np
 from octavo._typing import Array, Shaped
 from octavo.models import ModelConfig
 from octavo.pretrained import PretrainedModel, convert_model, weight_rules
+from octavo.qarray import is_qarray
 from octavo.serve.cache import FLOAT, KVConfig
 from octavo.serve.engine_programs import Output, Programs, State, top_if
 from octavo.serve.engine_source import Source
 from octavo.serve.engine_update import unstacked
 from octavo.serve.sampling import Settings, pack_mask, sample_tokens
 from octavo.serve.stored_programs import StoredProgram, program_path
+from octavo.transform import PtqProvider
 
 
 class Round(NamedTuple):
@@ -48,6 +50,7 @@ class SpeculativePrograms(Programs):
         max_length: The most tokens of a text.
         chunk: The tokens per prefill step.
         directory: The directory of compiled programs.
+        is_copy: Whether the draft has the weights of the target, and is updated with them.
     """
 
     def __init__(
@@ -61,12 +64,13 @@ class SpeculativePrograms(Programs):
         max_length: int,
         chunk: int,
         directory: Path | None = None,
+        is_copy: bool = False,
     ):
         sizes: dict[str, Any] = {"slots": slots, "max_length": max_length, "chunk": chunk, "room": draft_tokens}
         sizes["directory"] = directory
         self.draft = Programs(draft.config, draft.load, rules=draft.rules, ranges=draft.ranges, kv=FLOAT, **sizes)
         super().__init__(target.config, target.load, rules=target.rules, ranges=target.ranges, kv=kv, **sizes)
-        self.draft_tokens = draft_tokens
+        self.draft_tokens, self._is_copy = draft_tokens, is_copy
         self.params_nbytes += self.draft.params_nbytes
         self.cache_nbytes += self.draft.cache_nbytes
         self.cache_bytes_per_token += self.draft.cache_bytes_per_token
@@ -108,6 +112,13 @@ class SpeculativePrograms(Programs):
     def is_stored(self) -> bool:
         """Whether all programs are in the directory of compiled programs."""
         return self._round.is_stored and self._prefill.is_stored and self.draft._prefill.is_stored
+
+    def update(self, params: Any) -> None:
+        """Replace the parameters of the target, and of a draft that is a copy of it."""
+        super().update(params)
+        if self._is_copy:
+            floats = lambda x: x.dequantize() if is_qarray(x) else x  # noqa: E731
+            self.draft.update(jax.tree.map(floats, params, is_leaf=is_qarray))
 
     def _traced_round(self, leaves: Any, parts: Any, limits: Array, wants_top: Array, allowed: Array) -> Any:
         self.traces["speculate"] += 1
@@ -217,20 +228,19 @@ def draft_of(draft: Any, target: Source) -> Source:
     return dataclasses.replace(target, load=load, rules=(), ranges=None)
 
 
-def programs_of(
-    target: Source,
-    draft: Any,
-    *,
-    draft_tokens: int,
-    kv: KVConfig,
-    **sizes: Any,
-) -> Programs:
+def programs_of(target: Source, draft: Any, *, draft_tokens: int, kv: KVConfig, **sizes: Any) -> Programs:
     """The programs of an engine: with a draft, those of speculative decoding."""
     if draft is None:
         return Programs(target.config, target.load, rules=target.rules, ranges=target.ranges, kv=kv, **sizes)
     if kv.axis == "kivi":
         raise ValueError(
-            "a draft needs a cache that forgets rejected tokens, and axis='kivi' has quantized older ones with them by "
-            "then: use axis='dkv' or 'heads_and_dkv', or no draft"
+            "a draft needs a cache that can drop tokens, and axis='kivi' quantizes positions in groups as soon as they "
+            "are complete: use axis='dkv' or 'heads_and_dkv', or no draft"
         )
-    return SpeculativePrograms(target, draft_of(draft, target), draft_tokens=draft_tokens, kv=kv, **sizes)
+    if any(rule.act_qtype is not None for rule in PtqProvider(target.rules).rules):
+        raise ValueError(
+            "the rules quantize activations, which turns the last bit of a sum into a step of eight bits, so that a "
+            "draft could change the answer: quantize weights alone (octavo quantize MODEL int8 OUT), or use no draft"
+        )
+    is_copy, source = isinstance(draft, str), draft_of(draft, target)
+    return SpeculativePrograms(target, source, draft_tokens=draft_tokens, kv=kv, is_copy=is_copy, **sizes)
