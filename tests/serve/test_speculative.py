@@ -116,7 +116,7 @@ def test_a_full_cache_ends_the_text():
         assert all(e[-1].finish == "length" for e in events)
         # Proposals beyond the end have not overwritten the prompt.
         engine.reused = 0
-        assert tokens([[e for e in engine.generate([[1] * 30], GREEDY)]]) == tokens([events[0][:9]])
+        assert tokens([list(engine.generate([[1] * 30], GREEDY))]) == tokens([events[0][:9]])
         assert engine.reused == 24
 
 

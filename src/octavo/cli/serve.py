@@ -135,7 +135,9 @@ def _engine(args: argparse.Namespace) -> tuple[Any, str]:
     name = args.name or Path(args.model).resolve().name
     if read_json(Path(args.model) / "config.json").get("model_type") == "bert":
         if args.adapter or args.kv or args.draft:
-            raise ValueError(f"{args.model} is an encoder: --adapter, --kv and --draft are for models that generate text")
+            raise ValueError(
+                f"{args.model} is an encoder: --adapter, --kv and --draft are for models that generate text"
+            )
         return open_encoder(args.model, max_length=args.max_length), name
     kv, source = kv_config(args), open_source(args)
     if source.tokenizer is None:

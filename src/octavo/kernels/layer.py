@@ -153,7 +153,9 @@ def decode_layer_reference(
     scores = jnp.einsum("rkqd,rkdt->rkqt", grouped, own_keys, precision="highest")
     seen = jnp.arange(time)[None] <= place[:, None]
     weight = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
-    context = jnp.einsum("rkqt,rktd->rkqd", weight, jnp.where(seen[:, None, :, None], own_values, 0), precision="highest")
+    context = jnp.einsum(
+        "rkqt,rktd->rkqd", weight, jnp.where(seen[:, None, :, None], own_values, 0), precision="highest"
+    )
     context = jnp.where(positions[:, None] < limit, context.reshape(rows, -1), jnp.nan)
     x = x + product(context, weights.out)
     gate, up = jnp.split(product(norm(x, weights.norm_mid), weights.wi), 2, axis=-1)

@@ -5,15 +5,14 @@ import functools
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from octavo._config import check_least
-from octavo.models import ModelConfig
-from octavo.serve.cache import FLOAT, KVConfig
+from octavo.serve.cache import KVConfig
 from octavo.serve.constraint import Constraint, Matcher, Vocabulary
 from octavo.serve.engine_programs import STEPS, Output
 from octavo.serve.engine_source import Source
@@ -106,7 +105,7 @@ class Engine:
         draft_tokens: How many tokens the draft proposes in each step.
 
     >>> import jax
-    >>> from octavo.models import init_params
+    >>> from octavo.models import ModelConfig, init_params
     >>> sizes = dict(emb_dim=16, num_layers=1, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
     >>> config = ModelConfig(vocab_size=50, scan_layers=False, **sizes)
     >>> engine = Engine(config, init_params(config, jax.random.key(0)), slots=2, max_length=32, chunk=8)
@@ -272,7 +271,7 @@ class Engine:
             RuntimeError: Requests are running, whose caches are of the old parameters.
 
         >>> import jax, octavo
-        >>> from octavo.models import init_params
+        >>> from octavo.models import ModelConfig, init_params
         >>> sizes = dict(emb_dim=16, num_layers=1, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
         >>> config = ModelConfig(vocab_size=50, **sizes)
         >>> old, new = (init_params(config, jax.random.key(i)) for i in range(2))

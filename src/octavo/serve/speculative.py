@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from octavo._typing import Array, Shaped
-from octavo.models import ModelConfig
 from octavo.pretrained import PretrainedModel, convert_model, weight_rules
 from octavo.qarray import is_qarray
 from octavo.serve.cache import FLOAT, KVConfig
@@ -71,6 +70,12 @@ class SpeculativePrograms(Programs):
         self.draft = Programs(draft.config, draft.load, rules=draft.rules, ranges=draft.ranges, kv=FLOAT, **sizes)
         super().__init__(target.config, target.load, rules=target.rules, ranges=target.ranges, kv=kv, **sizes)
         self.draft_tokens, self._is_copy = draft_tokens, is_copy
+        devices, others = ({d for x in p._leaves for d in x.devices()} for p in (self, self.draft))
+        if devices != others:
+            raise ValueError(
+                f"the model is on {len(devices)} devices and its draft on {len(others)} or others: pass a draft whose "
+                "parameters are on the devices of the model"
+            )
         self.params_nbytes += self.draft.params_nbytes
         self.cache_nbytes += self.draft.cache_nbytes
         self.cache_bytes_per_token += self.draft.cache_bytes_per_token
@@ -189,9 +194,9 @@ class SpeculativePrograms(Programs):
         first, state = jnp.zeros((), jnp.int32), state._replace(cache=cache)
         one = jax.eval_shape(sampled, first, state)
         outs = jax.tree.map(lambda x: jnp.zeros((self.draft_tokens + 1, *x.shape), x.dtype), one)
-        start = first, jnp.zeros_like(limits), limits > 0, state._replace(cache=None), outs
+        start = first, jnp.zeros_like(limits), limits > 0, state, outs
         _, counts, _, new, outs = jax.lax.while_loop(goes_on, step, start)
-        return Round(outs, counts), new._replace(cache=cache.with_lengths(lengths + counts))
+        return Round(outs, counts), new._replace(cache=new.cache.with_lengths(lengths + counts))
 
 
 def draft_of(draft: Any, target: Source) -> Source:
