@@ -152,7 +152,8 @@ def test_nothing_is_written_beyond_the_limit():
     alone = decode_layer(*(x[:1] for x in args[:6]), args[6], **how)
     for a, b in zip((got[0][:1], *got[1:]), alone, strict=True):
         np.testing.assert_array_equal(a, b)
-    check(got[1:], plain(args, how)[1:])
+    for a, b in zip(got[1:], plain(args, how)[1:], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
 
 
 def test_entries_beyond_a_position_have_no_influence():
