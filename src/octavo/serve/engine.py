@@ -65,7 +65,7 @@ class _Slot:
     seed: int
     matcher: Matcher | None = None
     """Recognizes the answer, if it is constrained."""
-    turn: int = 0
+    order: int = 0
     """How many requests have started before this one."""
     done: int = 0
     """Tokens of the prompt in the cache."""
@@ -144,7 +144,7 @@ class Engine:
         self._running: list[_Slot | None] = [None] * slots
         self._waiting: deque[Request] = deque()
         self._ended: list[Event] = []
-        self._turns = itertools.count()
+        self._orders = itertools.count()
         self._prefilled: list[tuple[int, ...]] = [()] * slots
         """The tokens of the last prompt of each slot that are in the cache."""
         self.reused = 0
@@ -222,7 +222,7 @@ class Engine:
         events, self._ended = self._ended, []
         self._admit()
         decoding = [n for n, slot in enumerate(self._running) if slot is not None and not slot.prefilling]
-        prefilling = [(slot.turn, n) for n, slot in enumerate(self._running) if slot is not None and slot.prefilling]
+        prefilling = [(slot.order, n) for n, slot in enumerate(self._running) if slot is not None and slot.prefilling]
         if prefilling:
             events += self._prefill(min(prefilling)[1])
         if decoding:
@@ -335,7 +335,7 @@ class Engine:
             done = self._reusable(number, request)
             self.reused += done
             self._prefilled[number] = request.prompt[:done]
-            self._running[number] = _Slot(request, stream, seed, matcher, next(self._turns), done)
+            self._running[number] = _Slot(request, stream, seed, matcher, next(self._orders), done)
 
     def _reusable(self, number: int, request: Request) -> int:
         """How many tokens of a prompt a slot has in its cache, in whole chunks and without the last token.

@@ -245,7 +245,8 @@ def programs_of(target: Source, draft: Any, *, draft_tokens: int, kv: KVConfig, 
     if any(rule.act_qtype is not None for rule in PtqProvider(target.rules).rules):
         raise ValueError(
             "the rules quantize activations, which rounds a difference in the last bit of a sum to one of a whole "
-            "code, so that a draft could change the answer: quantize weights alone (octavo quantize MODEL int8 OUT), or use no draft"
+            "code, so that a draft could change the answer: quantize weights alone (octavo quantize MODEL int8 OUT), "
+            "or use no draft"
         )
     is_copy, source = isinstance(draft, str), draft_of(draft, target)
     return SpeculativePrograms(target, source, draft_tokens=draft_tokens, kv=kv, is_copy=is_copy, **sizes)
