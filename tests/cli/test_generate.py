@@ -1,6 +1,7 @@
 """`octavo generate`, with a small model in place of one from disk."""
 
 import json
+import re
 
 import pytest
 
@@ -45,6 +46,12 @@ def test_text(capsys):
     assert "MiB" in err
 
 
+def test_a_draft(capsys):
+    words = ["generate", "small", "--prompt", "ab", "--max-tokens", "6", "--temperature", "0"]
+    assert main([*words, "--draft", "int8", "--draft-tokens", "2"]) == 0
+    assert re.search(r"\n  draft int8: \d of \d proposed tokens accepted \(\d+%\)\n", capsys.readouterr().err)
+
+
 @pytest.mark.slow
 def test_json_and_a_batch(capsys, tmp_path):
     file = tmp_path / "prompts.txt"
@@ -74,6 +81,11 @@ def test_json_and_a_batch(capsys, tmp_path):
         (["small", "--prompt", "x", "--kv-values", "int8"], "--kv-values needs --kv"),
         (["small", "--prompt", "x" * 30, "--max-length", "20"], "there is no room for an answer"),
         (["small", "--prompt-file", "nowhere.txt"], "nowhere.txt"),
+        (["small", "--prompt", "x", "--draft-tokens", "3"], "--draft-tokens needs --draft, a number format"),
+        (["small", "--prompt", "x", "--draft", "int4", "--draft-tokens", "0"], "draft_tokens is at least 1"),
+        (["small", "--prompt", "x", "--draft", "int9"], "the draft 'int9' is neither a model nor a number format"),
+        (["small", "--prompt", "x", "--draft", "no/model"], "there is no model at no/model"),
+        (["small", "--prompt", "x", "--draft", "int4", "--kv", "int4", "--kv-axis", "kivi"], "a draft needs a cache"),
     ],
 )
 def test_errors(words, text, capsys):

@@ -170,6 +170,36 @@ def test_an_int8_cache_is_written_in_place_and_read_as_it_was_written():
         jax.block_until_ready(inspect.unwrap(decode_layer)(*args, wrong, **how))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_several_tokens_of_a_slot_are_those_of_one_after_the_other(packed):
+    (x, cos, sin, _, keys, values, weights), how = layer(7, rows=6, size=320, hidden=400, time=70, packed=packed)
+    keys, values = keys[:2], values[:2]
+    positions = jnp.asarray([0, 1, 2, 40, 41, 42], jnp.int32)
+    want = [None] * 6
+    one = keys + 0, values + 0
+    for i in range(3):
+        rows = np.asarray([i, 3 + i])
+        y, *one, _ = decode_layer(x[rows], cos[rows], sin[rows], positions[rows], *one, weights, **how)
+        want[i], want[3 + i] = y
+    every = x, cos, sin, positions, keys, values, weights
+    for threads in (1, 3):
+        for a, b in zip(decode_layer(*every, **how, threads=threads)[:3], (jnp.stack(want), *one), strict=True):
+            np.testing.assert_array_equal(a, b)
+    check(decode_layer(*every, **how), plain(every, how))
+
+
+def test_nothing_is_written_beyond_the_limit():
+    args, how = layer(3, rows=2, time=20)
+    args = (*args[:3], jnp.asarray([19, 20], jnp.int32), *(x[:1] for x in args[4:6]), args[6])
+    got = decode_layer(*args, **how)
+    assert bool(jnp.isfinite(got[0][0]).all() & jnp.isnan(got[0][1]).all())
+    alone = decode_layer(*(x[:1] for x in args[:6]), args[6], **how)
+    for a, b in zip((got[0][:1], *got[1:3]), alone[:3], strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(got[1:3], plain(args, how)[1:3], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
 def test_entries_beyond_a_position_have_no_influence():
     args, how = layer(2, rows=1, time=30)
     x, cos, sin, _, keys, values, weights = args
@@ -211,6 +241,11 @@ WRONG = {
     "values": (lambda a: (*a[:5], a[5][:, :, :-1], a[6]), {}, r"keys \[2, 2, 16, 40\] and values \[2, 2, 39, 16\]"),
     "angles": (lambda a: (a[0], a[1][:, :-1], *a[2:]), {}, "there is an angle for each pair"),
     "positions": (lambda a: (*a[:3], a[3][:1], *a[4:]), {}, "there is a position for each row"),
+    "slots": (
+        lambda a: (*(x[:1] for x in a[:4]), *a[4:]),
+        {},
+        "slots have the same number of new tokens",
+    ),
     "norm": (lambda a: (*a[:6], a[6]._replace(norm_in=a[6].norm_in[:-1])), {}, "norms have a value for each of x"),
     "bias": (lambda a: (*a[:6], a[6]._replace(bias=a[6].norm_in)), {}, "a bias is for all heads, a norm for one"),
     "matrix": (lambda a: (*a[:6], a[6]._replace(out=a[6].wi)), {}, "does not fit codes"),

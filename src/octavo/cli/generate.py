@@ -15,8 +15,10 @@ from octavo.cli.compiled import use_compiled_programs
 from octavo.cli.options import (
     MODEL,
     add_adapter,
+    add_draft,
     add_kv_cache,
     add_prefill,
+    draft_options,
     fail,
     kv_config,
     open_source,
@@ -64,6 +66,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     add_adapter(parser)
     add_kv_cache(parser)
     add_prefill(parser)
+    add_draft(parser)
     parser.add_argument("--slots", type=int, metavar="N", help="prompts at a time (default: all, up to 8)")
     parser.add_argument("--max-length", type=int, metavar="N", help="tokens of a prompt and its answer (default: fits)")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each prompt, in order")
@@ -91,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         printer.close()
         return 130
     printer.close()
-    print(f"octavo generate: {clock.summary(ids)}\n{_memory(source, engine)}", file=sys.stderr)
+    print(f"octavo generate: {clock.summary(ids)}\n{_draft(args, engine)}{_memory(source, engine)}", file=sys.stderr)
     return 1 if clock.failed else 0
 
 
@@ -118,7 +121,8 @@ def _engine(args: argparse.Namespace, prompts: Sequence[str]) -> tuple[Any, Any,
     slots = min(len(ids), _MOST_SLOTS) if args.slots is None else args.slots
     needed = max(map(len, ids)) + args.max_tokens
     length = _round_up(needed, source) if args.max_length is None else args.max_length
-    engine = Engine(source, slots=slots, max_length=length, kv=kv, prefill=args.prefill, cache_dir=directory)
+    options = {"slots": slots, "max_length": length, "kv": kv, "prefill": args.prefill, "cache_dir": directory}
+    engine = Engine(source, **options, **draft_options(args))
     for tokens in ids:
         engine.check(tokens)
     return engine, source, ids
@@ -222,6 +226,13 @@ class _Clock:
         after = self._last - self._first
         speed = f", {(count - 1) / after:.1f} tokens/s after the first" if count > 1 and after > 0 else ""
         return f"{count} tokens from {prompt} of prompt in {seconds:.2f} s{speed}"
+
+
+def _draft(args: argparse.Namespace, engine: Any) -> str:
+    if args.draft is None:
+        return ""
+    share = f" ({engine.accepted / engine.proposed:.0%})" if engine.proposed else ""
+    return f"  draft {args.draft}: {engine.accepted} of {engine.proposed} proposed tokens accepted{share}\n"
 
 
 def _memory(source: Any, engine: Any) -> str:

@@ -110,6 +110,32 @@ def kv_config(args: argparse.Namespace) -> Any:
     return KVConfig(keys=args.kv, values=args.kv_values or args.kv, axis=args.kv_axis, latent=args.kv_latent)
 
 
+def add_draft(parser: argparse.ArgumentParser) -> None:
+    """Add the draft of speculative decoding."""
+    parser.add_argument(
+        "--draft",
+        metavar="FORMAT|MODEL",
+        help="speculative decoding: the model's own weights in a number format such as int4 or int8, or a smaller "
+        "model of the same tokenizer, propose tokens, and the model generates those that are its own",
+    )
+    parser.add_argument(
+        "--draft-tokens", type=int, metavar="K", help="how many tokens the draft proposes at a time (default 4)"
+    )
+
+
+def draft_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `Engine` of those options."""
+    from octavo.pretrained import open_model
+
+    if args.draft is None:
+        if args.draft_tokens is not None:
+            raise ValueError("--draft-tokens needs --draft, a number format such as int4 or a model")
+        return {}
+    is_model = Path(args.draft).exists() or "/" in args.draft or args.draft.endswith(".gguf")
+    tokens = {} if args.draft_tokens is None else {"draft_tokens": args.draft_tokens}
+    return {"draft": open_model(args.draft) if is_model else args.draft, **tokens}
+
+
 def warm_up(command: str, engine: Any) -> None:
     """Load the programs of an engine, or say that they are compiled and how long that takes."""
     from octavo.pretrained.memory import release_memory

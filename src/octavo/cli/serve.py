@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.compiled import use_compiled_programs
-from octavo.cli.options import MODEL, add_adapter, add_kv_cache, add_prefill, fail, kv_config, open_source, warm_up
+from octavo.cli.options import (
+    MODEL,
+    add_adapter,
+    add_draft,
+    add_kv_cache,
+    add_prefill,
+    draft_options,
+    fail,
+    kv_config,
+    open_source,
+    warm_up,
+)
 
 _DEFAULT_LENGTH = 2048
 
@@ -40,6 +51,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     add_adapter(parser)
     add_kv_cache(parser)
     add_prefill(parser)
+    add_draft(parser)
     parser.add_argument(
         "--timeout", type=float, metavar="S", default=600.0, help="seconds for a response (default 600)"
     )
@@ -123,8 +135,10 @@ def _engine(args: argparse.Namespace) -> tuple[Any, str]:
     directory = use_compiled_programs()
     name = args.name or Path(args.model).resolve().name
     if is_encoder(args.model):
-        if args.adapter or args.kv or args.kv_latent:
-            raise ValueError(f"{args.model} is an encoder: --adapter and --kv are for models that generate text")
+        if args.adapter or args.kv or args.kv_latent or args.draft:
+            raise ValueError(
+                f"{args.model} is an encoder: --adapter, --kv and --draft are for models that generate text"
+            )
         return open_encoder(args.model, max_length=args.max_length), name
     kv, source = kv_config(args), open_source(args)
     if source.tokenizer is None:
@@ -132,7 +146,8 @@ def _engine(args: argparse.Namespace) -> tuple[Any, str]:
     # The cache of every slot has room for it, and the context of some models is very long.
     longest = min(_DEFAULT_LENGTH, int(source.origin.get("max_length") or _DEFAULT_LENGTH))
     length = longest if args.max_length is None else args.max_length
-    engine = Engine(source, slots=args.slots, kv=kv, max_length=length, prefill=args.prefill, cache_dir=directory)
+    sizes = {"slots": args.slots, "max_length": length, "cache_dir": directory}
+    engine = Engine(source, **sizes, kv=kv, prefill=args.prefill, **draft_options(args))
     warm_up("serve", engine)  # so that the first request does not wait
     return engine, name
 

@@ -1,9 +1,10 @@
-"""One decoding step of a decoder layer, one token per sequence, with quantized matrices.
+"""One decoding step of a decoder layer, one or more new tokens per sequence, with quantized matrices.
 
     x = x + out(attention(query_key_value(norm(x))))
     x = x + wo(silu(gate) * up),  [gate, up] = wi(norm(x))
 
-Attention has rotary embeddings and a KV cache, to which the keys and values of the new token are written. The
+Attention has rotary embeddings and a KV cache, to which the keys and values of the new tokens are written. Rows of a
+matmul are summed independently, so the results of several tokens are those of one after the other, bit for bit. The
 specification is `decode_layer_reference`; results differ only by the rounding of float32 sums.
 """
 
@@ -35,8 +36,8 @@ class Matrix(NamedTuple):
 class CacheScales(NamedTuple):
     """The scales of keys and values that are codes of int8, -127 to 127: one for each head and position."""
 
-    keys: Float[Array, "rows kv_heads 1 time"]
-    values: Float[Array, "rows kv_heads time 1"]
+    keys: Float[Array, "slots kv_heads 1 time"]
+    values: Float[Array, "slots kv_heads time 1"]
 
 
 class LayerWeights(NamedTuple):
@@ -61,8 +62,8 @@ def decode_layer(
     cos: Float[Array, "rows half"],
     sin: Float[Array, "rows half"],
     positions: Shaped[Array, "rows"],
-    keys: Shaped[Array, "rows kv_heads dim time"],
-    values: Shaped[Array, "rows kv_heads time dim"],
+    keys: Shaped[Array, "slots kv_heads dim time"],
+    values: Shaped[Array, "slots kv_heads time dim"],
     weights: LayerWeights,
     scales: CacheScales | None = None,
     *,
@@ -75,11 +76,11 @@ def decode_layer(
     """One decoding step of a layer, on CPUs; gradients and vmap are unsupported.
 
     Args:
-      x: the activations, one new token per row.
+      x: the activations, one new token per row. Each slot has the same number of rows, one after the other.
       cos: the cosines of the rotary embedding.
       sin: the sines of the rotary embedding.
-      positions: the position of each row's token, which attends to the first `positions[i]` entries of slot i and
-        itself. A position of `limit` or more gives NaN.
+      positions: the position of each row's token, which attends to the entries of its slot before that and itself:
+        those of a slot are consecutive. A position of `limit` or more gives NaN, and nothing is written for it.
       keys: the key cache in float32, or in int8 with `scales`; updated in place if it is donated.
       values: the value cache, updated in place if it is donated.
       weights: the parameters of the layer.
@@ -126,8 +127,8 @@ def decode_layer_reference(
     cos: Float[Array, "rows half"],
     sin: Float[Array, "rows half"],
     positions: Shaped[Array, "rows"],
-    keys: Shaped[Array, "rows kv_heads dim time"],
-    values: Shaped[Array, "rows kv_heads time dim"],
+    keys: Shaped[Array, "slots kv_heads dim time"],
+    values: Shaped[Array, "slots kv_heads time dim"],
     weights: LayerWeights,
     scales: CacheScales | None = None,
     *,
@@ -136,7 +137,7 @@ def decode_layer_reference(
     limit: int,
 ) -> tuple[Array, Array, Array, CacheScales | None]:
     """The reference of `decode_layer`, with the same arguments, in plain JAX."""
-    rows, kv_heads, dim, time = keys.shape
+    rows, (slots, kv_heads, dim, time) = x.shape[0], keys.shape
 
     def norm(x: Array, scale: Array | None) -> Array:
         if scale is None:
@@ -156,25 +157,29 @@ def decode_layer_reference(
         mixed = mixed + jnp.broadcast_to(weights.bias, mixed.shape)
     query, key, value = jnp.split(mixed.reshape(rows, -1, dim), (heads, heads + kv_heads), axis=1)
     query, key = rotated(norm(query, weights.query_norm)), rotated(norm(key, weights.key_norm))
-    row, place = jnp.arange(rows), jnp.clip(positions, 0, time - 1)
+    slot, place = jnp.arange(rows) // (rows // slots), jnp.clip(positions, 0, time - 1)
+    into = jnp.where(positions < limit, place, time)  # what is out of bounds is dropped
     if scales is not None:
         (key, key_scale), (value, value_scale) = _int8(key), _int8(value)
         scales = CacheScales(
-            scales.keys.at[row, :, :, place].set(key_scale), scales.values.at[row, :, place].set(value_scale)
+            scales.keys.at[slot, :, :, into].set(key_scale), scales.values.at[slot, :, into].set(value_scale)
         )
-    keys, values = keys.at[row, :, :, place].set(key), values.at[row, :, place].set(value)
-    stored = keys, values
+    keys, values = keys.at[slot, :, :, into].set(key), values.at[slot, :, into].set(value)
+    own_keys, own_values = keys[slot], values[slot]
     if scales is not None:
-        keys, values = keys.astype(jnp.float32) * scales.keys, values.astype(jnp.float32) * scales.values
+        own_keys = own_keys.astype(jnp.float32) * scales.keys[slot]
+        own_values = own_values.astype(jnp.float32) * scales.values[slot]
     grouped = query.reshape(rows, kv_heads, -1, dim) * dim**-0.5
-    scores = jnp.einsum("rkqd,rkdt->rkqt", grouped, keys, precision="highest")
+    scores = jnp.einsum("rkqd,rkdt->rkqt", grouped, own_keys, precision="highest")
     seen = jnp.arange(time)[None] <= place[:, None]
     weight = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
-    context = jnp.einsum("rkqt,rktd->rkqd", weight, jnp.where(seen[:, None, :, None], values, 0), precision="highest")
+    context = jnp.einsum(
+        "rkqt,rktd->rkqd", weight, jnp.where(seen[:, None, :, None], own_values, 0), precision="highest"
+    )
     context = jnp.where(positions[:, None] < limit, context.reshape(rows, -1), jnp.nan)
     x = x + product(context, weights.out)
     gate, up = jnp.split(product(norm(x, weights.norm_mid), weights.wi), 2, axis=-1)
-    return x + product(jax.nn.silu(gate) * up, weights.wo), *stored, scales
+    return x + product(jax.nn.silu(gate) * up, weights.wo), keys, values, scales
 
 
 def _int8(x: Float[Array, "rows heads dim"]) -> tuple[Array, Array]:

@@ -5,18 +5,19 @@ import functools
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from octavo._config import check_least
-from octavo.models import ModelConfig
-from octavo.serve.cache import FLOAT, KVConfig
+from octavo.serve.cache import KVConfig
 from octavo.serve.constraint import Constraint, Matcher, Vocabulary
-from octavo.serve.engine_programs import STEPS, Programs
+from octavo.serve.engine_programs import STEPS, Output
+from octavo.serve.engine_source import Source
 from octavo.serve.sampling import DEFAULT, SamplingParams, Settings
+from octavo.serve.speculative import SpeculativePrograms, programs_of
 from octavo.serve.text import TextStream
 
 
@@ -101,9 +102,12 @@ class Engine:
         eos_ids: Tokens that end a text; those of the tokenizer by default.
         cache_dir: A directory for compiled programs: another engine of the same model, sizes and versions loads them
             from there. It is trusted, as they are machine code. None to keep none.
+        draft: A model that proposes tokens, of which each step generates those that the engine's own model would have:
+            "int4" or another number format for that model's weights, or a smaller model of the same vocabulary.
+        draft_tokens: How many tokens the draft proposes in each step.
 
     >>> import jax
-    >>> from octavo.models import init_params
+    >>> from octavo.models import ModelConfig, init_params
     >>> sizes = dict(emb_dim=16, num_layers=1, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
     >>> config = ModelConfig(vocab_size=50, scan_layers=False, **sizes)
     >>> engine = Engine(config, init_params(config, jax.random.key(0)), slots=2, max_length=32, chunk=8)
@@ -127,17 +131,24 @@ class Engine:
         tokenizer: Any = None,
         eos_ids: Sequence[int] | None = None,
         cache_dir: str | Path | None = None,
+        draft: Any = None,
+        draft_tokens: int = 4,
     ):
-        config, load, rules, tokenizer = _unpack_source(source, params, rules, tokenizer)
-        kv = _kv_of(source) if kv is None else kv
-        self.config, self.kv, self.tokenizer = config, kv, tokenizer
-        self.slots, self.max_length, self.chunk = slots, max_length, chunk
-        check_least(self, 1, "slots", "max_length", "chunk")
+        model = Source.of(source, params, rules, tokenizer)
+        kv, tokenizer = model.kv if kv is None else kv, model.tokenizer
+        self.config, self.kv, self.tokenizer = model.config, kv, tokenizer
+        self.slots, self.max_length, self.chunk, self.draft_tokens = slots, max_length, chunk, draft_tokens
+        check_least(self, 1, "slots", "max_length", "chunk", "draft_tokens")
         self.eos_ids = frozenset(getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids)
-        ranges = getattr(source, "state", None)
         directory = None if cache_dir is None else Path(cache_dir)
-        options = {"slots": slots, "max_length": max_length, "kv": kv, "chunk": chunk, "prefill": prefill}
-        self.programs = Programs(config, load, rules=rules, ranges=ranges, directory=directory, **options)
+        options: dict[str, Any] = {
+            "slots": slots,
+            "max_length": max_length,
+            "kv": kv,
+            "chunk": chunk,
+            "prefill": prefill,
+        }
+        self.programs = programs_of(model, draft, draft_tokens=draft_tokens, directory=directory, **options)
         """The compiled programs, with the sizes of their parameters and cache."""
         self._running: list[_Slot | None] = [None] * slots
         self._waiting: deque[Request] = deque()
@@ -147,6 +158,8 @@ class Engine:
         """The tokens of the last prompt of each slot that are in the cache."""
         self.reused = 0
         """Tokens of prompts that were in the cache already."""
+        self.proposed = self.accepted = 0
+        """Tokens that the draft proposed, and those of them that were generated."""
 
     @property
     def busy(self) -> bool:
@@ -212,7 +225,8 @@ class Engine:
         """Prefill a chunk of the oldest prompt, if there is one, and decode a token for each prefilled request.
 
         Without a prompt to prefill or a request that waits for a slot, up to `most` tokens are decoded, and no more
-        than 4: one call costs less than four. Those after the end of a text are discarded.
+        than 4: one call costs less than four. Those after the end of a text are discarded. With a draft, up to
+        `draft_tokens` + 1 of them are decoded.
         """
         events, self._ended = self._ended, []
         self._admit()
@@ -266,7 +280,7 @@ class Engine:
             RuntimeError: Requests are running, whose caches are of the old parameters.
 
         >>> import jax, octavo
-        >>> from octavo.models import init_params
+        >>> from octavo.models import ModelConfig, init_params
         >>> sizes = dict(emb_dim=16, num_layers=1, num_query_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
         >>> config = ModelConfig(vocab_size=50, **sizes)
         >>> old, new = (init_params(config, jax.random.key(i)) for i in range(2))
@@ -360,25 +374,38 @@ class Engine:
         return [dataclasses.replace(event, prompt=tuple(slot.scores))]
 
     def _decode(self, numbers: list[int], most: int) -> list[Event]:
-        active = np.zeros(self.slots, bool)
-        active[numbers] = True
         slots = [(n, slot) for n in numbers if (slot := self._running[n]) is not None]
-        steps = min([most, STEPS, *(self._remaining(slot) for _, slot in slots)])
+        limits = np.zeros(self.slots, np.int32)
+        for n, slot in slots:
+            # What may follow a token of a constrained answer is known when the token is.
+            limits[n] = 1 if slot.matcher else self._remaining(slot)
         allowed = None
         if any(slot.matcher for _, slot in slots):
-            # What may follow a token is known when it is.
-            steps, allowed = 1, self.programs.all_allowed()
+            allowed = self.programs.all_allowed()
             for n, slot in slots:
                 if slot.matcher is not None:
                     allowed[n] = slot.matcher.mask()
         top = any(slot.request.params.logprobs for _, slot in slots)
-        out = self.programs.decode(active, steps, top=top, allowed=allowed)
+        out, counts = self._run(limits, most, top=top, allowed=allowed)
         return [
             self._event(n, *out.fetch(n, slot.request.params.logprobs, step))
-            for step in range(steps)
+            for step in range(max(counts))
             for n, slot in slots
-            if self._running[n] is slot
+            if self._running[n] is slot and step < counts[n]
         ]
+
+    def _run(self, limits: np.ndarray, most: int, **options: Any) -> tuple[Output, np.ndarray]:
+        """Decode at least one and at most `limits[i]` tokens of slot i, and count them."""
+        active = limits > 0
+        if not isinstance(self.programs, SpeculativePrograms):
+            steps = int(min(most, STEPS, *limits[active]))
+            return self.programs.decode(active, steps, **options), np.where(active, steps, 0)
+        limits = np.minimum(limits, self.draft_tokens + 1)
+        out, found = self.programs.speculate(limits, **options)
+        counts = np.asarray(found)
+        self.proposed += int(np.sum(limits[active] - 1))
+        self.accepted += int(np.sum(counts[active] - 1))
+        return out, counts
 
     def _remaining(self, slot: _Slot) -> int:
         """How many more tokens a request may have."""
@@ -407,30 +434,3 @@ class Engine:
             text += slot.stream.finish()
             self._running[number] = None
         return Event(request.request_id, token, text, logprob, finish, top)
-
-
-def _kv_of(source: Any) -> KVConfig:
-    """The cache that a model was trained for."""
-    found = getattr(source, "origin", {}).get("kv_cache")
-    return FLOAT if found is None else KVConfig.of(found["format"], axis=found["axis"])
-
-
-def _unpack_source(
-    source: Any, params: Any, rules: Any, tokenizer: Any
-) -> tuple[ModelConfig, Callable[[], Any], Any, Any]:
-    """The config, a function that loads the parameters, the rules and the tokenizer."""
-    if isinstance(source, ModelConfig):
-        if params is None:
-            raise TypeError("Engine(config, params) takes the parameters too; Engine(source) a model that was opened")
-        return source, lambda: params, () if rules is None else rules, tokenizer
-    if params is not None:
-        raise TypeError(f"parameters come with a ModelConfig, or within a source; got a {type(source).__name__}")
-    if not hasattr(source, "config") or not hasattr(source, "params"):
-        raise TypeError(
-            f"Engine takes a ModelConfig and parameters, or what octavo.pretrained.open_model gives, got a "
-            f"{type(source).__name__}"
-        )
-    rules = getattr(source, "rules", ()) if rules is None else rules
-    # Rules quantize floats; without any, codes are multiplied as they are.
-    load = source.params if rules or not hasattr(source, "leaves") else functools.partial(source.params, codes=True)
-    return source.config, load, rules, tokenizer or getattr(source, "tokenizer", None)

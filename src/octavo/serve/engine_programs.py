@@ -47,6 +47,16 @@ class State(NamedTuple):
     """The number of tokens generated in each slot."""
     settings: Settings
 
+    def advanced(self, token: Shaped[Array, "slots"], active: Bool[Array, "slots"]) -> "State":
+        """The state after a token of each active slot, but for the cache; other slots keep their last token."""
+        rows, one = jnp.arange(token.shape[0]), active.astype(jnp.int32)
+        return self._replace(
+            in_context=self.in_context.at[rows, token].max(active),
+            counts=self.counts.at[rows, token].add(one),
+            last=jnp.where(active, token, self.last),
+            num_generated=self.num_generated + one,
+        )
+
 
 STEPS = 4
 """The most tokens per call of the decoding program."""
@@ -93,12 +103,13 @@ class Programs:
         chunk: int,
         prefill: str = "float",
         directory: Path | None = None,
+        room: int = 0,
     ):
         params = unstacked(jax.tree.map(jnp.asarray, load()))
         config = config.replace(scan_layers=False, remat="none")
         self._layouts = Layouts(config, params, rules)
         config, params = fuse_params(config, params, fuse=not rules)
-        self.config, self.chunk, self._rules = config, chunk, rules
+        self.config, self.chunk, self._rules, self._kv = config, chunk, rules, kv
         self.traces: Counter[str] = Counter()
         """How often each program was traced."""
         # As a flat tuple: flattening a tree of QArrays at every step costs as much as a small model.
@@ -116,9 +127,16 @@ class Programs:
         self._prefill_model = integers or self._model
         self.prefill_qtype = "float" if integers is None else "int8"
         """What activations are in prefill, unless the log probabilities of prompts are asked for."""
+        # Kernels drop what is beyond the end; XLA would write it over the last positions.
+        room = 0 if self._is_native(params) else room
+        if room and 0 < config.learned_positions < max_length + room:
+            raise ValueError(
+                f"max_length={max_length} and {room} tokens of a draft are more than the {config.learned_positions} "
+                f"positions that the model has embeddings for: reduce max_length to {config.learned_positions - room}"
+            )
         # Chunks start at multiples of their size: room for the padding of the last one.
         padded = -(-max_length // chunk) * chunk
-        cache = KVCache.empty(config, kv, slots=slots, max_length=padded)
+        cache = KVCache.empty(config, kv, slots=slots, max_length=padded, room=room)
         self.cache_nbytes, self.cache_bytes_per_token = cache.nbytes, cache.bytes_per_token
         """Bytes of all keys and values, and of those of one token."""
         self.params_nbytes = sum(x.size * x.dtype.itemsize for x in leaves)
@@ -189,12 +207,16 @@ class Programs:
 
     def prepare(self) -> None:
         """Load both programs from the directory of compiled programs, or compile them at the same time."""
+        self.prepare_prefill()
+        active = np.zeros(len(self._all), bool)
+        self._decode.prepare(self._leaves, self._state, active, np.ones(2, np.int32), self._all_on_device)
+
+    def prepare_prefill(self) -> None:
+        """Load one of the programs, or compile it."""
         settings = Settings.of([SamplingParams(temperature=0)])
         masks = np.stack([self._all[0], self._all[0]])
         tokens, location = np.zeros((1, self.chunk), np.int32), np.zeros(3, np.int32)
         self._prefill.prepare(self._leaves, self._state, tokens, location, settings, masks, None)
-        active = np.zeros(len(self._all), bool)
-        self._decode.prepare(self._leaves, self._state, active, np.ones(2, np.int32), self._all_on_device)
 
     @property
     def is_stored(self) -> bool:
@@ -203,20 +225,20 @@ class Programs:
 
     def _stored(self, name: str, function: Callable[..., Any]) -> StoredProgram:
         """A program that takes the parameters and the state, and returns an output and the next state."""
+        outputs = self._any_output, self._state
+        return StoredProgram(function, program_path(self._directory, name, self._facts()), outputs)
+
+    def _facts(self) -> tuple[Any, ...]:
+        """What the programs depend on."""
         arrays = [(x.shape, x.dtype, x.weak_type, x.sharding) for x in (*self._leaves, *self._state)]
-        facts = (
-            self.config.to_json(),
-            self._rules,
-            self.prefill_qtype,
-            self.chunk,
-            STEPS,
-            str(self._tree),
-            str(self._state_tree),
-            arrays,
-        )
+        sizes, trees = (self.chunk, STEPS), (str(self._tree), str(self._state_tree))
+        return self.config.to_json(), self._rules, self.prefill_qtype, sizes, trees, arrays
+
+    @property
+    def _any_output(self) -> Output:
+        """An output, of which only the structure matters."""
         any_array = self._state[0]
-        outputs = Output(Sample(any_array, any_array), (any_array, any_array)), self._state
-        return StoredProgram(function, program_path(self._directory, name, facts), outputs)
+        return Output(Sample(any_array, any_array), (any_array, any_array))
 
     def all_allowed(self) -> np.ndarray:
         """A mask for `decode` that allows all tokens in every slot."""
@@ -236,7 +258,7 @@ class Programs:
     def decoding(self) -> str:
         """What runs the layers when decoding: CPU kernels, or XLA and why."""
         params = jax.tree.unflatten(self._tree, self._leaves)
-        reason = engine_native.unsupported_reason(self.config, params, self._state_of(self._state).cache, self._rules)
+        reason = engine_native.unsupported_reason(self.config, params, self._kv, self._rules)
         return kernels.status() if reason is None else f"XLA, because {reason}"
 
     def lowered(self) -> Any:
@@ -314,27 +336,34 @@ class Programs:
         """Decode one token of each slot."""
         state = self._state_of(parts)
         lengths = state.cache.lengths
-        if engine_native.unsupported_reason(self.config, params, state.cache, self._rules) is None:
-            logits, cache = engine_native.decode(self.config, params, state.last, state.cache)
-        else:
-            logits, _, cache = self._model(params, state.last[:, None], lengths[:, None], cache=state.cache)
-            logits = logits[:, 0]
+        logits, cache = self.forward(params, state.last[:, None], state.cache)
+        logits = logits[:, 0]
         sample = sample_tokens(
             logits, state.settings, state.num_generated, state.in_context, state.counts, allowed=allowed
         )
-        rows = jnp.arange(lengths.shape[0])
-        # The last token of an inactive slot is kept for its next step.
-        new = State(
-            cache.with_lengths(jnp.where(active, lengths + 1, lengths)),
-            state.in_context.at[rows, sample.token].max(active),
-            state.counts.at[rows, sample.token].add(active.astype(jnp.int32)),
-            jnp.where(active, sample.token, state.last),
-            jnp.where(active, state.num_generated + 1, state.num_generated),
-            state.settings,
-        )
-        find = lambda: top_logprobs(logits, MAX_LOGPROBS)  # noqa: E731
-        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(find))
-        return tuple(jax.tree.leaves(new)), Output(sample, jax.lax.cond(wants_top, find, lambda: none))
+        cache = cache.with_lengths(jnp.where(active, lengths + 1, lengths))
+        new = state.advanced(sample.token, active)._replace(cache=cache)
+        return tuple(jax.tree.leaves(new)), Output(sample, top_if(wants_top, logits))
+
+    def forward(
+        self, params: Any, tokens: Shaped[Array, "slots length"], cache: KVCache
+    ) -> tuple[Float[Array, "slots length vocab"], KVCache]:
+        """The logits after each of the next tokens of every slot, and the cache with those tokens added."""
+        if self._is_native(params):
+            return engine_native.decode(self.config, params, tokens, cache)
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        logits, _, cache = self._model(params, tokens, positions, cache=cache)
+        return logits, cache
+
+    def _is_native(self, params: Any) -> bool:
+        return engine_native.unsupported_reason(self.config, params, self._kv, self._rules) is None
+
+
+def top_if(wanted: Array, logits: Float[Array, "rows vocab"]) -> tuple[Array, Array]:
+    """The most probable tokens of each row and their log probabilities; zeros if they are not wanted."""
+    find = lambda: top_logprobs(logits, MAX_LOGPROBS)  # noqa: E731
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(find))
+    return jax.lax.cond(wanted, find, lambda: none)
 
 
 def _logprobs(logits: Float[Array, "rows vocab"], tokens: Shaped[Array, "rows"]) -> Float[Array, "rows"]:

@@ -53,7 +53,7 @@ class FakeEngine:
         """An exception that adding a request raises."""
         self.ends = {}
         """By the number of a token how a text ends with it, whatever was asked for."""
-        self.most_at_once = self.steps = self.reused = 0
+        self.most_at_once = self.steps = self.reused = self.proposed = self.accepted = 0
         self.cancelled = []
         self._running, self._waiting = {}, collections.deque()
 

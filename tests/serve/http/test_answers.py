@@ -143,6 +143,7 @@ def test_metrics_count(url):
         0,
         1,
     )
+    assert (metric(url, "octavo_draft_proposed_tokens"), metric(url, "octavo_draft_accepted_tokens")) == (0, 0)
     call(url, "/some/path/that/varies")
     _, headers, text = call(url, "/metrics", raw=True)
     assert b"varies" not in text

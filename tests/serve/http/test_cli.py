@@ -66,7 +66,7 @@ def test_a_missing_model_is_an_error(capsys, tmp_path):
 def test_an_encoder_is_known_by_its_config(kind, capsys, tmp_path):
     (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
     assert main(["serve", str(tmp_path), "--port", "0", "--kv", "int8"]) == 2
-    assert "is an encoder: --adapter and --kv are for models that generate text" in capsys.readouterr().err
+    assert "is an encoder: --adapter, --kv and --draft are for models that generate text" in capsys.readouterr().err
     assert main(["serve", str(tmp_path), "--port", "0"]) == 2
     assert "safetensors" in capsys.readouterr().err
 

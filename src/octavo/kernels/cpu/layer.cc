@@ -1,4 +1,4 @@
-// A decoder layer for one new token in each row, as one XLA custom call:
+// A decoder layer for the new tokens of each slot, one in each row, as one XLA custom call:
 //
 //   x += out(attention(rotate(query_key_value(norm(x)))));  x += wo(silu(gate(norm(x))) * up(norm(x)))
 //
@@ -37,7 +37,8 @@ struct Layer {
   float* y = nullptr;
 };
 
-// One row of queries, keys and values, in `row`, as attention takes them.
+// One row of queries, keys and values, in `row`, as attention takes them; keys and values are stored. A position beyond
+// the last is not: it would overwrite another.
 void prepare(const Layer& layer, const Version& how, int64_t m, float* row) {
   const AttendProblem& a = layer.attention;
   const int64_t half = a.dim / 2;
@@ -51,6 +52,7 @@ void prepare(const Layer& layer, const Version& how, int64_t m, float* row) {
     if (scale != nullptr) how.norm(head, scale, layer.epsilon, a.dim, head);
     how.rotate(head, layer.cos + m * half, layer.sin + m * half, is_query ? factor : 1.0f, half);
   }
+  how.keep(a, m);
 }
 
 void run(Layer& layer, const Version& how, Team team) {
@@ -129,7 +131,7 @@ ffi::Error layer_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cos
                                        *more.get<ffi::AnyBuffer>(10), *more.get<ffi::AnyBuffer>(11),
                                        *more.get<ffi::AnyBuffer>(12)};
   if (!is_matrix(x) || x.element_type() != ffi::F32) return wrong("x is a matrix of float32");
-  if (keys.dimensions().size() != 4 || heads < 1) return wrong("keys are [rows, kv_heads, dim, time]");
+  if (keys.dimensions().size() != 4 || heads < 1) return wrong("keys are [slots, kv_heads, dim, time]");
   if (tables.size() != 64) return wrong("there are four tables of 16 values");
 
   Layer layer;
@@ -141,17 +143,19 @@ ffi::Error layer_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cos
   a.kv_heads = keys.dimensions()[1];
   a.dim = keys.dimensions()[2];
   a.time = keys.dimensions()[3];
-  a.limit = limit;
-  const int64_t rows = layer.rows, half = a.dim / 2;
+  a.limit = std::min<int64_t>(limit, a.time);
+  const int64_t rows = layer.rows, half = a.dim / 2, slots = keys.dimensions()[0];
   if (rows == 0 || layer.size == 0 || keys.element_count() == 0) return wrong("a layer of nothing");
   if (a.dim % 2 != 0 || heads % a.kv_heads != 0) return wrong("heads are of even size, and share keys evenly");
+  if (rows % slots != 0) return wrong("slots have the same number of new tokens");
+  a.tokens = rows / slots;
   const ffi::DataType stored = keys.element_type();
   const bool low = stored == ffi::S8;
-  if ((!low && stored != ffi::F32) || !has_shape(keys, stored, {rows, a.kv_heads, a.dim, a.time}) ||
-      !has_shape(values, stored, {rows, a.kv_heads, a.time, a.dim}))
+  if ((!low && stored != ffi::F32) || !has_shape(keys, stored, {slots, a.kv_heads, a.dim, a.time}) ||
+      !has_shape(values, stored, {slots, a.kv_heads, a.time, a.dim}))
     return wrong("keys " + text(keys.dimensions()) + " and values " + text(values.dimensions()) + " do not fit");
-  if (low && (!is_floats(key_scale, {rows, a.kv_heads, 1, a.time}) ||
-              !is_floats(value_scale, {rows, a.kv_heads, a.time, 1})))
+  if (low && (!is_floats(key_scale, {slots, a.kv_heads, 1, a.time}) ||
+              !is_floats(value_scale, {slots, a.kv_heads, a.time, 1})))
     return wrong("keys and values in int8 have a scale for each head and position");
   if (!is_floats(cos, {rows, half}) || !is_floats(sin, {rows, half})) return wrong("there is an angle for each pair");
   if (positions.element_type() != ffi::S32 || positions.dimensions().size() != 1 || positions.dimensions()[0] != rows)

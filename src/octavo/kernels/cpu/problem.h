@@ -46,18 +46,20 @@ struct IntProblem {
   int64_t m = 0, k = 0, n = 0;
 };
 
-// Attention of one new token in each row to the KV cache of its slot, for consecutive query heads.
+// Attention of one new token in each row to the KV cache of its slot, for consecutive query heads. Rows of a slot are
+// consecutive, and their keys and values are in the cache.
 struct AttendProblem {
   const float* mixed = nullptr;  // [M, (heads + 2 * kv_heads) * dim]: queries, keys, values
   const int32_t* positions = nullptr;
   // Floats, or int8 codes with a scale for each head and position.
-  void* keys = nullptr;         // [M, kv_heads, dim, time]
-  void* values = nullptr;       // [M, kv_heads, time, dim]
-  float* key_scale = nullptr;   // [M, kv_heads, time], or null for floats
+  void* keys = nullptr;         // [M / tokens, kv_heads, dim, time]
+  void* values = nullptr;       // [M / tokens, kv_heads, time, dim]
+  float* key_scale = nullptr;   // [M / tokens, kv_heads, time], or null for floats
   float* value_scale = nullptr;
   float* context = nullptr;  // [M, heads * dim]
   int64_t heads = 0, kv_heads = 0, dim = 0, time = 0;
-  int64_t limit = 0;  // positions from here on give NaN
+  int64_t tokens = 1;  // new tokens of each slot
+  int64_t limit = 0;   // positions from here on give NaN
 };
 
 constexpr int kMostAxes = 8;
@@ -94,6 +96,8 @@ struct Version {
   void (*norm)(const float* x, const float* scale, float epsilon, int64_t size, float* y);
   // Rotates pairs (x_i, x_{i + half}) by angles, and multiplies them by a factor.
   void (*rotate)(float* x, const float* cos, const float* sin, float factor, int64_t half);
+  // Stores the keys and values of a row in the cache, unless its position is beyond the limit.
+  void (*keep)(const AttendProblem&, int64_t row);
   void (*attend)(const AttendProblem&, int64_t begin, int64_t end);
   // y = silu(gate) * up
   void (*gate)(const float* gate, const float* up, int64_t size, float* y);

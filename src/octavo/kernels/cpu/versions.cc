@@ -32,7 +32,7 @@ namespace portable {
 #include "quantize_body.inc"
 #include "layer_body.inc"
 constexpr Version kVersion = {"portable", float_columns, float_rows, int_columns, int_rows, tiled,
-                              sum,    norm,          rotate,     attend,      gate,     quantize};
+                              sum,    norm,          rotate,     keep,        attend,   gate,  quantize};
 }  // namespace portable
 #undef OCTAVO_UNROLL
 
@@ -49,7 +49,7 @@ namespace avx2 {
 #include "quantize_body.inc"
 #include "layer_body.inc"
 constexpr Version kVersion = {"avx2", float_columns, float_rows, int_columns, int_rows, tiled,
-                              sum,    norm,          rotate,     attend,      gate,     quantize};
+                              sum,    norm,          rotate,     keep,        attend,   gate,  quantize};
 }  // namespace avx2
 OCTAVO_END_TARGET
 
@@ -63,7 +63,7 @@ namespace avx512 {
 #include "quantize_body.inc"
 #include "layer_body.inc"
 constexpr Version kVersion = {"avx512", float_columns, float_rows, int_columns, int_rows, tiled,
-                              sum,    norm,          rotate,     attend,      gate,     quantize};
+                              sum,    norm,          rotate,     keep,        attend,   gate,  quantize};
 }  // namespace avx512
 OCTAVO_END_TARGET
 
@@ -76,7 +76,7 @@ namespace avx512_vnni {
 #include "tiled_body.inc"
 constexpr Version kVersion = {"avx512_vnni", avx512::float_columns, avx512::float_rows, int_columns,  int_rows,
                               tiled,         avx512::sum,           avx512::norm,       avx512::rotate,
-                              avx512::attend, avx512::gate,         avx512::quantize};
+                              avx512::keep,  avx512::attend,        avx512::gate,       avx512::quantize};
 }  // namespace avx512_vnni
 OCTAVO_END_TARGET
 #undef OCTAVO_VNNI

@@ -59,6 +59,10 @@ class Api:
         self.metrics.add_gauge(
             "reused_prompt_tokens", "Tokens of prompts that were in the cache already.", lambda: self.worker.reused
         )
+        self.metrics.add_gauge("draft_proposed_tokens", "Tokens that a draft proposed.", lambda: self.worker.proposed)
+        self.metrics.add_gauge(
+            "draft_accepted_tokens", "Those of the draft's tokens that were generated.", lambda: self.worker.accepted
+        )
         self.metrics.add_gauge("engine_up", "1 while the engine runs.", lambda: self.worker.alive)
         complete = functools.partial(self._respond, CompletionRequest, CompletionFormat())
         chat = functools.partial(self._respond, ChatCompletionRequest, ChatFormat())

@@ -14,7 +14,7 @@ from octavo.serve.http.requests import EmbeddingRequest
 class IdleEngine:
     """In the place of an engine on a server that has only an encoder: there is nothing to generate."""
 
-    slots, busy, active, reused = 0, False, 0, 0
+    slots, busy, active, reused, proposed, accepted = 0, False, 0, 0, 0, 0
 
     def __init__(self, encoder: Any):
         self.tokenizer, self.max_length = encoder.tokenizer, encoder.max_length

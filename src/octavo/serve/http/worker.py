@@ -107,6 +107,16 @@ class Worker:
         """Tokens of prompts that were in the cache already."""
         return self._engine.reused
 
+    @property
+    def proposed(self) -> int:
+        """Tokens that a draft proposed."""
+        return self._engine.proposed
+
+    @property
+    def accepted(self) -> int:
+        """Those of them that were generated."""
+        return self._engine.accepted
+
     def submit(self, requests: Sequence[Any]) -> Job:
         """Queue all of the requests, or raise an error and queue none."""
         self.check()
