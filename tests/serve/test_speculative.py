@@ -239,9 +239,3 @@ def test_errors_come_before_work(options, text):
 def test_a_draft_that_is_no_model():
     with pytest.raises(TypeError, match="got a int"):
         Engine(ONE, PARAMS, draft=4, **SIZES)
-
-
-def test_learned_positions_need_room():
-    config = ONE.replace(learned_positions=40)
-    with pytest.raises(ValueError, match="reduce max_length to 36"):
-        Engine(config, params_of(config), draft="int4", **SIZES)

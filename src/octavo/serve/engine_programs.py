@@ -1,5 +1,6 @@
 """The compiled programs of an engine, prefill and decode, and their state."""
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -101,7 +102,6 @@ class Programs:
         kv: KVConfig,
         chunk: int,
         directory: Path | None = None,
-        room: int = 0,
     ):
         params = unstacked(jax.tree.map(jnp.asarray, load()))
         config = config.replace(scan_layers=False, remat="none")
@@ -116,16 +116,9 @@ class Programs:
         plain = functools.partial(apply, config)
         is_plain = not rules and not any(map(is_qarray, jax.tree.leaves(params, is_leaf=is_qarray)))
         self._model = plain if is_plain else served(plain, rules, state=ranges or {})
-        # Kernels drop what is beyond the end; XLA would write it over the last positions.
-        room = 0 if self._is_native(params) else room
-        if room and 0 < config.learned_positions < max_length + room:
-            raise ValueError(
-                f"max_length={max_length} and {room} tokens of a draft are more than the {config.learned_positions} "
-                f"positions that the model has embeddings for: reduce max_length to {config.learned_positions - room}"
-            )
         # Chunks start at multiples of their size: room for the padding of the last one.
         padded = -(-max_length // chunk) * chunk
-        cache = KVCache.empty(config, kv, slots=slots, max_length=padded, room=room)
+        cache = KVCache.empty(config, kv, slots=slots, max_length=padded)
         self.cache_nbytes, self.cache_bytes_per_token = cache.nbytes, cache.bytes_per_token
         """Bytes of all keys and values, and of those of one token."""
         self.params_nbytes = sum(x.size * x.dtype.itemsize for x in leaves)
@@ -340,8 +333,9 @@ class Programs:
         if self._is_native(params):
             return engine_native.decode(self.config, params, tokens, cache)
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        logits, _, cache = self._model(params, tokens, positions, cache=cache)
-        return logits, cache
+        several = dataclasses.replace(cache, by_token=tokens.shape[1] > 1)
+        logits, _, several = self._model(params, tokens, positions, cache=several)
+        return logits, dataclasses.replace(several, by_token=False)
 
     def _is_native(self, params: Any) -> bool:
         return engine_native.unsupported_reason(self.config, params, self._kv, self._rules) is None

@@ -65,8 +65,7 @@ class SpeculativePrograms(Programs):
         directory: Path | None = None,
         is_copy: bool = False,
     ):
-        sizes: dict[str, Any] = {"slots": slots, "max_length": max_length, "chunk": chunk, "room": draft_tokens}
-        sizes["directory"] = directory
+        sizes: dict[str, Any] = {"slots": slots, "max_length": max_length, "chunk": chunk, "directory": directory}
         self.draft = Programs(draft.config, draft.load, rules=draft.rules, ranges=draft.ranges, kv=FLOAT, **sizes)
         super().__init__(target.config, target.load, rules=target.rules, ranges=target.ranges, kv=kv, **sizes)
         self.draft_tokens, self._is_copy = draft_tokens, is_copy
