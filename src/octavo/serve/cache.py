@@ -46,14 +46,12 @@ class KVCache:
     counts: Shaped[Array, "batch"] | None = None
     """The number of tokens in each row of the next call; the rest is padding. None for all."""
     max_length: int = dataclasses.field(default=0, metadata={"static": True})
-    room: int = dataclasses.field(default=0, metadata={"static": True})
-    """Positions after these, for tokens of a call that may be dropped."""
     config: KVConfig = dataclasses.field(default=FLOAT, metadata={"static": True})
+    by_token: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether the tokens of a call attend one after the other, with the bits of a call for each."""
 
     @classmethod
-    def empty(
-        cls, model: ModelConfig, config: KVConfig = FLOAT, *, slots: int, max_length: int, room: int = 0
-    ) -> "KVCache":
+    def empty(cls, model: ModelConfig, config: KVConfig = FLOAT, *, slots: int, max_length: int) -> "KVCache":
         """An empty cache.
 
         Args:
@@ -61,23 +59,18 @@ class KVCache:
             config: The precision of keys and values.
             slots: How many texts the cache holds.
             max_length: How many tokens each of them may have.
-            room: How many tokens beyond these a call may write, which are dropped then.
         """
         if slots < 1 or max_length < 1:
             raise ValueError(f"a cache has at least one slot and one position, got {slots} and {max_length}")
         make = _LAYERS[config.axis].empty
         names = [group.name for group in layer_groups(model.replace(scan_layers=False))]
-        heads, dims, length = (
-            model.num_kv_heads,
-            (model.head_dim, model.v_head_dim or model.head_dim),
-            max_length + room,
-        )
+        heads, dims = model.num_kv_heads, (model.head_dim, model.v_head_dim or model.head_dim)
         if config.latent:
             if not model.kv_lora_rank:
                 raise ValueError("latent=True is for models with latent attention, and this one has no kv_lora_rank")
             make, heads, dims = LatentLayer.empty, 1, (model.kv_lora_rank + model.rotated, model.kv_lora_rank)
-        layers = {name: make(config, slots, heads, dims, length) for name in names}
-        return cls(layers, jnp.zeros(slots, jnp.int32), max_length=max_length, room=room, config=config)
+        layers = {name: make(config, slots, heads, dims, max_length) for name in names}
+        return cls(layers, jnp.zeros(slots, jnp.int32), max_length=max_length, config=config)
 
     @property
     def is_latent(self) -> bool:
@@ -127,9 +120,9 @@ class KVCache:
         self._check(*positions.shape)
         if not isinstance(positions, jax.core.Tracer) and positions.size:
             last = int(jnp.max(positions))
-            if last >= self.max_length + self.room:
+            if last >= self.max_length:
                 raise ValueError(f"position {last} does not fit into a cache of max_length={self.max_length}")
-        index = CacheIndex(positions.astype(jnp.int32), self.rows, self.counts, self.max_length + self.room, options)
+        index = CacheIndex(positions.astype(jnp.int32), self.rows, self.counts, self.max_length, options, self.by_token)
         context, new = self.layers[layer].attend(qkv, index)
         lengths = index.ends
         if self.rows is not None:

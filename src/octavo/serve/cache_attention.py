@@ -23,6 +23,12 @@ class CacheIndex(NamedTuple):
     """The number of tokens in each row, without padding; None for all."""
     max_length: int
     options: AttentionOptions = AttentionOptions()
+    by_token: bool = False
+    """Whether tokens attend one after the other."""
+
+    def token(self, number: int) -> "CacheIndex":
+        """That of one token of each row."""
+        return self._replace(positions=self.positions[:, number : number + 1], counts=None, by_token=False)
 
     @property
     def since(self) -> Shaped[Array, "batch length"] | None:

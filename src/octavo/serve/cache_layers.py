@@ -4,6 +4,7 @@ import abc
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from octavo._typing import Array, Float
 from octavo.models import QKV
@@ -70,12 +71,17 @@ class PositionLayer(KeyValueLayer):
         self, qkv: QKV, index: CacheIndex
     ) -> tuple[Float[Array, "batch length heads value_dim"], "PositionLayer"]:
         """Store, then attend to what is stored: a token attends to its own key as all later ones will."""
+        return _attend(self, qkv, index)
+
+    def _stored(self, qkv: QKV, index: CacheIndex) -> "PositionLayer":
         keys = self.keys.write(self.keys.encode_like(qkv.key), index.rows, index.starts)
         values = self.values.write(self.values.encode_like(qkv.value), index.rows, index.starts)
         # A barrier before reading: if fused with the read, the write would not be in place.
-        keys, values = jax.lax.optimization_barrier((keys, values))
-        part = KVBlock(keys, values, until=index.positions + 1, since=index.since, rows=index.rows)
-        return attend(qkv.query, [part], index.valid, index.options), PositionLayer(keys, values)
+        return PositionLayer(*jax.lax.optimization_barrier((keys, values)))
+
+    def _attended(self, qkv: QKV, index: CacheIndex) -> Float[Array, "batch length heads value_dim"]:
+        part = KVBlock(self.keys, self.values, until=index.positions + 1, since=index.since, rows=index.rows)
+        return attend(qkv.query, [part], index.valid, index.options)
 
 
 @jax.tree_util.register_dataclass
@@ -93,7 +99,29 @@ class LatentLayer(CacheLayer):
 
     def attend(self, qkv: QKV, index: CacheIndex) -> tuple[Float[Array, "batch length heads value_dim"], "LatentLayer"]:
         """Store, then attend to what is stored, as `PositionLayer`."""
+        return _attend(self, qkv, index)
+
+    def _stored(self, qkv: QKV, index: CacheIndex) -> "LatentLayer":
         keys = self.keys.write(self.keys.encode_like(qkv.key), index.rows, index.starts)
-        keys = jax.lax.optimization_barrier(keys)
-        part = KVBlock(keys, self.rank, until=index.positions + 1, since=index.since, rows=index.rows)
-        return attend(qkv.query, [part], index.valid, index.options), LatentLayer(keys, self.rank)
+        return LatentLayer(jax.lax.optimization_barrier(keys), self.rank)
+
+    def _attended(self, qkv: QKV, index: CacheIndex) -> Float[Array, "batch length heads value_dim"]:
+        part = KVBlock(self.keys, self.rank, until=index.positions + 1, since=index.since, rows=index.rows)
+        return attend(qkv.query, [part], index.valid, index.options)
+
+
+def _attend[Layer: (PositionLayer, LatentLayer)](layer: Layer, qkv: QKV, index: CacheIndex) -> tuple[Array, Layer]:
+    """Store, then attend to what is stored; with `by_token`, of one token after the other."""
+    if not index.by_token:
+        layer = layer._stored(qkv, index)
+        return layer._attended(qkv, index), layer
+    parts = [(_token(qkv, i), index.token(i)) for i in range(index.positions.shape[1])]
+    # The last one first: a position beyond the end is written over the last one, which then has its own token.
+    for part in reversed(parts):
+        layer = layer._stored(*part)
+    return jnp.concatenate([layer._attended(*part) for part in parts], axis=1), layer
+
+
+def _token(qkv: QKV, number: int) -> QKV:
+    """One token of each row."""
+    return jax.tree.map(lambda x: x[:, number : number + 1], qkv)

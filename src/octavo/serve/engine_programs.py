@@ -1,5 +1,6 @@
 """The compiled programs of an engine, prefill and decode, and their state."""
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -103,7 +104,6 @@ class Programs:
         chunk: int,
         prefill: str = "float",
         directory: Path | None = None,
-        room: int = 0,
     ):
         params = unstacked(jax.tree.map(jnp.asarray, load()))
         config = config.replace(scan_layers=False, remat="none")
@@ -127,16 +127,9 @@ class Programs:
         self._prefill_model = integers or self._model
         self.prefill_qtype = "float" if integers is None else "int8"
         """What activations are in prefill, unless the log probabilities of prompts are asked for."""
-        # Kernels drop what is beyond the end; XLA would write it over the last positions.
-        room = 0 if self._is_native(params) else room
-        if room and 0 < config.learned_positions < max_length + room:
-            raise ValueError(
-                f"max_length={max_length} and {room} tokens of a draft are more than the {config.learned_positions} "
-                f"positions that the model has embeddings for: reduce max_length to {config.learned_positions - room}"
-            )
         # Chunks start at multiples of their size: room for the padding of the last one.
         padded = -(-max_length // chunk) * chunk
-        cache = KVCache.empty(config, kv, slots=slots, max_length=padded, room=room)
+        cache = KVCache.empty(config, kv, slots=slots, max_length=padded)
         self.cache_nbytes, self.cache_bytes_per_token = cache.nbytes, cache.bytes_per_token
         """Bytes of all keys and values, and of those of one token."""
         self.params_nbytes = sum(x.size * x.dtype.itemsize for x in leaves)
@@ -352,8 +345,9 @@ class Programs:
         if self._is_native(params):
             return engine_native.decode(self.config, params, tokens, cache)
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        logits, _, cache = self._model(params, tokens, positions, cache=cache)
-        return logits, cache
+        several = dataclasses.replace(cache, by_token=tokens.shape[1] > 1)
+        logits, _, several = self._model(params, tokens, positions, cache=several)
+        return logits, dataclasses.replace(several, by_token=False)
 
     def _is_native(self, params: Any) -> bool:
         return engine_native.unsupported_reason(self.config, params, self._kv, self._rules) is None

@@ -15,9 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from octavo import kernels
+from octavo._tree import flatten_paths
 from octavo._typing import Array, Shaped
+from octavo.models import ModelConfig
+from octavo.ops.lowerings import cpu_ffi
 from octavo.pretrained import PretrainedModel, convert_model, weight_rules
-from octavo.qarray import is_qarray
+from octavo.qarray import QArray, is_qarray
 from octavo.serve.cache import FLOAT, KVConfig
 from octavo.serve.engine_programs import Output, Programs, State, top_if
 from octavo.serve.engine_source import Source
@@ -67,14 +71,19 @@ class SpeculativePrograms(Programs):
         directory: Path | None = None,
         is_copy: bool = False,
     ):
-        sizes: dict[str, Any] = {"slots": slots, "max_length": max_length, "chunk": chunk, "room": draft_tokens}
-        sizes["directory"] = directory
+        sizes: dict[str, Any] = {"slots": slots, "max_length": max_length, "chunk": chunk, "directory": directory}
         own = {"rules": target.rules, "ranges": target.ranges, "kv": kv, "prefill": prefill}
+        super().__init__(target.config, target.load, **own, **sizes)
+        if reason := self._rounding_reason(slots * (draft_tokens + 1)):
+            raise ValueError(
+                "a draft is checked in a pass of several tokens, whose sums XLA rounds unlike those of one, and "
+                f"{reason}, which rounds a difference in the last bit to one of a whole code: use float32 (KVConfig(), "
+                "--kv float), weights in int8 or int4 on a CPU with kernels, or no draft"
+            )
         # The draft may be one that cannot be prefilled in int8.
         other = {"rules": draft.rules, "ranges": draft.ranges, "kv": FLOAT}
         other["prefill"] = "float" if prefill == "float" else "auto"
         self.draft = Programs(draft.config, draft.load, **other, **sizes)
-        super().__init__(target.config, target.load, **own, **sizes)
         self.draft_tokens, self._is_copy = draft_tokens, is_copy
         devices, others = ({d for x in p._leaves for d in x.devices()} for p in (self, self.draft))
         if devices != others:
@@ -130,6 +139,17 @@ class SpeculativePrograms(Programs):
         if self._is_copy:
             floats = lambda x: x.dequantize() if is_qarray(x) else x  # noqa: E731
             self.draft.update(jax.tree.map(floats, params, is_leaf=is_qarray))
+
+    def _rounding_reason(self, rows: int) -> str | None:
+        """Why an answer could differ from that of plain decoding by more than the last bits of float32."""
+        if any(rule.act_qtype is not None for rule in PtqProvider(self._rules).rules):
+            return "the rules quantize activations"
+        params = jax.tree.unflatten(self._tree, self._leaves)
+        if rows <= cpu_ffi.MOST_FLOAT_ROWS and _is_by_kernels(self.config, params):
+            return None
+        if self.config.dtype != "float32":
+            return f"activations are in {self.config.dtype}"
+        return None if self._kv == FLOAT else "the cache is in low precision"
 
     def _traced_round(self, leaves: Any, parts: Any, limits: Array, wants_top: Array, allowed: Array) -> Any:
         self.traces["speculate"] += 1
@@ -205,6 +225,22 @@ class SpeculativePrograms(Programs):
         return Round(outs, counts), new._replace(cache=new.cache.with_lengths(lengths + counts))
 
 
+def _is_by_kernels(config: ModelConfig, params: Any) -> bool:
+    """Whether CPU kernels multiply all matrices, whose sums do not depend on the number of rows."""
+    if config.num_experts > 1 or not kernels.available() or jax.default_backend() != "cpu":
+        return False
+    for path, x in flatten_paths(params, is_qarray).items():
+        if x.ndim < 2:
+            continue
+        if not isinstance(x, QArray) or x.size < cpu_ffi.FEWEST_WEIGHTS:
+            return False
+        # Packed codes of a table are summed differently for one row.
+        is_matrix = path.endswith("kernel") and cpu_ffi.unsupported_matrix(x) is None
+        if not is_matrix and (x.qtype.name != "int8" or x.zero_point is not None):
+            return False
+    return True
+
+
 def draft_of(draft: Any, target: Source) -> Source:
     """The draft of a target: a model, or the target's own weights in a number format such as "int4" or "int4:g64".
 
@@ -247,12 +283,6 @@ def programs_of(target: Source, draft: Any, *, draft_tokens: int, kv: KVConfig, 
         raise ValueError(
             "a draft needs a cache that can drop tokens, and axis='kivi' quantizes positions in groups as soon as they "
             "are complete: use axis='dkv' or 'heads_and_dkv', or no draft"
-        )
-    if any(rule.act_qtype is not None for rule in PtqProvider(target.rules).rules):
-        raise ValueError(
-            "the rules quantize activations, which rounds a difference in the last bit of a sum to one of a whole "
-            "code, so that a draft could change the answer: quantize weights alone (octavo quantize MODEL int8 OUT), "
-            "or use no draft"
         )
     is_copy, source = isinstance(draft, str), draft_of(draft, target)
     return SpeculativePrograms(target, source, draft_tokens=draft_tokens, kv=kv, is_copy=is_copy, **sizes)
