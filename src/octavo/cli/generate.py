@@ -64,7 +64,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
     parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end the answer before this text")
     add_adapter(parser)
-    add_kv_cache(parser)
+    add_kv_cache(parser, is_served=True)
     add_prefill(parser)
     add_draft(parser)
     parser.add_argument("--slots", type=int, metavar="N", help="prompts at a time (default: all, up to 8)")
@@ -109,7 +109,7 @@ def _engine(args: argparse.Namespace, prompts: Sequence[str]) -> tuple[Any, Any,
     from octavo.serve import Engine
 
     directory = use_compiled_programs()
-    kv, source = kv_config(args), open_source(args)
+    kv, source = kv_config(args) or "auto", open_source(args)
     tokenizer = source.tokenizer
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer: it cannot read a prompt")

@@ -75,12 +75,13 @@ def open_source(args: argparse.Namespace) -> Any:
     return with_adapter(source, read_adapter(args.adapter, source.config)) if args.adapter else source
 
 
-def add_kv_cache(parser: argparse.ArgumentParser) -> None:
+def add_kv_cache(parser: argparse.ArgumentParser, *, is_served: bool = False) -> None:
     """Add the formats of the KV cache."""
     parser.add_argument(
         "--kv",
         metavar="FORMAT",
-        help="keys and values in int8, int4 or fp8, or float; by default as the run was configured",
+        help="keys and values in int8, int4 or fp8, or float; by default as the run was configured, or else "
+        + ("in int8 where CPU kernels decode" if is_served else "float"),
     )
     parser.add_argument("--kv-values", metavar="FORMAT", help="the format of values, where it is another")
     parser.add_argument("--kv-axis", metavar="AXIS", default="dkv", help="dkv (the default), heads_and_dkv or kivi")

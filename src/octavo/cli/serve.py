@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "--max-length", type=int, metavar="N", help="tokens of a text (default: the model's, up to 2048)"
     )
     add_adapter(parser)
-    add_kv_cache(parser)
+    add_kv_cache(parser, is_served=True)
     add_prefill(parser)
     add_draft(parser)
     parser.add_argument(
@@ -140,7 +140,7 @@ def _engine(args: argparse.Namespace) -> tuple[Any, str]:
                 f"{args.model} is an encoder: --adapter, --kv and --draft are for models that generate text"
             )
         return open_encoder(args.model, max_length=args.max_length), name
-    kv, source = kv_config(args), open_source(args)
+    kv, source = kv_config(args) or "auto", open_source(args)
     if source.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer: it cannot read a prompt")
     # The cache of every slot has room for it, and the context of some models is very long.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from octavo._config import check_least
-from octavo.serve.cache import KVConfig
+from octavo.serve.cache import FLOAT, KVConfig
 from octavo.serve.constraint import Constraint, Matcher, Vocabulary
 from octavo.serve.engine_programs import STEPS, Output
 from octavo.serve.engine_source import Source
@@ -94,7 +94,8 @@ class Engine:
         slots: The number of requests that run at a time.
         max_length: The most tokens of a prompt and its answer.
         kv: The precision of the key and value cache; by default that of the source, if it was trained with
-            `quantize_kvcache`, else float32.
+            `quantize_kvcache`, else float32. "int8" is `KVConfig.of("int8")`, and "auto" that where it is not slower:
+            where CPU kernels decode.
         chunk: The tokens of a prompt per prefill step.
         prefill: The activations of prefill, where CPUs multiply codes: "float", "int8" (a scale for each 32 values), or
             "auto", which is "int8" where it is possible. Prompts whose log probabilities are asked for are in float.
@@ -125,7 +126,7 @@ class Engine:
         rules: Any = None,
         slots: int = 1,
         max_length: int = 2048,
-        kv: KVConfig | None = None,
+        kv: KVConfig | str | None = None,
         chunk: int = 64,
         prefill: str = "float",
         tokenizer: Any = None,
@@ -135,8 +136,8 @@ class Engine:
         draft_tokens: int = 4,
     ):
         model = Source.of(source, params, rules, tokenizer)
-        kv, tokenizer = model.kv if kv is None else kv, model.tokenizer
-        self.config, self.kv, self.tokenizer = model.config, kv, tokenizer
+        kv = model.kv if kv is None or (kv == "auto" and model.kv != FLOAT) else kv
+        self.config, self.tokenizer = model.config, (tokenizer := model.tokenizer)
         self.slots, self.max_length, self.chunk, self.draft_tokens = slots, max_length, chunk, draft_tokens
         check_least(self, 1, "slots", "max_length", "chunk", "draft_tokens")
         self.eos_ids = frozenset(getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids)
@@ -150,6 +151,8 @@ class Engine:
         }
         self.programs = programs_of(model, draft, draft_tokens=draft_tokens, directory=directory, **options)
         """The compiled programs, with the sizes of their parameters and cache."""
+        self.kv = self.programs.kv
+        """The precision of the cache."""
         self._running: list[_Slot | None] = [None] * slots
         self._waiting: deque[Request] = deque()
         self._ended: list[Event] = []

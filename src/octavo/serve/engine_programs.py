@@ -18,7 +18,7 @@ from octavo.models import ModelConfig, apply
 from octavo.qarray import is_qarray
 from octavo.rollout import token_logprobs
 from octavo.serve import engine_native
-from octavo.serve.cache import KVCache, KVConfig
+from octavo.serve.cache import FLOAT, KVCache, KVConfig
 from octavo.serve.engine_update import Layouts, unstacked
 from octavo.serve.prefill import prefill_model
 from octavo.serve.sampling import (
@@ -100,7 +100,7 @@ class Programs:
         ranges: Any = None,
         slots: int,
         max_length: int,
-        kv: KVConfig,
+        kv: KVConfig | str,
         chunk: int,
         prefill: str = "float",
         directory: Path | None = None,
@@ -109,7 +109,11 @@ class Programs:
         config = config.replace(scan_layers=False, remat="none")
         self._layouts = Layouts(config, params, rules)
         config, params = fuse_params(config, params, fuse=not rules)
-        self.config, self.chunk, self._rules, self._kv = config, chunk, rules, kv
+        self.config, self.chunk, self._rules = config, chunk, rules
+        if isinstance(kv, str):
+            kv = self._kv_for(params) if kv == "auto" else KVConfig.of(kv)
+        self.kv = kv
+        """The precision of the cache."""
         self.traces: Counter[str] = Counter()
         """How often each program was traced."""
         # As a flat tuple: flattening a tree of QArrays at every step costs as much as a small model.
@@ -251,7 +255,7 @@ class Programs:
     def decoding(self) -> str:
         """What runs the layers when decoding: CPU kernels, or XLA and why."""
         params = jax.tree.unflatten(self._tree, self._leaves)
-        reason = engine_native.unsupported_reason(self.config, params, self._kv, self._rules)
+        reason = engine_native.unsupported_reason(self.config, params, self.kv, self._rules)
         return kernels.status() if reason is None else f"XLA, because {reason}"
 
     def lowered(self) -> Any:
@@ -349,8 +353,13 @@ class Programs:
         logits, _, several = self._model(params, tokens, positions, cache=several)
         return logits, dataclasses.replace(several, by_token=False)
 
+    def _kv_for(self, params: Any) -> KVConfig:
+        """int8 where kernels decode with it; XLA takes longer to read codes than floats."""
+        int8 = KVConfig.of("int8")
+        return FLOAT if engine_native.unsupported_reason(self.config, params, int8, self._rules) else int8
+
     def _is_native(self, params: Any) -> bool:
-        return engine_native.unsupported_reason(self.config, params, self._kv, self._rules) is None
+        return engine_native.unsupported_reason(self.config, params, self.kv, self._rules) is None
 
 
 def top_if(wanted: Array, logits: Float[Array, "rows vocab"]) -> tuple[Array, Array]:

@@ -63,7 +63,7 @@ class SpeculativePrograms(Programs):
         draft: Source,
         *,
         draft_tokens: int,
-        kv: KVConfig,
+        kv: KVConfig | str,
         slots: int,
         max_length: int,
         chunk: int,
@@ -149,7 +149,7 @@ class SpeculativePrograms(Programs):
             return None
         if self.config.dtype != "float32":
             return f"activations are in {self.config.dtype}"
-        return None if self._kv == FLOAT else "the cache is in low precision"
+        return None if self.kv == FLOAT else "the cache is in low precision"
 
     def _traced_round(self, leaves: Any, parts: Any, limits: Array, wants_top: Array, allowed: Array) -> Any:
         self.traces["speculate"] += 1
@@ -275,11 +275,11 @@ def draft_of(draft: Any, target: Source) -> Source:
     return dataclasses.replace(target, load=load, rules=(), ranges=None)
 
 
-def programs_of(target: Source, draft: Any, *, draft_tokens: int, kv: KVConfig, **sizes: Any) -> Programs:
+def programs_of(target: Source, draft: Any, *, draft_tokens: int, kv: KVConfig | str, **sizes: Any) -> Programs:
     """The programs of an engine: with a draft, those of speculative decoding."""
     if draft is None:
         return Programs(target.config, target.load, rules=target.rules, ranges=target.ranges, kv=kv, **sizes)
-    if kv.axis == "kivi":
+    if isinstance(kv, KVConfig) and kv.axis == "kivi":
         raise ValueError(
             "a draft needs a cache that can drop tokens, and axis='kivi' quantizes positions in groups as soon as they "
             "are complete: use axis='dkv' or 'heads_and_dkv', or no draft"
