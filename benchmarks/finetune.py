@@ -27,6 +27,7 @@ WAYS = {
     "LoRA": {"lora_weight_qtype": ""},
     "QLoRA": {"lora_weight_qtype": "nf4_double"},
     "LoftQ": {"lora_weight_qtype": "nf4_double", "lora_init": "loftq"},
+    "EoRA": {"lora_weight_qtype": "nf4_double", "lora_init": "eora"},
 }
 RATE = 5e-4
 """The learning rate of adapters; that of all weights is a tenth."""
