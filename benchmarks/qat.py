@@ -100,8 +100,12 @@ def main() -> None:
         found = evaluate(low, ids, against=source, layers=False)
         kl = f"{found.kl.mean:.4f} ± {found.kl.error:.4f}"
         change = f"{math.expm1(found.log_ratio.mean):+.2%} ± {found.log_ratio.error:.2%}"
-        print(f"{name:24} KL {kl}, perplexity {change}, same top {found.same_top.mean:.1%}, {seconds:.0f} CPU s")
+        print(
+            f"{name:24} KL {kl}, perplexity {change}, same top {found.same_top.mean:.1%}, {seconds:.0f} CPU s",
+            flush=True,
+        )
 
+    distill = None
     if given.only != "qat":
         start, data = time.process_time(), CalibrationData(Path(given.data).read_text(encoding="utf-8"))
         rules = weight_rules(FORMAT, source.config, head="float")
@@ -109,11 +113,14 @@ def main() -> None:
         params, _ = convert_model(source, rules, codes=codes)
         as_model = functools.partial(PretrainedModel.from_params, source.config, tokenizer=source.tokenizer)
         report("GPTQ", as_model(params), start)
-        report("GPTQ, scales distilled", as_model(distilled(source, params, rules, data, steps=given.steps)), start)
+        distill = functools.partial(distilled, source, params, rules, data, steps=given.steps)
     if given.only != "gptq":
         start = time.process_time()
         with tempfile.TemporaryDirectory() as folder:
             report(f"QAT, {given.scales}", trained(given.model, given, Path(folder)), start)
+    if distill is not None:
+        start = time.process_time()
+        report("GPTQ, scales distilled", as_model(distill()), start)
 
 
 if __name__ == "__main__":
