@@ -6,7 +6,7 @@ The state is what stays in memory between steps: trained and frozen parameters, 
 of trained parameters. With --steps, each way runs in a process of its own, from the same model, on the same batches:
 what a step needs is its arguments and temporary arrays as compiled (activations are recomputed, by --remat), peak
 memory is the largest resident set of that process after its first step, losses are those of held-out text at
-four points, and times are those of steps without the first, which compiles.
+four points, and times are those of steps without the first, which compiles; CPU seconds hardly depend on the load.
 """
 
 import argparse
@@ -27,6 +27,7 @@ WAYS = {
     "LoRA": {"lora_weight_qtype": ""},
     "QLoRA": {"lora_weight_qtype": "nf4_double"},
     "LoftQ": {"lora_weight_qtype": "nf4_double", "lora_init": "loftq"},
+    "EoRA": {"lora_weight_qtype": "nf4_double", "lora_init": "eora"},
 }
 RATE = 5e-4
 """The learning rate of adapters; that of all weights is a tenth."""
@@ -45,7 +46,7 @@ def sizes(config: Config) -> str:
     return f"{text}; together {sum(found) / 2**20:.1f} MiB"
 
 
-def train(config: Config) -> str:
+def train(config: Config) -> None:
     trainer = Trainer(config)
     memory = trainer.compiled("train", 0).memory_analysis()
     needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -53,20 +54,22 @@ def train(config: Config) -> str:
         f"  a step needs {needed / 2**20:.0f} MiB, {memory.temp_size_in_bytes / 2**20:.0f} of them temporary",
         flush=True,
     )
-    losses = [trainer.evaluate()]
+    print(f"  held-out loss {trainer.evaluate():.4f}", end="", flush=True)
     jax.block_until_ready(trainer.step())
     Path("/proc/self/clear_refs").write_text("5")  # the peak from here on: without loading and compiling
-    seconds, peak = 0.0, 0
+    seconds, busy, peak = 0.0, 0.0, 0
     for point in range(1, POINTS + 1):
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         while trainer.now < config.steps * point // POINTS:
             metrics = jax.block_until_ready(trainer.step())
-        seconds += time.perf_counter() - start
+        seconds, busy = seconds + time.perf_counter() - start, busy + time.process_time() - cpu
         peak = peak or peak_memory()  # of training alone: evaluations come after
-        losses.append(trainer.evaluate())
-    speed = (config.steps - 1) * float(metrics["learning/total_weights"]) / seconds
-    curve = " ".join(f"{loss:.4f}" for loss in losses)
-    return f"peak {peak / 2**20:.0f} MiB, held-out loss {curve}, {speed:.0f} tokens/s"
+        print(f" {trainer.evaluate():.4f}", end="", flush=True)
+    tokens = (config.steps - 1) * float(metrics["learning/total_weights"])
+    print(
+        f"\n  peak {peak / 2**20:.0f} MiB, {tokens / seconds:.0f} tokens/s, {tokens / busy:.0f} per CPU second",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -92,7 +95,7 @@ def main() -> None:
     )  # fmt: skip
     print(f"{given.way}: {sizes(config)}", flush=True)
     if given.steps > 1:
-        print(f"  {train(config)}", flush=True)
+        train(config)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Four bits by calibration and by training: GPTQ, GPTQ with trained scales, and QAT with the float model as teacher.
 
-    python benchmarks/qat.py MODEL --data train.txt --text held-out.txt [--steps 300] [--rate 1e-4] [--batch 2]
+    python benchmarks/qat.py MODEL --data train.txt --text held-out.txt [--told 200] [--steps 300] [--rate 1e-4]
 
-All are int4 in groups of 32 on the same text, with the embedding table and the logits in float. QAT trains all weights
-and the scales (LSQ) with the KL divergence as loss. Its run is exported, read back and compared with the program of
-training bit by bit; its GGUF file (Q4_0) is read back too, and its codes are compared.
+Files that do not exist yet are written first, with texts that the model tells: 200 to train on, 16 held out. All are
+int4 in groups of 32 on the same text, with the embedding table and the logits in float. QAT trains all weights and the
+scales (LSQ) with the KL divergence as loss. Its run is exported, read back and compared with the program of training
+bit by bit; its GGUF file (Q4_0) is read back too, and its codes are compared.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ptq import tell
 
 import octavo
 from octavo._tree import flatten_paths
@@ -79,12 +81,17 @@ def main() -> None:
     parser.add_argument("model")
     for name, kind, default in (("steps", int, 300), ("rate", float, 1e-4), ("batch", int, 2)):
         parser.add_argument(f"--{name}", type=kind, default=default)
+    parser.add_argument("--told", type=int, default=200, help="texts that the model tells where --data does not exist")
     parser.add_argument("--scales", default="lsq", help="lsq trains them; another calibration measures them")
     parser.add_argument("--data", required=True, help="the text of calibration and training")
     parser.add_argument("--text", required=True, help="the text of the evaluation")
     parser.add_argument("--only", choices=("gptq", "qat"), help="only one of them")
     given = parser.parse_args()
     source = open_model(given.model)
+    if not (Path(given.data).exists() and Path(given.text).exists()):
+        told = tell(source, given.told + 16)
+        Path(given.data).write_text("\n\n".join(told[:-16]), encoding="utf-8")
+        Path(given.text).write_text("\n\n".join(told[-16:]), encoding="utf-8")
     ids = source.tokenizer.encode(Path(given.text).read_text(encoding="utf-8"))
     print(f"{source.describe()}; {len(ids)} tokens", flush=True)
 
@@ -93,8 +100,12 @@ def main() -> None:
         found = evaluate(low, ids, against=source, layers=False)
         kl = f"{found.kl.mean:.4f} ± {found.kl.error:.4f}"
         change = f"{math.expm1(found.log_ratio.mean):+.2%} ± {found.log_ratio.error:.2%}"
-        print(f"{name:24} KL {kl}, perplexity {change}, same top {found.same_top.mean:.1%}, {seconds:.0f} CPU s")
+        print(
+            f"{name:24} KL {kl}, perplexity {change}, same top {found.same_top.mean:.1%}, {seconds:.0f} CPU s",
+            flush=True,
+        )
 
+    distill = None
     if given.only != "qat":
         start, data = time.process_time(), CalibrationData(Path(given.data).read_text(encoding="utf-8"))
         rules = weight_rules(FORMAT, source.config, head="float")
@@ -102,11 +113,14 @@ def main() -> None:
         params, _ = convert_model(source, rules, codes=codes)
         as_model = functools.partial(PretrainedModel.from_params, source.config, tokenizer=source.tokenizer)
         report("GPTQ", as_model(params), start)
-        report("GPTQ, scales distilled", as_model(distilled(source, params, rules, data, steps=given.steps)), start)
+        distill = functools.partial(distilled, source, params, rules, data, steps=given.steps)
     if given.only != "gptq":
         start = time.process_time()
         with tempfile.TemporaryDirectory() as folder:
             report(f"QAT, {given.scales}", trained(given.model, given, Path(folder)), start)
+    if distill is not None:
+        start = time.process_time()
+        report("GPTQ, scales distilled", as_model(distill()), start)
 
 
 if __name__ == "__main__":

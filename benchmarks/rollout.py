@@ -2,8 +2,9 @@
 
     python benchmarks/rollout.py MODEL [--slots 8] [--tokens 48]
 
-The engine samples by the CPU kernels, one token at a time from a cache, in int8. A pass reads each float weight and
-writes it in place. Tokens are sampled at temperature 1 after the beginning-of-text token.
+Engines sample one token at a time from a cache: in int8 by the program of training, and, where only weights are int8,
+by the CPU kernels. A pass reads each float weight and writes it to a buffer that exists. Tokens are sampled at
+temperature 1 after the beginning-of-text token.
 """
 
 import argparse
@@ -41,10 +42,10 @@ def update_times(engine: Engine, params) -> None:
         return engine.programs._leaves
 
     held = [jax.tree.map(jnp.copy, params)]
-    scale = jax.jit(lambda tree, s: jax.tree.map(lambda x: x * s, tree), donate_argnums=0)
+    copy = jax.jit(lambda old, new, s: jax.tree.map(lambda x: x * s, new), donate_argnums=0, keep_unused=True)
 
     def one_pass():
-        held[0] = scale(held[0], jnp.float32(1))
+        held[0] = copy(held[0], params, jnp.float32(1))
         return held[0]
 
     one, ours = timed(one_pass, update)
@@ -63,6 +64,12 @@ def sample(engine: Engine, prompt: list[int], rows: int, count: int):
     return np.asarray([t[: len(prompt) + least] for t in texts]), np.asarray([row[:least] for row in logprobs])
 
 
+def logprobs_of(fn, *, params, texts) -> np.ndarray:
+    """The log probabilities of tokens by the program of training."""
+    texts = jnp.asarray(texts)
+    return np.asarray(jax.jit(lambda params: token_logprobs(fn(params, texts)[0], texts))(params))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -70,39 +77,40 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     given = parser.parse_args()
     source = open_model(given.model)
-    config, rules = source.config, rules_of("int8")
+    config = source.config
     floats = jax.tree.map(
         lambda x: x.dequantize("float32") if is_qarray(x) else jnp.asarray(x, jnp.float32),
         source.params("float32"),
         is_leaf=is_qarray,
     )
-    policy = functools.partial(apply, config)
-    codes = octavo.convert(policy, floats, jnp.zeros((1, 8), jnp.int32), rules=rules)
-    engine = Engine(
-        config, codes, rules=rules, slots=given.slots, max_length=given.tokens + 16, chunk=16, eos_ids=()
-    )  # fmt: skip
-    update_times(engine, floats)
+    policy, half = (functools.partial(apply, c) for c in (config, config.replace(dtype="bfloat16")))
+    weights = (octavo.QtRule(module_path="decoder/layers.*", scope="weights", weight_qtype="int8"),)
+    ids = jnp.zeros((1, 8), jnp.int32)
+    for rules, of_engine in ((rules_of("int8"), rules_of("int8")), (weights, None)):
+        codes = octavo.convert(policy, floats, ids, rules=rules)
+        engine = Engine(
+            config, codes, rules=of_engine, slots=given.slots, max_length=given.tokens + 16, chunk=16, eos_ids=()
+        )  # fmt: skip
+        update_times(engine, floats)
+        texts, sampled = sample(engine, [source.tokenizer.bos_id], given.slots, given.tokens)
+        scored = np.stack(engine.logprobs(texts.tolist()))
+        name = "int8" if of_engine else "int8 weights"
+        print(f"{name}: {sampled.size} tokens, decoding by {engine.programs.decoding}")
 
-    texts, sampled = sample(engine, [source.tokenizer.bos_id], given.slots, given.tokens)
-    scored = np.stack(engine.logprobs(texts.tolist()))
-    print(f"{sampled.size} tokens, decoding by {engine.programs.decoding}")
-
-    def training(fn, params):
-        return np.asarray(jax.jit(lambda p: token_logprobs(fn(p, jnp.asarray(texts))[0], jnp.asarray(texts)))(params))
-
-    int8 = training(octavo.quantized(policy, rules), floats)
-    half = functools.partial(apply, config.replace(dtype="bfloat16"))
-    rows = (
-        ("int8, the same codes", "scored by the engine", int8, scored),
-        ("int8, the same codes", "sampled", int8, sampled),
-        ("float32", "sampled", training(policy, floats), sampled),
-        ("bfloat16", "sampled", training(half, floats), sampled),
-    )
-    print(f"{'training':22} {'int8 rollout':22} {'k1':>10} {'k3':>10} {'max':>10} {'ess':>7}")
-    for name, kind, logprobs, other in rows:
-        found = mismatch(logprobs[:, -other.shape[1] :], other)
-        numbers = " ".join(f"{float(x):10.2g}" for x in found[:3])
-        print(f"{name:22} {kind:22} {numbers} {float(found.effective_sample_size):7.4f}")
+        training = functools.partial(logprobs_of, params=floats, texts=texts)
+        own = training(octavo.quantized(policy, rules))
+        rows = (
+            (f"{name}, the same codes", "scored by the engine", own, scored),
+            (f"{name}, the same codes", "sampled", own, sampled),
+            ("float32", "sampled", training(policy), sampled),
+            ("bfloat16", "sampled", training(half), sampled),
+        )
+        print(f"{'training':28} {'rollout':22} {'k1':>10} {'k3':>10} {'max':>10} {'ess':>7} {'above 1e-4':>10}")
+        for name, kind, logprobs, other in rows:
+            found, logprobs = mismatch(logprobs[:, -other.shape[1] :], other), logprobs[:, -other.shape[1] :]
+            numbers = " ".join(f"{float(x):10.2g}" for x in found[:3])
+            far = np.mean(np.abs(logprobs - other) > 1e-4)
+            print(f"{name:28} {kind:22} {numbers} {float(found.effective_sample_size):7.4f} {far:10.1%}", flush=True)
 
 
 if __name__ == "__main__":

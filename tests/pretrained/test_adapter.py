@@ -10,10 +10,12 @@ import jax
 import numpy as np
 import pytest
 
+from octavo.cli import main
 from octavo.files.safetensors import SafeTensors
 from octavo.lora import LoraRule, adapted
 from octavo.models import apply
 from octavo.pretrained import open_model, read_adapter, with_adapter, write_adapter
+from octavo.pretrained.calibrated import float_params
 from tests.pretrained.conftest import SMALL
 
 TOKENS = np.arange(24).reshape(2, 12)
@@ -105,7 +107,7 @@ def peft_logits():
 
 def logits_of(model):
     tokens = np.arange(12)[None] * 5 % 32
-    return apply(model.config, model.params(), tokens)[0]
+    return apply(model.config, float_params(model), tokens)[0]
 
 
 def test_an_adapter_of_peft_gives_its_logits():
@@ -114,6 +116,15 @@ def test_an_adapter_of_peft_gives_its_logits():
     merged = with_adapter(base, read_adapter(PEFT / "adapter", base.config))
     np.testing.assert_allclose(logits_of(merged), peft_logits(), atol=2e-5)
     assert np.abs(logits_of(base) - peft_logits()).max() > 0.05
+
+
+def test_commands_merge_an_adapter(tmp_path, capsys):
+    base, out = str(PEFT / "base"), tmp_path / "low"
+    assert main(["quantize", base, "int8", str(out), "--adapter", str(PEFT / "adapter")]) == 0
+    assert np.abs(logits_of(open_model(out)) - peft_logits()).max() < 0.02
+    for command in (["serve", "--port", "0"], ["generate", "--prompt", "a"], ["quantize", "int8", "other"]):
+        assert main([command[0], base, *command[1:], "--adapter", str(tmp_path / "none")]) == 2
+        assert "has no adapter_config.json" in capsys.readouterr().err
 
 
 @pytest.mark.slow

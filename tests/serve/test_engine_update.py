@@ -12,8 +12,8 @@ from octavo.models import abstract_params, apply
 from octavo.models.functional import unstack_layers
 from octavo.rollout import mismatch, token_logprobs
 from octavo.serve import Engine, Request, SamplingParams
-from octavo.serve.engine_update import Layouts
-from tests.arrays import random_params
+from octavo.serve.engine_update import Layouts, _quantize
+from tests.arrays import normal, random_params
 from tests.serve.common import DENSE, params_of, tokens_of
 
 ONE = DENSE.replace(num_layers=1)
@@ -150,6 +150,26 @@ def test_updates_that_do_not_fit():
     np.testing.assert_array_equal(unified().logprobs(TEXTS.tolist()), before)
     with pytest.raises(ValueError, match="ids are from 0 to 30"):
         engine.logprobs([[1, 2, 31]])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("int8", {"channelwise_axes": (1,), "calibration": "absmax,1.01"}),
+        ("int4", {"channelwise_axes": (1,), "tiled_axes": {0: 48}, "scale_dtype": "bfloat16"}),
+        ("nf4_double", {"channelwise_axes": (1,), "tiled_axes": {0: 64}}),
+    ],
+)
+def test_two_passes_give_the_codes_of_three(name, options):
+    quantizer = octavo.Quantizer(name, **options)
+    x = normal(3, 128, 8).at[0, 1].set(jnp.nan).at[:, 2].set(0).at[3, 4].set(1e-30)
+    expected = jax.jit(quantizer.quantize)(x)
+    found = jax.jit(functools.partial(_quantize, quantizer))(x)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one.astype(np.float32), other.astype(np.float32))
+    assert np.isnan(found.dequantize()[:, 1]).any()
 
 
 def test_floats_without_their_learned_scales():

@@ -6,12 +6,14 @@ import jax
 import numpy as np
 import pytest
 
+from octavo._tree import flatten_paths
 from octavo.checkpoint import CheckpointManager
 from octavo.data import SubwordTokenizer
 from octavo.data.subwords import train_bpe
 from octavo.models import ModelConfig, abstract_params, apply
 from octavo.pretrained import PretrainedModel, Request, export_model, open_model, read_adapter
 from octavo.pretrained.model import to_float
+from octavo.ptq import collect_statistics, quantize_weight
 from octavo.qarray import is_qarray
 from octavo.train import ConfigError, train
 from octavo.train.config import Config
@@ -184,6 +186,38 @@ def test_loftq_begins_nearer_to_the_float_model(files, tmp_path):
     kernel = open_model(files / "hf").leaves["decoder/layers_2/mlp/wo/kernel"].load()
     errors = [np.sum((kernel - other) ** 2) for other in kernels]
     assert errors[1] < 0.75 * errors[0]
+
+
+@pytest.mark.slow
+def test_eora_begins_nearer_to_the_outputs_of_the_float_model(files):
+    options = {"lora_rank": 4, "lora_weight_qtype": "int3", "lora_tile_size": 16, "lora_calibration_tokens": 1000}
+    started_by = lambda **more: Trainer(started(files / "hf", lora_init="eora", **options, **more))  # noqa: E731
+    eora, floats = started_by(), Trainer(started(files / "hf")).evaluate()
+    params = load_params(eora.source, eora.model)
+    assert _layout(eora.state) == _layout(eora.abstract_state)
+    losses = [abs(eora.evaluate() - floats)]
+    start = eora.state
+    eora.resume(eora.init_state(params))  # by LoftQ
+    losses.append(abs(eora.evaluate() - floats))
+    eora.resume(start)
+    assert losses[0] < 0.7 * losses[1]
+    # Codes are those of GPTQ for the inputs of the training data, of all tokens of as many batches as it takes.
+    batches = [(eora.data.batch(i), 1.0, 1.0) for i in range(4)]
+    name = "decoder/layers/mlp/wo/kernel"
+    statistics, _ = collect_statistics(eora.loss, params, batches, only=[name])
+    assert statistics[name].tokens.tolist() == [4 * 8 * 32] * 3
+    quantizer = eora.adapter_loss.low.stored_quantizers(*eora.loss_arguments)[name]
+    codes = quantize_weight(flatten_paths(params)[name], quantizer, statistics[name], method="gptq").array
+    kernel = eora.state.frozen["decoder"]["layers"]["mlp"]["wo"]["kernel"]
+    np.testing.assert_array_equal(kernel.unpack().qvalue, codes.qvalue)
+    few = eora.adapter_loss.init_eora(params, batches, memory=1)  # one weight at a time
+    jax.tree.map(np.testing.assert_array_equal, few, (eora.state.params, eora.state.frozen))
+    two = started_by(num_devices=2, per_device_batch_size=4)
+    np.testing.assert_allclose(two.evaluate(), eora.evaluate(), rtol=2e-3)
+
+
+def _layout(tree):
+    return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
 @pytest.mark.slow

@@ -111,6 +111,7 @@ class Adapted:
         *args: Any,
         steps: int = 4,
         statistics: Mapping[str, Statistics] | None = None,
+        method: str = "round",
         **kwargs: Any,
     ) -> tuple[dict[str, Any], Any]:
         """Adapters that make up for the quantization of their weights (LoftQ), and the parameters with these quantized.
@@ -124,9 +125,8 @@ class Adapted:
           **kwargs: Its arguments by keyword.
         """
         quantizers = self.low.stored_quantizers(params, *args, **kwargs)
-        adapters, low = loftq(
-            self.low.sites(params, *args, **kwargs), params, quantizers, steps=steps, statistics=statistics
-        )
+        sites = self.low.sites(params, *args, **kwargs)
+        adapters, low = loftq(sites, params, quantizers, steps=steps, statistics=statistics, method=method)
         placed = jax.tree_util.tree_map_with_path(lambda path, x: low.get(path_str(path), x), params)
         return adapters, placed
 

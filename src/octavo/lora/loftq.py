@@ -4,12 +4,13 @@ Li et al., LoftQ: LoRA-Fine-Tuning-Aware Quantization (arXiv 2310.08659): from A
 
     Q = quantize(W - A B),  A B = the nearest matrix of rank r to W - Q
 
-With statistics of the inputs, nearest means in the outputs of the matmul, as in EoRA.
+With statistics of the inputs, nearest means in the outputs of the matmul, as in EoRA, and a method that needs them,
+such as GPTQ, may quantize.
 """
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from octavo._typing import Array
 from octavo.lora.layout import Layout, adapter_names, from_stored, stored_shape, to_stored, weight_side
 from octavo.lora.rule import LoraRule
 from octavo.ptq.low_rank import eora
+from octavo.ptq.methods import check_method, get_method
 from octavo.ptq.statistics import Statistics
 from octavo.qarray import QArray, Quantizer
 from octavo.transform import Site
@@ -32,10 +34,14 @@ def loftq(
     *,
     steps: int,
     statistics: Mapping[str, Statistics] | None = None,
+    method: str = "round",
 ) -> tuple[dict[str, Any], dict[str, QArray]]:
     """Adapters, and the quantized weights that they belong to, by path."""
     if steps < 1:
         raise ValueError(f"steps={steps}: LoftQ has at least one")
+    check_method(method, quantizers)
+    if method != "round" and statistics is None:
+        raise ValueError(f"method={method} needs the statistics of the inputs, which were not given")
     adapters: dict[str, Any] = {}
     low: dict[str, QArray] = {}
     weights = flatten_paths(params, lambda x: isinstance(x, QArray))
@@ -55,32 +61,42 @@ def loftq(
                 f"LoftQ needs weights that are matrices as they are stored, and {site.leaf!r} is none: leave its path "
                 "out of the rule"
             )
-        hessian = None
-        if statistics is not None:
-            hessian = _hessian(statistics, site.leaf, weight.shape)
-        fixed = quantizers[site.leaf], layout, origin.axes, rule
-        low[site.leaf], pair = _alternate(weight, hessian, *fixed, steps=steps)
+        own = None if statistics is None else _statistics_of(statistics, site.leaf, weight.shape)
+        quantize = _quantize(quantizers[site.leaf], weight, own, method)
+        hessian = None if own is None else own.hessian
+        low[site.leaf], pair = _alternate(weight, quantize, hessian, layout, origin.axes, rule, steps=steps)
         path, *names = adapter_names(site)
         adapters |= {f"{path}/{name}" if path else name: x for name, x in zip(names, pair, strict=True)}
     return unflatten_paths(adapters), low
 
 
-def _hessian(statistics: Mapping[str, Statistics], name: str, shape: tuple[int, ...]) -> Array:
-    """The Hessian of the inputs of a weight, of each of its matrices."""
+def _statistics_of(statistics: Mapping[str, Statistics], name: str, shape: tuple[int, ...]) -> Statistics:
+    """The statistics of the inputs of a weight."""
     if name not in statistics or not statistics[name].hessian.size:
         raise ValueError(
             f"there is no Hessian of the inputs of {name!r}: pass what octavo.ptq.collect_statistics returned for this "
             "model, or leave the statistics out"
         )
     statistics[name].view.check(name, shape)
-    return statistics[name].hessian
+    return statistics[name]
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), static_argnames="steps")
+def _quantize(
+    quantizer: Quantizer, weight: Array, statistics: Statistics | None, method: str
+) -> Callable[[Array], QArray]:
+    """How arrays of the shape of a weight are quantized: to what rounding gives, as for shapes and dtypes."""
+    if statistics is None or method == "round":
+        return jax.jit(lambda x: quantizer.quantize(x.astype(weight.dtype)))
+    like = jax.eval_shape(quantizer.quantize, weight)
+    if quantizer.scale_dtype is None and quantizer.qtype.tile is None:  # methods compute in float32
+        quantizer = quantizer.replace(scale_dtype=like.scale.dtype)
+    return lambda x: get_method(method)(x.astype(jnp.float32), quantizer, statistics).astype(like.dtype)
+
+
 def _alternate(
     weight: Array,
+    quantize: Callable[[Array], QArray],
     hessian: Array | None,
-    quantizer: Quantizer,
     layout: Layout,
     axes: Any,
     rule: LoraRule,
@@ -88,9 +104,31 @@ def _alternate(
     steps: int,
 ) -> tuple[QArray, tuple[Array, Array]]:
     """The quantized weight and its adapter after so many steps."""
+    codes = quantize(weight)
+    pair = _fit(weight, codes, hessian, layout, axes, rule)
+    for _ in range(steps - 1):
+        codes = quantize(_without(weight, pair, layout, axes, rule))
+        pair = _fit(weight, codes, hessian, layout, axes, rule)
+    stack = weight.shape[: weight.ndim - len(stored_shape(axes))]  # layers
+    a, b = (x.reshape(*stack, *x.shape[1:]) for x in pair)
+    return codes, (a, b)
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "axes", "rule"))
+def _without(weight: Array, pair: tuple[Array, Array], layout: Layout, axes: Any, rule: LoraRule) -> Array:
+    """A weight minus what an adapter adds to it."""
     shape = stored_shape(axes)
-    stacked = weight.reshape(-1, *shape)  # layers
-    stack = weight.shape[: weight.ndim - len(shape)]
+    added = jax.vmap(lambda a, b: to_stored(layout.delta(a, b), axes, shape) * rule.scale)(*pair)
+    return weight.astype(jnp.float32) - added.reshape(weight.shape)
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "axes", "rule"))
+def _fit(
+    weight: Array, codes: QArray, hessian: Array | None, layout: Layout, axes: Any, rule: LoraRule
+) -> tuple[Array, Array]:
+    """The adapters of all layers that are nearest to what quantization has lost: [layers, ...]."""
+    shape = stored_shape(axes)
+    error = (weight.astype(jnp.float32) - codes.dequantize(jnp.float32)).reshape(-1, *shape)
 
     def factors(error: Array, hessian: Array | None) -> tuple[Array, Array]:
         """a and b for an error in the layout of the parameter."""
@@ -111,17 +149,5 @@ def _alternate(
         return a.reshape(a_shape), b.reshape(b_shape)
 
     if hessian is not None:
-        hessian = hessian.reshape(stacked.shape[0], -1, *hessian.shape[1:])
-
-    def product(a: Array, b: Array) -> Array:
-        return to_stored(layout.delta(a, b), axes, shape) * rule.scale
-
-    def step(delta: Array) -> tuple[QArray, Array, Array]:
-        codes = quantizer.quantize((stacked - delta).reshape(weight.shape).astype(weight.dtype))
-        left = stacked.astype(jnp.float32) - codes.dequantize(jnp.float32).reshape(stacked.shape)
-        return codes, *jax.vmap(factors, in_axes=(0, None if hessian is None else 0))(left, hessian)
-
-    codes, a, b = step(jnp.zeros_like(stacked))
-    for _ in range(steps - 1):
-        codes, a, b = step(jax.vmap(product)(a, b))
-    return codes, (a.reshape(*stack, *a.shape[1:]), b.reshape(*stack, *b.shape[1:]))
+        hessian = hessian.reshape(error.shape[0], -1, *hessian.shape[1:])
+    return jax.vmap(factors, in_axes=(0, None if hessian is None else 0))(error, hessian)

@@ -143,7 +143,7 @@ def quantize_weights(
     for name in given.keys() & quantizers.keys():
         given[name].view.check(name, leaves[name].shape)
     unknown = {name: q for name, q in quantizers.items() if name not in given}
-    passes = [tuple(names) for names in stages] or _passes(
+    passes = [tuple(names) for names in stages] or passes_over(
         unknown, {name: leaves[name].shape for name in unknown}, memory
     )
     if given and not stages:
@@ -184,7 +184,7 @@ def _check_stages(stages: Sequence[Collection[str]], quantizers: Collection[str]
         )
 
 
-def _passes(
+def passes_over(
     quantizers: Mapping[str, Quantizer], shapes: Mapping[str, tuple[int, ...]], memory: int
 ) -> list[tuple[str, ...]]:
     """The weights of each pass over the data: as many as have Hessians of at most `memory` bytes together."""

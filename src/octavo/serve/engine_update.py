@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from octavo._tree import flatten_paths, unflatten_paths
+from octavo.calibration import AbsMax
 from octavo.frameworks.serving import stored_quantizers
 from octavo.models import ModelConfig, apply, unstack_layers
 from octavo.models.functional import STACK
@@ -75,7 +76,7 @@ class Layouts:
             if not isinstance(wanted, QArray):
                 return leaf.astype(wanted.dtype)
             # Not cast before: codes of rounded weights would be others than those of training.
-            leaf = self.quantizers[path].quantize(leaf).astype(wanted.dtype)
+            leaf = _quantize(self.quantizers[path], leaf).astype(wanted.dtype)
         if wanted.packed is not None:
             leaf = leaf.pack(wanted.packed[0])
         if (made := _layout(leaf)) != (held := _layout(wanted)):
@@ -84,6 +85,20 @@ class Layouts:
                 "engine's layout, or make the engine from parameters that octavo.convert quantized"
             )
         return leaf
+
+
+def _quantize(quantizer: Quantizer, x: jax.Array) -> QArray:
+    """An array quantized in two passes over it; `Quantizer.quantize` needs three on CPUs, where it looks for NaN apart.
+
+    As integers, the bits of magnitudes are in their order, and those of NaN are above those of any number.
+    """
+    if not isinstance(quantizer.calibration, AbsMax) or quantizer.calibration.headroom != 1 or not x.size:
+        return quantizer.quantize(x)
+    tiles = quantizer.tiles(x.shape)
+    bits = jax.lax.bitcast_convert_type(jnp.abs(tiles.split(x.astype(jnp.float32))), jnp.int32)
+    largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=tiles.axes, keepdims=True), jnp.float32)
+    bounds = {"absmax": tiles.merge(largest * quantizer.calibration.factor)}
+    return quantizer.quantize(x, bounds=bounds, check_finite=False)
 
 
 def _layout(array: QArray) -> str:

@@ -1,16 +1,18 @@
 """LoRA in the trainer: adapters are trained, and the weights are frozen, in float or in low precision."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from octavo._tree import flatten_paths, path_str
+from octavo._tree import flatten_paths, path_str, unflatten_paths
 from octavo.lora import LoraProvider, LoraRule
 from octavo.lora.loftq import loftq
 from octavo.numerics import get_format
+from octavo.ptq import collect_statistics
+from octavo.ptq.api import MEMORY, passes_over
 from octavo.qarray import QArray
-from octavo.train.config import Config
+from octavo.train.config import Config, ConfigError
 from octavo.train.config.checks import SOURCE
 from octavo.transform import quantized
 
@@ -46,7 +48,7 @@ class AdapterLoss:
     """
 
     def __init__(self, loss: Callable[..., Any], rule: LoraRule, *, pack: bool = True):
-        self.rule, self.pack = rule, pack
+        self.loss, self.rule, self.pack = loss, rule, pack
         self.low = quantized(loss, LoraProvider([rule]), weights="params")
 
     def init_adapters(self, key: jax.Array, params: Any, *args: Any) -> dict[str, Any]:
@@ -58,6 +60,32 @@ class AdapterLoss:
         quantizers = self.low.stored_quantizers(params, *args)
         adapters, low = loftq(self.low.sites(params, *args), params, quantizers, steps=4)
         return adapters, self._place(low, params)
+
+    def init_eora(
+        self, params: Any, batches: Sequence[tuple[Any, ...]], *, memory: int = MEMORY
+    ) -> tuple[dict[str, Any], Any]:
+        """GPTQ's codes for the inputs that weights have on batches, and adapters that make up for the rest (EoRA).
+
+        Args:
+          params: The parameters, in float.
+          batches: The other arguments of the loss, for each batch.
+          memory: Bytes of Hessians that are held at a time; if those of all weights need more, there are several passes
+            over the batches.
+        """
+        quantizers, leaves = self.low.stored_quantizers(params, *batches[0]), flatten_paths(params)
+        sites = self.low.sites(params, *batches[0])
+        adapters: dict[str, Any] = {}
+        low: dict[str, QArray] = {}
+        for names in passes_over(quantizers, {name: leaves[name].shape for name in quantizers}, memory):
+            statistics, missing = collect_statistics(self.loss, params, batches, only=names)
+            if missing:
+                name, reason = next(iter(missing.items()))
+                raise ConfigError([f"lora_init=eora: {name}: {reason}; leave it out of lora_module_path"])
+            own = [site for site in sites if site.leaf in names]
+            found = loftq(own, params, quantizers, steps=1, statistics=statistics, method="gptq")
+            adapters |= flatten_paths(found[0])
+            low |= found[1]
+        return unflatten_paths(adapters), self._place(low, params)
 
     def freeze(self, params: Any, *args: Any) -> Any:
         """The parameters as they are kept: those with an adapter in the format of the rule."""

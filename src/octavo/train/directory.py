@@ -145,9 +145,10 @@ def description(trainer: Trainer) -> dict[str, Any]:
 def save_adapter(trainer: Trainer, log: Log) -> None:
     """Write the adapters of a finished run for PEFT, into its directory."""
     config, path = trainer.config, trainer.config.run_directory / "adapter"
-    if config.lora_init == "loftq":
+    if config.lora_init != "zeros":
         log(
-            "no adapter for PEFT: with lora_init=loftq it belongs to the quantized weights of the run, not to the model"
+            f"no adapter for PEFT: with lora_init={config.lora_init} it belongs to the quantized weights of the run, "
+            "not to the model"
         )
         return
     base = trainer.source.name if trainer.source is not None else config.load_parameters_path

@@ -202,15 +202,20 @@ class Program:
         """The shapes of the teacher's parameters; None if they are those of the run."""
         return None if self.teacher_source is None else abstract_params(self.teacher_model)
 
-    def init_state(self, params: Any, teacher: Any = None) -> TrainState:
-        """The state before the first step, with these parameters; a teacher is by default what they are now."""
+    def init_state(self, params: Any, teacher: Any = None, adapted: Any = None) -> TrainState:
+        """The state before the first step, with these parameters; a teacher is by default what they are now.
+
+        `adapted` has calibrated adapters, with the frozen weights that they belong to.
+        """
         if teacher is None:
             teacher = jax.tree.map(jnp.copy, params) if self.config.distillation_weight else {}
         microbatch = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.abstract_microbatch)
         loss, frozen, key = self.train_step.loss, {}, jax.random.key(self.config.init_weights_seed)
         if self.adapter_loss is not None:
             arguments = microbatch, jnp.float32(1), jnp.float32(1)
-            if self.config.lora_init == "loftq":
+            if adapted is not None:
+                params, frozen = adapted
+            elif self.config.lora_init != "zeros":  # for shapes, those of LoftQ are those of EoRA
                 params, frozen = self.adapter_loss.init_loftq(params, *arguments)
             else:
                 frozen = self.adapter_loss.freeze(params, *arguments)

@@ -6,6 +6,7 @@ import signal
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from octavo import _remote
 from octavo._tree import path_str
@@ -81,12 +82,20 @@ class Trainer(Program):
         if self.teacher_source is not None:
             out = None if self.is_single_device else self.state_shardings.teacher
             teacher = load_params(self.teacher_source, self.teacher_model, out)
+        adapted = self._calibrated_adapters(params) if self.config.lora_init == "eora" else None
         if self.is_single_device:
-            state = self.init_state(params, teacher)
+            state = self.init_state(params, teacher, adapted)
             if self.config.lora_weight_qtype == SOURCE:
                 self.abstract_state = jax.eval_shape(lambda: state)  # whose codes only the file knows
             return state
-        return jax.jit(self.init_state, out_shardings=self.state_shardings)(params, teacher)
+        return jax.jit(self.init_state, out_shardings=self.state_shardings)(params, teacher, adapted)
+
+    def _calibrated_adapters(self, params: Any) -> tuple[Any, Any]:
+        """Adapters that make up for the quantization of their weights on the first batches, and these weights."""
+        assert self.adapter_loss is not None
+        count = -(-self.config.lora_calibration_tokens // (self.batch_size * self.config.max_target_length))
+        one = jnp.float32(1)
+        return self.adapter_loss.init_eora(params, [(self.batch(i), one, one) for i in range(count)])
 
     def _initial_params(self) -> Any:
         """Random parameters, or those at `load_parameters_path`."""

@@ -281,7 +281,7 @@ _LORA = (
         "distillation_teacher",
     ),
     Conflict(
-        lambda c: c.lora_init == "loftq" and c.lora_weight_qtype in ("", SOURCE),
+        lambda c: c.lora_init != "zeros" and c.lora_weight_qtype in ("", SOURCE),
         "{lora_init} makes up for the quantization of weights, but {lora_weight_qtype}",
     ),
 )

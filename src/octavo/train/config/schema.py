@@ -305,9 +305,10 @@ class Config(octavo._config.Config):
         check=checks.check_frozen_format, hint="a number format",
     )  # fmt: skip
     lora_init: str = _lora(
-        "zeros", "adapters begin without effect, or as what quantization loses of their weights",
-        choices=("zeros", "loftq"),
+        "zeros", "adapters begin without effect, or as what quantization loses of their weights (eora: of the outputs)",
+        choices=("zeros", "loftq", "eora"),
     )  # fmt: skip
+    lora_calibration_tokens: int = _lora(8192, "tokens of the training data that lora_init=eora calibrates on", low=1)
     lora_tile_size: int = _lora(64, "weights that share a scale; 0: one scale per channel", low=0)
 
     distillation_weight: float = _distillation(
