@@ -28,6 +28,13 @@ WRONG = [
     (LATENT, {"experts_per_token": 5}, "groups of 2 experts, router_top_groups=2 of them, are too small"),
     (LATENT, {"router_scores": "tanh"}, "unknown router_scores 'tanh'.*sigmoid"),
     (LATENT, {"router_scale": 0.0}, "router_scale is positive, got 0.0"),
+    (DENSE, {"layer_embed_dim": 8, "scan_layers": True}, "layer_embed_dim makes layers differ: set scan_layers=False"),
+    (DENSE, {"kv_shared_layers": 2, "scan_layers": False}, "kv_shared_layers=2 leaves no layer with keys and values"),
+    (
+        DENSE,
+        {"kv_shared_layers": 1, "scan_layers": False, "remat": "full"},
+        "kv_shared_layers is not supported with latent attention, and needs remat='none'",
+    ),
     (DENSE, {"unscanned_first": 2, "unscanned_last": 1}, "unscanned_first=2 and unscanned_last=1 are more layers than"),
 ]
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 from octavo._typing import Array, Bool, Float, Shaped
 from octavo.models.config import ModelConfig
-from octavo.models.layers import NORMS, Dense
+from octavo.models.layers import NORMS, Dense, rms
 from octavo.models.remat import name_result
 from octavo.models.sharding import TOKEN_AXES, shard_activation
 from octavo.ops.hadamard import walsh_hadamard
@@ -23,8 +23,16 @@ class QKV(NamedTuple):
     """Queries, keys and values by head."""
 
     query: Float[Array, "batch length heads dim"]
-    key: Float[Array, "batch length kv_heads dim"]
-    value: Float[Array, "batch length kv_heads value_dim"]
+    key: Float[Array, "batch length kv_heads dim"] | None
+    value: Float[Array, "batch length kv_heads value_dim"] | None
+    """None, as keys, in layers that attend to those of another one."""
+
+    @property
+    def stored(self) -> tuple[Array, Array]:
+        """Keys and values of a layer that has its own."""
+        assert self.key is not None
+        assert self.value is not None
+        return self.key, self.value
 
 
 class AttentionOptions(NamedTuple):
@@ -62,8 +70,8 @@ class Cache(Protocol):
         """Store keys and values, and attend causally to all that are stored.
 
         Args:
-            layer: The name of the layer's parameters, such as `layers_0`.
-            qkv: Queries, keys and values of the new tokens.
+            layer: The name of the parameters of the layer whose keys and values these are, such as `layers_0`.
+            qkv: Queries, keys and values of the new tokens; without keys and values, the layer has stored them already.
             positions: Positions of the new tokens, consecutive in each row.
             options: A window, a cap of scores, sinks.
 
@@ -156,25 +164,33 @@ def rotate(
 class Attention(nnx.Module):
     """out(softmax(query key^T / sqrt(head_dim)) value) for each head."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, gain: float):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, gain: float, layer: int = 0):
+        self.has_kv = config.kv_layer(layer) == layer
+        self.shares_kv = config.full_shared_kv and not config.is_sliding(layer)
+        config = config.of_layer(layer)
         self.heads, self.kv_heads, self.dim = config.num_query_heads, config.num_kv_heads, config.head_dim
         size, dtype, bias = config.emb_dim, config.weight_dtype, config.qkv_bias
         blocks = config.hadamard_inputs
         dense = functools.partial(Dense, size, dtype=dtype, rngs=rngs, use_bias=bias, hadamard=blocks)
-        if config.fused:
+        self.fused = config.fused and self.has_kv and not self.shares_kv
+        if self.fused:
             self.query_key_value = dense((self.heads + 2 * self.kv_heads) * self.dim)
         else:
             self.query = dense(self.heads * self.dim)
-            self.key, self.value = dense(self.kv_heads * self.dim), dense(self.kv_heads * self.dim)
+            if self.has_kv:
+                self.key = dense(self.kv_heads * self.dim)
+            if self.has_kv and not self.shares_kv:
+                self.value = dense(self.kv_heads * self.dim)
         inputs, bias = self.heads * self.dim, config.out_bias
         self.out = Dense(inputs, size, dtype, rngs=rngs, gain=gain, use_bias=bias, hadamard=blocks)
         if config.qk_norm:
             wide = config.qk_norm_wide
             self.query_norm = NORMS["rms"](self.dim * (self.heads if wide else 1), config.norm_eps, dtype)
-            self.key_norm = NORMS["rms"](self.dim * (self.kv_heads if wide else 1), config.norm_eps, dtype)
+            if self.has_kv:
+                self.key_norm = NORMS["rms"](self.dim * (self.kv_heads if wide else 1), config.norm_eps, dtype)
         if config.attention_sinks:
             self.sinks = nnx.Param(jnp.zeros(self.heads, jnp.dtype(dtype)))
-        self.fused, self.qk_norm, self.config = config.fused, config.qk_norm, config
+        self.qk_norm, self.config = config.qk_norm, config
 
     def __call__(
         self, x: Float[Array, "batch length size"], angles: RotaryAngles, cache: Cache | None = None, layer: str = ""
@@ -183,13 +199,16 @@ class Attention(nnx.Module):
         query = shard_activation(self.config.placement, query, *TOKEN_AXES, "activation_heads", None)
         # A query attends to all keys of its row: where the length is sharded, keys and values are all-gathered.
         kv_axes = (TOKEN_AXES[0], "activation_kv_length", "activation_kv_heads", None)
-        key, value = (shard_activation(self.config.placement, x, *kv_axes) for x in (key, value))
+        interleaved, block = self.config.rope_interleaved, self.config.hadamard_keys
         if self.qk_norm:
-            query, key = self.normalize(query, self.query_norm), self.normalize(key, self.key_norm)
-        interleaved = self.config.rope_interleaved
-        query, key = (rotate(x, angles, interleaved=interleaved) for x in (query, key))
-        if block := self.config.hadamard_keys:
-            query, key = walsh_hadamard(query, block), walsh_hadamard(key, block)
+            query = self.normalize(query, self.query_norm)
+        query = rotate(query, angles, interleaved=interleaved)
+        query = walsh_hadamard(query, block) if block else query
+        if key is not None and value is not None:
+            key, value = (shard_activation(self.config.placement, x, *kv_axes) for x in (key, value))
+            key = rotate(self.normalize(key, self.key_norm) if self.qk_norm else key, angles, interleaved=interleaved)
+            key = walsh_hadamard(key, block) if block else key
+            value = rms(value, self.config.norm_eps) if self.config.value_norm else value
         if self.config.attention_scale is not None:
             query = query * (self.config.attention_scale * self.dim**0.5)
         sinks = self.sinks[...].astype(jnp.float32) if self.config.attention_sinks else None
@@ -198,6 +217,8 @@ class Attention(nnx.Module):
             context, cache = cache.attend(layer, QKV(query, key, value), angles.positions, options)
         else:
             assert angles.mask is not None
+            assert key is not None
+            assert value is not None
             context = attend(query, key, value, angles.mask, options)
         context = name_result(context, "context")
         return name_result(self.out(context.reshape(*x.shape[:2], -1)), "out_proj"), cache
@@ -214,10 +235,14 @@ class Attention(nnx.Module):
             ends = (self.heads * self.dim, (self.heads + self.kv_heads) * self.dim)
             parts = jnp.split(self.query_key_value(x), ends, axis=-1)
         else:
-            parts = [self.query(x), self.key(x), self.value(x)]
+            parts = [self.query(x)]
+            if self.has_kv:
+                parts.append(self.key(x))
+                parts.append(parts[1] if self.shares_kv else self.value(x))
         names = ("query_proj", "key_proj", "value_proj")
         by_head = (*x.shape[:2], -1, self.dim)
-        return QKV(*(name_result(part, name).reshape(by_head) for part, name in zip(parts, names, strict=True)))
+        found = [name_result(part, name).reshape(by_head) for part, name in zip(parts, names, strict=False)]
+        return QKV(found[0], found[1], found[2]) if self.has_kv else QKV(found[0], None, None)
 
 
 def attend(

@@ -12,6 +12,7 @@ _SIZES = ("vocab_size", "emb_dim", "num_layers", "num_query_heads", "num_kv_head
 _SIZES += ("num_experts", "experts_per_token", "batch_split", "router_groups", "router_top_groups")
 _COUNTS = ("shared_experts", "first_dense_layers", "unscanned_first", "unscanned_last", "moe_mlp_dim")
 _COUNTS += ("sliding_window", "learned_positions", "attention_softcap", "logits_softcap")
+_COUNTS += ("full_head_dim", "full_kv_heads", "kv_shared_layers", "kv_shared_mlp_dim", "layer_embed_dim")
 _COUNTS += ("hadamard_inputs", "hadamard_mlp", "hadamard_keys", "kv_lora_rank", "q_lora_rank", "v_head_dim")
 LATENT = ("kv_lora_rank", "q_lora_rank", "v_head_dim")
 """The fields of latent attention."""
@@ -19,6 +20,9 @@ VARIANTS = ("gated_mlp", "mlp_bias", "norm", "norm_place", "rotary_dim", "learne
 VARIANTS += ("attention_scale", "attention_softcap", "attention_sinks", "logits_softcap", "embedding_scale")
 VARIANTS += ("out_bias", "qk_norm_wide", "shared_gate", "normalize_router", *LATENT, "rope_interleaved")
 VARIANTS += ("router_scores", "router_bias", "router_groups", "router_top_groups", "router_scale")
+PER_LAYER = ("full_head_dim", "full_kv_heads", "full_shared_kv", "kv_shared_layers", "layer_embed_dim")
+"""The fields that make layers of several sizes, or that are of one layer only, so that none are scanned."""
+VARIANTS += (*PER_LAYER, "value_norm", "kv_shared_mlp_dim", "layer_scale")
 HADAMARD = ("hadamard_inputs", "hadamard_mlp", "hadamard_keys")
 VARIANTS += HADAMARD
 """The fields that make blocks other than those of Llama and Qwen."""
@@ -86,6 +90,23 @@ class ModelConfig(Config):
     """Whether each head's query and key are normalized before the rotation, as in Qwen3."""
     qk_norm_wide: bool = False
     """Whether queries and keys are normalized over all heads at once, as in OLMo 2."""
+    value_norm: bool = False
+    """Whether each head's value is normalized, without a learned scale, as in Gemma 4."""
+    full_head_dim: int = 0
+    """Width of a head in layers without a sliding window, as in Gemma 4; 0 for that of the others."""
+    full_kv_heads: int = 0
+    """The same of the number of key and value heads."""
+    full_shared_kv: bool = False
+    """Whether layers without a sliding window have one projection for keys and values."""
+    kv_shared_layers: int = 0
+    """How many of the last layers have no keys and values, as in Gemma 3n: they attend to those of the last of the
+    others that has a sliding window, or has none, as they do."""
+    kv_shared_mlp_dim: int = 0
+    """The width of an MLP in these layers; 0 for that of the others."""
+    layer_embed_dim: int = 0
+    """Width of a further embedding of each token for each layer, which is added after the MLP; 0 for none."""
+    layer_scale: bool = False
+    """Whether the output of each layer is multiplied by a learned number."""
     kv_lora_rank: int = 0
     """Width of the latent from which keys and values are projected, as in DeepSeek-V2; 0 for attention without one. The
     last `rotary_dim` values of a key, which alone are rotated, are shared by all heads."""
@@ -165,6 +186,27 @@ class ModelConfig(Config):
         """Whether a layer attends to a window only."""
         return self.sliding_window > 0 and self.sliding_layers[layer % len(self.sliding_layers)]
 
+    def kv_layer(self, layer: int) -> int:
+        """The layer to whose keys and values a layer attends; its own but for the last `kv_shared_layers`."""
+        first = self.num_layers - self.kv_shared_layers
+        kinds = [self.is_sliding(i) for i in range(first)]
+        return layer if layer < first else first - 1 - kinds[::-1].index(self.is_sliding(layer))
+
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """The same model with the sizes of one of its layers."""
+        found = self if self.is_sliding(layer) else self.full
+        if self.kv_shared_mlp_dim and self.kv_layer(layer) != layer:
+            return found.replace(mlp_dim=self.kv_shared_mlp_dim)
+        return found
+
+    @property
+    def full(self) -> "ModelConfig":
+        """The same model with the sizes of layers without a sliding window."""
+        if not self.full_head_dim and not self.full_kv_heads:
+            return self
+        heads, dim = self.full_kv_heads or self.num_kv_heads, self.full_head_dim or self.head_dim
+        return self.replace(num_kv_heads=heads, head_dim=dim, full_kv_heads=0, full_head_dim=0)
+
     @property
     def rope(self) -> RopeScaling | None:
         """The scaling of rotary frequencies."""
@@ -239,6 +281,18 @@ class ModelConfig(Config):
             raise ValueError(f"num_experts={self.num_experts} needs moe_mlp_dim, the width of one expert")
 
     def _check_layers(self) -> None:
+        for name in PER_LAYER:
+            if getattr(self, name) and (self.scan_layers or self.batch_split > 1):
+                raise ValueError(f"{name} makes layers differ: set scan_layers=False and batch_split=1")
+        if self.kv_shared_layers:
+            own = range(self.num_layers - self.kv_shared_layers)
+            if not {self.is_sliding(i) for i in range(self.num_layers)} <= {self.is_sliding(i) for i in own}:
+                raise ValueError(
+                    f"kv_shared_layers={self.kv_shared_layers} leaves no layer with keys and values for some of them, "
+                    "which need one with a sliding window if they have one, and one without if not"
+                )
+            if self.kv_lora_rank or self.remat != "none":
+                raise ValueError("kv_shared_layers is not supported with latent attention, and needs remat='none'")
         if self.num_experts > 1 and (self.hadamard_inputs or self.hadamard_mlp):
             raise ValueError(
                 "the inputs of experts are not rotated: hadamard_inputs and hadamard_mlp are for dense MLPs"

@@ -13,8 +13,10 @@ from flax import nnx
 
 from octavo._typing import Array, Float, PRNGKeyArray, Shaped
 from octavo.models.attention import Attention, Cache, RotaryAngles
+from octavo.models.call_cache import CallCache
 from octavo.models.config import ModelConfig
 from octavo.models.latent_attention import LatentAttention
+from octavo.models.layer_embed import LayerEmbed, LayerInput
 from octavo.models.layers import NORMS, Dense, Embed, Mlp
 from octavo.models.moe import MoeBlock
 from octavo.models.remat import remat
@@ -66,7 +68,7 @@ def layer_groups(config: ModelConfig) -> tuple[Group, ...]:
 class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); or with norms of the outputs, or both: `norm_place`."""
 
-    def __init__(self, config: ModelConfig, is_moe: bool, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs):
         # Every layer adds twice to the residual stream; so scaled, its variance is the same at any depth.
         gain = (2 * config.num_layers) ** -0.5
         size, dtype = config.emb_dim, config.weight_dtype
@@ -76,18 +78,28 @@ class DecoderLayer(nnx.Module):
             self.pre_self_attention_layer_norm, self.post_self_attention_layer_norm = norm(), norm()
         if config.norm_place != "pre":
             self.self_attention_out_norm, self.mlp_out_norm = norm(), norm()
-        attention = LatentAttention if config.kv_lora_rank else Attention
+        attention = LatentAttention if config.kv_lora_rank else functools.partial(Attention, layer=layer)
         self.self_attention = attention(config, rngs=rngs, gain=gain)
-        if is_moe:
+        self.is_moe, self.config = config.is_moe(layer), config
+        if self.is_moe:
             self.moe_block = MoeBlock(config, rngs=rngs, gain=gain)
         else:
             options: dict[str, Any] = {"fused": config.fused, "has_gate": config.gated_mlp, "use_bias": config.mlp_bias}
             options["hadamard"] = (config.hadamard_inputs, config.hadamard_mlp or config.hadamard_inputs)
-            self.mlp = Mlp(size, config.mlp_dim, config.activation, dtype, rngs=rngs, gain=gain, **options)
-        self.is_moe, self.config = is_moe, config
+            hidden = config.of_layer(layer).mlp_dim
+            self.mlp = Mlp(size, hidden, config.activation, dtype, rngs=rngs, gain=gain, **options)
+        if config.layer_embed_dim:
+            self.layer_input = LayerInput(config, rngs=rngs, gain=gain)
+        if config.layer_scale:
+            self.layer_scale = nnx.Param(jnp.ones(1, jnp.dtype(dtype)))
 
     def __call__(
-        self, x: Float[Array, "batch length size"], angles: RotaryAngles, cache: Cache | None = None, name: str = ""
+        self,
+        x: Float[Array, "batch length size"],
+        angles: RotaryAngles,
+        cache: Cache | None = None,
+        name: str = "",
+        inputs: Float[Array, "batch length width"] | None = None,
     ) -> tuple[Float[Array, "batch length size"], Float[Array, ""], Cache | None]:
         before, after = self.config.norm_place != "post", self.config.norm_place != "pre"
         y, cache = self.self_attention(self.pre_self_attention_layer_norm(x) if before else x, angles, cache, name)
@@ -98,6 +110,10 @@ class DecoderLayer(nnx.Module):
         else:
             y, load_balance = self.mlp(y), jnp.zeros((), jnp.float32)
         x = x + (self.mlp_out_norm(y) if after else y)
+        if inputs is not None:
+            x = x + self.layer_input(x, inputs)
+        if self.config.layer_scale:
+            x = x * jnp.broadcast_to(self.layer_scale[...].astype(x.dtype), x.shape)
         return shard_activation(self.config.placement, x, *TOKEN_AXES, "activation_embed"), load_balance, cache
 
 
@@ -110,14 +126,14 @@ class LayerAngles(NamedTuple):
     @classmethod
     def of(cls, config: ModelConfig, positions: Array, segments: Array | None, max_length: int = 0) -> "LayerAngles":
         """For tokens at these positions: see `RotaryAngles.of`."""
-        full = RotaryAngles.of(config, positions, segments, max_length=max_length)
+        full = RotaryAngles.of(config.full, positions, segments, max_length=max_length)
         if not config.sliding_window:
             return cls(full, full)
         return cls(full, RotaryAngles.of(config, positions, segments, sliding=True, max_length=max_length))
 
 
-def _layer(config: ModelConfig, is_moe: bool, key: PRNGKeyArray) -> DecoderLayer:
-    return DecoderLayer(config, is_moe, rngs=nnx.Rngs(key))
+def _layer(config: ModelConfig, layer: int, key: PRNGKeyArray) -> DecoderLayer:
+    return DecoderLayer(config, layer, rngs=nnx.Rngs(key))
 
 
 class Stack(nnx.Module):
@@ -126,7 +142,7 @@ class Stack(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         keys = jax.random.split(rngs.params(), config.num_layers)
         for group in layer_groups(config):
-            make = functools.partial(_layer, config, group.is_moe)
+            make = functools.partial(_layer, config, group.layers[0])
             group_keys = keys[group.layers.start : group.layers.stop]
             setattr(self, group.name, nnx.vmap(make)(group_keys) if group.is_stack else make(group_keys[0]))
         self.decoder_norm = NORMS[config.norm](config.emb_dim, config.norm_eps, config.weight_dtype)
@@ -135,34 +151,49 @@ class Stack(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "batch length size"], angles: LayerAngles, cache: Cache | None = None
+        self,
+        x: Float[Array, "batch length size"],
+        angles: LayerAngles,
+        cache: Cache | None = None,
+        inputs: Float[Array, "batch length layers width"] | None = None,
     ) -> tuple[Float[Array, "batch length size"], Aux, Cache | None]:
-        total = jnp.zeros((), jnp.float32)
-        for group in layer_groups(self.config):
-            here = angles.sliding if self.config.is_sliding(group.layers[0]) else angles.full
+        total, groups = jnp.zeros((), jnp.float32), layer_groups(self.config)
+        names = [group.name for group in groups for _ in group.layers]
+        is_call = cache is None and self.config.kv_shared_layers > 0
+        if is_call:
+            assert angles.full.mask is not None
+            assert angles.sliding.mask is not None
+            cache = CallCache(angles.full.mask, angles.sliding.mask)
+        for group in groups:
+            layer = group.layers[0]
+            here = angles.sliding if self.config.is_sliding(layer) else angles.full
+            own = None if inputs is None else inputs[:, :, layer]
             if cache is not None:
-                x, load_balance, cache = getattr(self, group.name)(x, here, cache, group.name)
+                stored = names[self.config.kv_layer(layer)]
+                x, load_balance, cache = getattr(self, group.name)(x, here, cache, stored, own)
                 total = total + load_balance
                 continue
             graph, params = nnx.split(getattr(self, group.name))
 
-            def layer(x: Array, params: Any, graph: Any = graph, here: Any = here) -> tuple[Array, Array]:
-                return split_batch(nnx.merge(graph, params), x, here, self.config.batch_split)
+            def run(x: Array, params: Any, graph: Any = graph, rest: Any = (here, own)) -> tuple[Array, Array]:
+                return split_batch(nnx.merge(graph, params), x, *rest, parts=self.config.batch_split)
 
-            layer = remat(layer, self.config.remat, in_scan=group.is_stack)
-            x, load_balance = jax.lax.scan(layer, x, params) if group.is_stack else layer(x, params)
+            run = remat(run, self.config.remat, in_scan=group.is_stack)
+            x, load_balance = jax.lax.scan(run, x, params) if group.is_stack else run(x, params)
             total = total + jnp.sum(load_balance)
         count = sum(map(self.config.is_moe, range(self.config.num_layers)))
-        return self.decoder_norm(x), Aux(load_balance=total / max(count, 1)), cache
+        return self.decoder_norm(x), Aux(load_balance=total / max(count, 1)), None if is_call else cache
 
 
-def split_batch(layer: Any, x: Array, angles: RotaryAngles, parts: int) -> tuple[Array, Array]:
+def split_batch(
+    layer: Any, x: Array, angles: RotaryAngles, inputs: Array | None = None, *, parts: int
+) -> tuple[Array, Array]:
     """A layer's result for a batch that is split into independent parts.
 
     Each part has every n-th row, so that rows stay on their devices.
     """
     if parts == 1:
-        return layer(x, angles)[:2]
+        return layer(x, angles, inputs=inputs)[:2]
     rows = x.shape[0]
     if rows % parts:
         raise ValueError(f"{rows} rows cannot be split into batch_split={parts} equal parts: choose another batch size")
@@ -193,6 +224,8 @@ class Decoder(nnx.Module):
         if config.learned_positions:
             size = (config.learned_positions, config.emb_dim)
             self.position_embedder = Embed(*size, config.weight_dtype, rngs=rngs, stddev=stddev)
+        if config.layer_embed_dim:
+            self.layer_embedder = LayerEmbed(config, rngs=rngs)
         self.decoder = Stack(config, rngs=rngs)
         self.config = config
 
@@ -212,7 +245,8 @@ class Decoder(nnx.Module):
         if segments is None:
             segments = jnp.zeros(tokens.shape, jnp.int32)
         x = shard_activation(self.config.placement, self.embed(tokens, positions), *TOKEN_AXES, "activation_embed")
-        x, aux, _ = self.decoder(x, LayerAngles.of(self.config, positions, segments))
+        inputs = self.layer_embedder(tokens, x) if self.config.layer_embed_dim else None
+        x, aux, _ = self.decoder(x, LayerAngles.of(self.config, positions, segments), None, inputs)
         return self.logits(x), aux
 
     def call_with_cache(
@@ -234,7 +268,8 @@ class Decoder(nnx.Module):
         angles = LayerAngles.of(self.config, positions, None, max_length)
         cos_sin = jax.lax.optimization_barrier([(a.cos, a.sin) for a in angles])
         angles = LayerAngles(*(a._replace(cos=c, sin=s) for a, (c, s) in zip(angles, cos_sin, strict=True)))
-        x, aux, new = self.decoder(x, angles, cache)
+        inputs = self.layer_embedder(tokens, x) if self.config.layer_embed_dim else None
+        x, aux, new = self.decoder(x, angles, cache, inputs)
         assert new is not None
         if last is not None:
             x = jnp.take_along_axis(x, last[:, None, None], axis=1)

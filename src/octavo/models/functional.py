@@ -10,7 +10,7 @@ from flax import nnx
 
 from octavo._typing import PRNGKeyArray
 from octavo.models.attention import Cache
-from octavo.models.config import ModelConfig
+from octavo.models.config import PER_LAYER, ModelConfig
 from octavo.models.decoder import Decoder, DecoderLayer, layer_groups
 from octavo.models.module_params import Params, abstract_module, bind, check_token_arrays, init_module
 
@@ -41,12 +41,12 @@ def abstract_params(config: ModelConfig) -> Params:
     (126, 53248, 16384)
     """
     groups = layer_groups(config)
-    if any(group.is_stack for group in groups):
+    if any(group.is_stack for group in groups) or any(getattr(config, name) for name in PER_LAYER):
         return abstract_module(Decoder, config)
     # Layers of a kind have the same parameters, so one of each kind is traced: a second for thirty layers otherwise.
+    first = {g.is_moe: g.layers[0] for g in groups}
     kinds = {
-        is_moe: abstract_module(functools.partial(_decoder_layer, is_moe), config)
-        for is_moe in {g.is_moe for g in groups}
+        is_moe: abstract_module(functools.partial(_decoder_layer, layer), config) for is_moe, layer in first.items()
     }
     rest = abstract_module(Decoder, config.replace(**_ONE_LAYER))
     layers = {group.name: kinds[group.is_moe] for group in groups}
@@ -54,8 +54,8 @@ def abstract_params(config: ModelConfig) -> Params:
     return jax.tree.map(lambda x: x, {**rest, "decoder": {**layers, **others}})  # keys sorted, as of a trace
 
 
-def _decoder_layer(is_moe: bool, config: ModelConfig, *, rngs: nnx.Rngs) -> DecoderLayer:
-    return DecoderLayer(config, is_moe, rngs=rngs)
+def _decoder_layer(layer: int, config: ModelConfig, *, rngs: nnx.Rngs) -> DecoderLayer:
+    return DecoderLayer(config, layer, rngs=rngs)
 
 
 def apply(

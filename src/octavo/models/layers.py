@@ -67,6 +67,12 @@ class Dense(nnx.Module):
         return out.reshape(*x.shape[:-1], -1)
 
 
+def rms(x: Float[Array, "*batch size"], eps: float) -> Float[Array, "*batch size"]:
+    """x / sqrt(mean x^2 + epsilon), in float32."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """x / sqrt(mean x^2 + epsilon) * scale, in float32."""
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from octavo._config import Config, check_choices
 
-KINDS = ("linear", "llama3", "dynamic", "yarn", "longrope")
+KINDS = ("linear", "llama3", "dynamic", "yarn", "longrope", "proportional")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -22,6 +22,8 @@ class RopeScaling(Config):
     - dynamic: f of a larger base, by how much longer the text is than the original length.
     - yarn: f with more than `high` rotations, f / factor with fewer than `low`; in between by the number of the pair.
     - longrope: f divided by a table: `short`, or `long` for texts longer than the original length.
+
+    - proportional: f / factor for the first `part` of the pairs, 0 for the others, which are not rotated.
 
     The length of a text is that of the call, or `max_length` of a cache, so results do not depend on how a text is
     split into calls.
@@ -40,13 +42,15 @@ class RopeScaling(Config):
     """Multiplies the cosines and sines."""
     truncate: bool = True
     """Whether yarn rounds the pairs between which it interpolates to integers."""
+    part: float = 1.0
+    """Of proportional."""
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
     """Of longrope; empty for none, so that all texts use `short`."""
 
     def __post_init__(self):
         check_choices(self, kind=KINDS)
-        for name in ("factor", "low", "high", "magnitude"):
+        for name in ("factor", "low", "high", "magnitude", "part"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} of rope_scaling is positive, got {getattr(self, name)}")
         if self.kind in ("llama3", "yarn") and not self.low < self.high:
@@ -67,6 +71,8 @@ class RopeScaling(Config):
         match self.kind:
             case "linear":
                 return np.full(half, 1 / self.factor, np.float32)
+            case "proportional":
+                return np.where(numbers < int(self.part * dim / 2), 1 / self.factor, 0.0).astype(np.float32)
             case "dynamic":
                 grown = self.factor * max(length, self.length) / self.length - (self.factor - 1)
                 return (grown ** (-2 * numbers / (dim - 2))).astype(np.float32)

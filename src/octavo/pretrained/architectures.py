@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.models import ModelConfig
-from octavo.models.config import LATENT, VARIANTS
+from octavo.models.config import LATENT, PER_LAYER, VARIANTS
 from octavo.pretrained.names import GGUF, HUGGINGFACE, TensorNames
 
 
@@ -87,7 +87,6 @@ _OUT_NORMS = {
 }
 _GEMMA: dict[str, Any] = {
     "scaled_embedding": True,
-    "norm_offset": 1.0,
     "names": {**_OUT_NORMS, "post_self_attention_layer_norm": "pre_feedforward_layernorm"},
     "keys": {"hidden_act": "hidden_activation"},
 }
@@ -101,6 +100,7 @@ _LATENT: dict[str, Any] = {
 }
 _LATENT_VARIED = (*LATENT, "rotary_dim", "attention_scale", "first_dense_layers")
 _LATENT_VARIED += ("router_groups", "router_top_groups", "router_scale")
+_LAYERED = (*PER_LAYER, "kv_shared_mlp_dim", "sliding_window", "logits_softcap")
 _GEMMA_VARIED = ("sliding_window", "attention_scale", "attention_softcap", "logits_softcap")
 
 ARCHITECTURES = {
@@ -194,6 +194,7 @@ ARCHITECTURES = {
     "gemma2": Architecture(
         "Gemma2ForCausalLM",
         "gemma2",
+        norm_offset=1.0,
         fixed={"norm_place": "both"},
         varied=_GEMMA_VARIED,
         sliding=(True, False),
@@ -209,15 +210,45 @@ ARCHITECTURES = {
     "gemma3_text": Architecture(
         "Gemma3ForCausalLM",
         "gemma3",
+        norm_offset=1.0,
         fixed={"norm_place": "both", "qk_norm": True},
         varied=_GEMMA_VARIED,
         sliding=(True, True, True, True, True, False),
+        # Files of models with images leave out what their class has by default.
         defaults={
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262_208,
             "hidden_act": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": 256,
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
             "sliding_window": 4096,
+        },
+        **_GEMMA,
+    ),
+    "gemma4_text": Architecture(
+        "Gemma4ForCausalLM",
+        "gemma4",
+        fixed={
+            "norm_place": "both",
+            "qk_norm": True,
+            "value_norm": True,
+            "layer_scale": True,
+            "attention_scale": 1.0,
+        },
+        varied=_LAYERED,
+        sliding=(True, True, True, True, True, False),
+        defaults={
+            "hidden_act": "gelu_pytorch_tanh",
+            "rope_local_base_freq": 1e4,
+            "sliding_window": 512,
+            "global_head_dim": 512,
+            "hidden_size_per_layer_input": 256,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            },
         },
         **_GEMMA,
     ),

@@ -25,6 +25,7 @@ from octavo.pretrained.gguf_latent import GgufTensors
 from octavo.pretrained.kernel_layout import packed_for_kernels
 from octavo.pretrained.model import Leaf, ModelFormat, PretrainedModel, register_format, to_float
 from octavo.pretrained.names import EMBEDDING, LOGITS, Place, assemble, interleaved_rotary
+from octavo.pretrained.text_part import unread_keys
 from octavo.pretrained.weight_rules import TRAINED, weight_rules
 from octavo.qarray import QArray
 
@@ -54,7 +55,8 @@ def read(path: Path) -> PretrainedModel:
     name, config = model_config(file)
     places = _places(name, config)
     placed, tensors = [place.name for place in places.values()], GgufTensors(file)
-    check_placed(path, file.names(), [*placed, *ROPE_TABLES, *tensors.parts])
+    unread = unread_keys(config, ARCHITECTURES[name].gguf_tensors)
+    check_placed(path, file.names(), [*placed, *ROPE_TABLES, *tensors.parts], unread)
     load_codes = functools.partial(_load_codes, tensors)
     leaves = {param: place.leaf(tensors.info, tensors.load, load_codes) for param, place in places.items()}
     origin = {

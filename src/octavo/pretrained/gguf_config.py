@@ -11,10 +11,14 @@ from octavo.models import ModelConfig, RopeScaling
 from octavo.pretrained.architectures import ARCHITECTURES, Architecture, architecture_of
 from octavo.pretrained.fields import Fields, check_layers
 from octavo.pretrained.gguf_latent import READ, has_sigmoid, latent_metadata, read_latent
+from octavo.pretrained.layer_config import READ as LAYERS_READ
+from octavo.pretrained.layer_config import layer_metadata, read_gguf_layers
 from octavo.pretrained.names import GGUF
 
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors by which rotary frequencies are divided."""
+_UNROTATED = 1e30
+"""The divisor of frequencies that are not rotated, by which Gemma 4's files mark them."""
 _INERT = ("context_length", "vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "attention.value_length")
 _INERT += ("expert_group_count", "expert_group_used_count", "interleave_moe_layer_step", "attention.output_scale")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -61,7 +65,7 @@ def model_config(file: Gguf) -> tuple[str, ModelConfig]:
     if ARCHITECTURES[name].has_experts != has_experts:
         raise ValueError(f"{file.path}: {kind}.expert_count={fields.get('expert_count', 0)} is not supported")
     config = _read(file, fields, ARCHITECTURES[name])
-    read = READ if config.kv_lora_rank else ()
+    read = READ if config.kv_lora_rank else LAYERS_READ if "layer_embed_dim" in ARCHITECTURES[name].varied else ()
     fields.check_neutral({key: allowed for key, allowed in _NEUTRAL.items() if key not in read})
     unused = fields.unused(_INERT)
     if unused:
@@ -76,35 +80,38 @@ def _read(file: Gguf, fields: Fields, architecture: Architecture) -> ModelConfig
     names = set(file.names())
     layers, size = fields.int("block_count"), fields.int("embedding_length")
     check_layers(file.path, f"{fields.prefix}block_count", layers, names, GGUF.layer)
-    heads = fields.int("attention.head_count")
-    kv_heads = fields.int("attention.head_count_kv", heads)
-    head_dim = fields.int("attention.key_length", max(size // heads, 1))
+    heads, changes = fields.int("attention.head_count"), {}
+    if "layer_embed_dim" in architecture.varied:
+        changes |= read_gguf_layers(file, fields, layers)
+    head_dim = changes.pop("head_dim", None) or fields.int("attention.key_length", max(size // heads, 1))
+    kv_heads = changes.pop("num_kv_heads", None) or fields.int("attention.head_count_kv", heads)
     is_latent = "kv_lora_rank" in architecture.varied
-    if fields.int("attention.value_length", head_dim) != head_dim and not is_latent:
+    length = (changes.get("full_head_dim") or head_dim) if changes else head_dim
+    if fields.int("attention.value_length", length) != length and not is_latent:
         raise ValueError(f"{file.path} has values of another width than keys, which is not supported")
-    changes: dict[str, Any] = {}
     if is_latent:
         changes |= read_latent(fields)
         head_dim = changes.pop("head_dim")
     elif architecture.has_experts:
         changes |= _experts(fields)
-    else:
+    elif "mlp_dim" not in changes:
         changes["mlp_dim"] = fields.int("feed_forward_length")
     if architecture.fixed.get("rotary_dim") == 0:
         fields.get("rope.dimension_count", None)
     else:
-        rotary = fields.int("rope.dimension_count", head_dim)
-        changes |= {"rotary_dim": None if rotary == head_dim else rotary, "rope_scaling": _rope(file, fields, rotary)}
+        rotary = fields.int("rope.dimension_count", length)
+        changes |= {"rotary_dim": None if rotary == length else rotary, "rope_scaling": _rope(file, fields, rotary)}
     if "learned_positions" in architecture.varied:
         changes["learned_positions"] = file.info("position_embd.weight").shape[0]
-    changes |= _window(fields, architecture)
+    changes = {**_window(fields, architecture), **changes}
     if is_latent and changes["rope_scaling"] is not None:
         changes["rope_scaling"] = changes["rope_scaling"].replace(magnitude=1.0)
     if "attention_softcap" in architecture.varied:
         changes["attention_softcap"] = _decimal(fields.float("attn_logit_softcapping", 0.0))
-        changes["logits_softcap"] = _decimal(fields.float("final_logit_softcapping", 0.0))
         if (architecture.gguf, layers) in _WIDE_HEADS:
             changes["attention_scale"] = (size / heads) ** -0.5
+    if "logits_softcap" in architecture.varied:
+        changes["logits_softcap"] = _decimal(fields.float("final_logit_softcapping", 0.0))
     epsilon = "layer_norm_epsilon" if architecture.fixed.get("norm") == "layer" else "layer_norm_rms_epsilon"
     for field, name in (("qkv_bias", "attn_q"), ("out_bias", "attn_output"), ("mlp_bias", "ffn_down")):
         changes[field] = f"blk.0.{name}.bias" in names
@@ -181,6 +188,8 @@ def _rope(file: Gguf, fields: Fields, rotary: int) -> RopeScaling | None:
         long = tables.get(ROPE_TABLES[2], ())
         if set(short) | set(long) == {1.0} and attention == 1:
             return None
+        if set(short) == {1.0, _UNROTATED} and sorted(short) == list(short) and not long:
+            return RopeScaling(kind="proportional", part=short.count(1.0) / len(short))
         return RopeScaling(kind="longrope", short=short, long=long, length=length if long else 0, magnitude=attention)
     if kind == "none" or (kind == "linear" and factor == 1):
         return None
@@ -218,7 +227,8 @@ def metadata(config: ModelConfig, max_length: int) -> tuple[str, dict[str, Any],
     if architecture.gguf == "qwen3moe" and not config.normalize_router:
         raise ValueError("llama.cpp normalizes the router of such models: write safetensors instead")
     scale = config.emb_dim / config.num_query_heads if (architecture.gguf, config.num_layers) in _WIDE_HEADS else None
-    if config.attention_scale != (None if scale is None else scale**-0.5) and not config.kv_lora_rank:
+    wanted_scale = None if scale is None else scale**-0.5
+    if config.attention_scale != architecture.fixed.get("attention_scale", wanted_scale) and not config.kv_lora_rank:
         raise ValueError("GGUF files have no place for attention_scale: write safetensors instead")
     epsilon = "layer_norm_epsilon" if config.norm == "layer" else "layer_norm_rms_epsilon"
     found: dict[str, Any] = {
@@ -243,9 +253,11 @@ def metadata(config: ModelConfig, max_length: int) -> tuple[str, dict[str, Any],
             found["expert_weights_norm"] = config.normalize_router
     if config.kv_lora_rank:
         found |= latent_metadata(config)
+    if "layer_embed_dim" in architecture.varied:
+        found |= layer_metadata(config)
     if config.sliding_window:
         found["attention.sliding_window"] = config.sliding_window
-    if "attention_softcap" in architecture.varied:
+    if "logits_softcap" in architecture.varied:
         caps = {"attn_logit_softcapping": config.attention_softcap, "final_logit_softcapping": config.logits_softcap}
         found |= {key: cap for key, cap in caps.items() if cap}
     keys, tables = _rope_metadata(config)
@@ -254,6 +266,8 @@ def metadata(config: ModelConfig, max_length: int) -> tuple[str, dict[str, Any],
 
 def _pattern_is_known(config: ModelConfig, architecture: Architecture) -> bool:
     """Whether readers of a file know which layers have a window, and their rotary frequencies."""
+    if "layer_embed_dim" in architecture.varied:  # the pattern is written
+        return True
     theta = architecture.defaults.get("rope_local_base_freq")
     same = all(
         config.is_sliding(i) == architecture.sliding[i % len(architecture.sliding)] for i in range(config.num_layers)
@@ -274,6 +288,9 @@ def _rope_metadata(config: ModelConfig) -> tuple[dict[str, Any], dict[str, np.nd
         found |= {f"{key}attn_factor": attention} if abs(attention - 1) > 1e-6 else {}
         found |= {f"{key}yarn_beta_slow": rope.low, f"{key}yarn_beta_fast": rope.high}
         return found, {}
+    if rope.kind == "proportional":
+        multipliers = rope.multipliers(config.rope_theta, config.full.head_dim, 0)
+        return {}, {ROPE_TABLES[0]: np.where(multipliers == 0, _UNROTATED, 1.0).astype(np.float32)}
     if rope.kind == "dynamic":
         raise ValueError("GGUF files have no rope_scaling of kind 'dynamic': write safetensors instead")
     as_table = lambda values: np.asarray(values, np.float32)  # noqa: E731

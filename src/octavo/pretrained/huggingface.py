@@ -20,6 +20,7 @@ from octavo.pretrained.fields import check_layers, check_placed
 from octavo.pretrained.huggingface_config import describe, model_config
 from octavo.pretrained.model import ModelFormat, PretrainedModel, register_format, to_float
 from octavo.pretrained.names import Place, TensorNames, assemble
+from octavo.pretrained.text_part import text_model, unread_keys
 from octavo.pretrained.tokenizer import read_tokenizer
 from octavo.qarray import QArray
 
@@ -41,6 +42,15 @@ def read(directory: Path) -> PretrainedModel:
     file = SafeTensors(directory)
     layout = layout_of(described["quantization_config"]) if described.get("quantization_config") else None
     names = file.names() if layout is None else layout.names(file.names())
+    described, renamed = text_model(described, names)
+    if len(renamed) < len(names):
+        left = sorted(set(names) - set(renamed.values()))
+        warnings.warn(
+            f"{directory}: the tensors of images and sounds, {left[0]!r} and {len(left) - 1} more, are left out: only "
+            "the text model is opened",
+            stacklevel=3,
+        )
+    names = list(renamed)
     predictors = _predictors(described, names)
     if predictors:
         names = [name for name in names if name not in predictors]
@@ -56,7 +66,9 @@ def read(directory: Path) -> PretrainedModel:
     places = tensors.places(abstract_params(config), config)
     places = {path: dataclasses.replace(place, name=place.name.removeprefix(prefix)) for path, place in places.items()}
     placed = [name for place in places.values() for name in place.names]
-    check_placed(directory, names, [*placed, *(["lm_head.weight"] if config.tied_logits else [])], _BUFFERS)
+    unread = (*_BUFFERS, *unread_keys(config, tensors))
+    check_placed(directory, names, [*placed, *(["lm_head.weight"] if config.tied_logits else [])], unread)
+    places = {path: _renamed(place, renamed) for path, place in places.items()}
     leaves = {
         path: place.leaf(functools.partial(_info, file, layout, place), functools.partial(_load, file, layout, place))
         for path, place in places.items()
@@ -70,6 +82,15 @@ def read(directory: Path) -> PretrainedModel:
         "max_length": config.learned_positions or described.get("max_position_embeddings"),
     }
     return PretrainedModel(config, leaves, read_tokenizer(directory), origin=origin)
+
+
+def _renamed(place: Place, renamed: Mapping[str, str]) -> Place:
+    """The place with its name in the file; those of experts are templates."""
+    first = place.names[0]
+    own = renamed.get(first, first)
+    # The last parts of both names are the same.
+    count = next((n for n in range(len(first), -1, -1) if own.endswith(first[len(first) - n :])), 0)
+    return dataclasses.replace(place, name=own[: len(own) - count] + place.name[len(first) - count :])
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from octavo.models import ModelConfig, RopeScaling
 from octavo.pretrained.architectures import ARCHITECTURES, Architecture, architecture_of
 from octavo.pretrained.fields import Fields
 from octavo.pretrained.latent_config import describe_latent, describe_scale, magnitude, read_experts, read_latent
+from octavo.pretrained.layer_config import describe_layers, read_layers
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu"}
 _ACTIVATIONS |= {"gelu": "gelu_exact", "relu": "relu", "relu2": "relu2"}
@@ -78,6 +79,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([],),
     "n_group": (1,),
     "moe_layer_freq": (1,),
+    "enable_moe_block": (False,),
 }
 """Keys of computations that are not supported, with the values that turn them off."""
 
@@ -135,6 +137,8 @@ def _read(fields: Fields, architecture: Architecture, kind: str, names: set[str]
     changes: dict[str, Any] = {"activation": read_activation(fields, "silu")}
     changes |= _window(fields, architecture, kind, layers)
     changes |= read_rope(fields, head_dim, length, sliding=bool(changes.get("sliding_window")))
+    if "layer_embed_dim" in architecture.varied:
+        changes |= read_layers(fields, changes.get("sliding_layers", (False,)), layers)
     if "kv_lora_rank" in architecture.varied:
         scores = architecture.fixed.get("router_scores", "softmax")
         changes |= {**read_latent(fields, heads), **read_experts(fields, scores)}
@@ -155,9 +159,10 @@ def _read(fields: Fields, architecture: Architecture, kind: str, names: set[str]
     if "attention_softcap" in architecture.varied:
         changes["attention_scale"] = fields.float("query_pre_attn_scalar") ** -0.5
         changes["attention_softcap"] = fields.float("attn_logit_softcapping", 0.0)
-        changes["logits_softcap"] = fields.float("final_logit_softcapping", 0.0)
         if changes["attention_scale"] == head_dim**-0.5:
             changes["attention_scale"] = None
+    if "logits_softcap" in architecture.varied:
+        changes["logits_softcap"] = fields.float("final_logit_softcapping", 0.0)
     return ModelConfig(
         vocab_size=fields.int("vocab_size"),
         emb_dim=size,
@@ -246,7 +251,8 @@ def read_rope(fields: Fields, head_dim: int, length: int, *, sliding: bool) -> d
     rope = Fields(found, fields.path, "")
     partial = rope.float("partial_rotary_factor", None) or fields.float("partial_rotary_factor", 1.0)
     fields.get("partial_rotary_factor", None)
-    rotary = int(head_dim * partial)
+    is_proportional = found.get("rope_type") == "proportional"
+    rotary = head_dim if is_proportional else int(head_dim * partial)
     original = fields.int("original_max_position_embeddings", None)
     return {
         "rope_theta": rope.float("rope_theta", theta),
@@ -292,8 +298,11 @@ def _scaling(rope: Fields, length: int, outer: int | None) -> RopeScaling | None
             long=rope.floats("long_factor"),
         )
         rope.get("factor", None)
+    elif kind == "proportional":
+        part = rope.float("partial_rotary_factor", 1.0)
+        found = RopeScaling(kind=kind, factor=rope.float("factor", 1.0), part=part)
     elif kind != "default":
-        known = "default, dynamic, linear, llama3, longrope, yarn"
+        known = "default, dynamic, linear, llama3, longrope, proportional, yarn"
         raise ValueError(f"{rope.path}: RoPE scaling {kind!r} is not supported; known: {known}")
     unused = [key for key in rope.unused(("finetuned",)) if kind != "default" and rope.values[key] is not None]
     if unused:
@@ -324,7 +333,9 @@ def describe(config: ModelConfig, max_length: int, dtype: str) -> dict[str, Any]
         found["attention_bias"] = True
     if config.rotary_dim and not config.kv_lora_rank:
         found["partial_rotary_factor"] = config.rotary_dim / config.head_dim
-    if config.rope is not None:
+    if "layer_embed_dim" in architecture.varied:
+        found |= describe_layers(config)
+    elif config.rope is not None:
         found |= _describe_rope(config.rope)
     if "sliding_window" in architecture.varied:
         found |= _describe_window(config, kind)
@@ -343,6 +354,7 @@ def describe(config: ModelConfig, max_length: int, dtype: str) -> dict[str, Any]
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         found["query_pre_attn_scalar"] = round(scale**-2, 6)
         found["attn_logit_softcapping"] = config.attention_softcap or None
+    if "logits_softcap" in architecture.varied:
         found["final_logit_softcapping"] = config.logits_softcap or None
     renamed = {architecture.keys.get(key, key): value for key, value in found.items()}
     return {
@@ -369,6 +381,8 @@ def _describe_window(config: ModelConfig, kind: str) -> dict[str, Any]:
 
 def _describe_rope(rope: RopeScaling) -> dict[str, Any]:
     found: dict[str, Any] = {"rope_type": rope.kind}
+    if rope.kind == "proportional":
+        raise ValueError("RoPE scaling 'proportional' is for files of Gemma 4: use Octavo's own format instead")
     if rope.kind != "longrope":
         found["factor"] = rope.factor
     if rope.kind == "llama3":

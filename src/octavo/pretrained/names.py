@@ -228,6 +228,13 @@ HUGGINGFACE = TensorNames(
         "moe_block/shared_experts/wi_1": "mlp.shared_expert.up_proj",
         "moe_block/shared_experts/wo": "mlp.shared_expert.down_proj",
         "moe_block/shared_gate": "mlp.shared_expert_gate",
+        "layer_embedder/embedder": "model.embed_tokens_per_layer",
+        "layer_embedder/projection": "model.per_layer_model_projection",
+        "layer_embedder/projection_norm": "model.per_layer_projection_norm",
+        "layer_input/gate": "per_layer_input_gate",
+        "layer_input/projection": "per_layer_projection",
+        "layer_input/out_norm": "post_per_layer_input_norm",
+        "layer_scale": "layer_scalar!",
     },
 )
 
@@ -267,5 +274,12 @@ GGUF = TensorNames(
         "moe_block/shared_experts/wi_1": "ffn_up_shexp",
         "moe_block/shared_experts/wo": "ffn_down_shexp",
         "moe_block/shared_gate": "ffn_gate_inp_shexp",
+        "layer_embedder/embedder": "per_layer_token_embd",
+        "layer_embedder/projection": "per_layer_model_proj",
+        "layer_embedder/projection_norm": "per_layer_proj_norm",
+        "layer_input/gate": "inp_gate",
+        "layer_input/projection": "proj",
+        "layer_input/out_norm": "post_norm",
+        "layer_scale": "layer_output_scale",
     },
 )

@@ -11,6 +11,7 @@ import numpy as np
 from octavo._tree import flatten_paths, unflatten_paths
 from octavo._typing import Array
 from octavo.models import Decoder, ModelConfig, layer_groups
+from octavo.models.config import PER_LAYER
 from octavo.models.decoder import DecoderLayer, LayerAngles
 from octavo.models.module_params import bind
 from octavo.ptq.autoround import autoround, check_format
@@ -21,6 +22,9 @@ def check_rounding(config: ModelConfig, quantizers: Mapping[str, Quantizer]) -> 
     """Raise unless the rounding of these weights of a decoder can be trained layer by layer."""
     if any(group.is_stack for group in layer_groups(config)):
         raise ValueError("autoround trains layer by layer, and the layers of this model are one stack: use gptq")
+    for name in PER_LAYER:
+        if getattr(config, name):
+            raise ValueError(f"autoround trains layer by layer, which is not supported with {name}: use gptq")
     for name, quantizer in quantizers.items():
         check_format(name, quantizer.qtype)
 
@@ -51,7 +55,9 @@ def train_rounding(
         prefix = f"decoder/{group.name}/"
         own = {path.removeprefix(prefix): x for path, x in floats.items() if path.startswith(prefix)}
         start = {path: done.get(prefix + path, x) for path, x in own.items()}
-        run = layer_function(config, group.is_moe, config.is_sliding(group.layers[0]))
+        kind = (group.is_moe, config.is_sliding(group.layers[0]))
+        layers = range(config.num_layers)
+        run = layer_function(config, next(i for i in layers if (config.is_moe(i), config.is_sliding(i)) == kind))
         targets, new = _outputs(run, unflatten_paths(own), exact), unflatten_paths(start)
         if any(map(is_qarray, start.values())):
             report = None if log is None else lambda line, name=group.name: log(f"{name}: {line}")
@@ -64,15 +70,15 @@ def train_rounding(
 
 
 @functools.lru_cache(maxsize=8)
-def layer_function(config: ModelConfig, is_moe: bool, is_sliding: bool) -> Callable[[Any, Array], Array]:
+def layer_function(config: ModelConfig, layer: int) -> Callable[[Any, Array], Array]:
     """A layer as a function of its parameters and hidden states: one for all layers of a kind, compiled once."""
-    make = functools.partial(DecoderLayer, is_moe=is_moe)
+    make = functools.partial(DecoderLayer, layer=layer)
 
     @jax.jit
     def run(params: Any, x: Array) -> Array:
         positions = _positions(x)
         angles = LayerAngles.of(config, positions, jnp.zeros_like(positions))
-        return bind(make, config, params)(x, angles.sliding if is_sliding else angles.full)[0]
+        return bind(make, config, params)(x, angles.sliding if config.is_sliding(layer) else angles.full)[0]
 
     return run
 

@@ -63,13 +63,22 @@ class KVCache:
         if slots < 1 or max_length < 1:
             raise ValueError(f"a cache has at least one slot and one position, got {slots} and {max_length}")
         make = _LAYERS[config.axis].empty
-        names = [group.name for group in layer_groups(model.replace(scan_layers=False))]
-        heads, dims = model.num_kv_heads, (model.head_dim, model.v_head_dim or model.head_dim)
+        model = model.replace(scan_layers=False)
+        names = {layer: group.name for group in layer_groups(model) for layer in group.layers}
+        if config.axis == "kivi" and model.kv_shared_layers:
+            raise ValueError('"kivi" caches are not supported with kv_shared_layers: choose axis="dkv"')
         if config.latent:
             if not model.kv_lora_rank:
                 raise ValueError("latent=True is for models with latent attention, and this one has no kv_lora_rank")
-            make, heads, dims = LatentLayer.empty, 1, (model.kv_lora_rank + model.rotated, model.kv_lora_rank)
-        layers = {name: make(config, slots, heads, dims, max_length) for name in names}
+            make, latent = LatentLayer.empty, (model.kv_lora_rank + model.rotated, model.kv_lora_rank)
+            layers = {name: make(config, slots, 1, latent, max_length) for name in names.values()}
+            return cls(layers, jnp.zeros(slots, jnp.int32), max_length=max_length, config=config)
+        layers = {}
+        for layer, name in names.items():
+            if model.kv_layer(layer) == layer:
+                sizes = model.of_layer(layer)
+                dims = (sizes.head_dim, sizes.v_head_dim or sizes.head_dim)
+                layers[name] = make(config, slots, sizes.num_kv_heads, dims, max_length)
         return cls(layers, jnp.zeros(slots, jnp.int32), max_length=max_length, config=config)
 
     @property

@@ -63,7 +63,7 @@ class KiviLayer(KeyValueLayer):
     def attend(self, qkv: QKV, index: CacheIndex) -> tuple[Float[Array, "batch length heads value_dim"], "KiviLayer"]:
         """Store, quantize groups that have become old, and attend to both stores."""
         stores = (self.recent_keys, self.recent_values)
-        now = [self.recent_keys.encode_like(qkv.key), self.recent_values.encode_like(qkv.value)]
+        now = [store.encode_like(x) for store, x in zip(stores, qkv.stored, strict=True)]
         # Available as floats: the ring before this call, and the tokens of this call.
         times = jnp.concatenate([self._ring_positions(index.starts), index.positions], axis=1)
         floats = [_concatenate(s.select_slots(index.rows), x) for s, x in zip(stores, now, strict=True)]

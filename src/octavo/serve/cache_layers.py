@@ -74,8 +74,8 @@ class PositionLayer(KeyValueLayer):
         return _attend(self, qkv, index)
 
     def _stored(self, qkv: QKV, index: CacheIndex) -> "PositionLayer":
-        keys = self.keys.write(self.keys.encode_like(qkv.key), index.rows, index.starts)
-        values = self.values.write(self.values.encode_like(qkv.value), index.rows, index.starts)
+        stores = zip((self.keys, self.values), qkv.stored, strict=True)
+        keys, values = (store.write(store.encode_like(x), index.rows, index.starts) for store, x in stores)
         # A barrier before reading: if fused with the read, the write would not be in place.
         return PositionLayer(*jax.lax.optimization_barrier((keys, values)))
 
@@ -102,7 +102,7 @@ class LatentLayer(CacheLayer):
         return _attend(self, qkv, index)
 
     def _stored(self, qkv: QKV, index: CacheIndex) -> "LatentLayer":
-        keys = self.keys.write(self.keys.encode_like(qkv.key), index.rows, index.starts)
+        keys = self.keys.write(self.keys.encode_like(qkv.stored[0]), index.rows, index.starts)
         return LatentLayer(jax.lax.optimization_barrier(keys), self.rank)
 
     def _attended(self, qkv: QKV, index: CacheIndex) -> Float[Array, "batch length heads value_dim"]:
@@ -113,11 +113,11 @@ class LatentLayer(CacheLayer):
 def _attend[Layer: (PositionLayer, LatentLayer)](layer: Layer, qkv: QKV, index: CacheIndex) -> tuple[Array, Layer]:
     """Store, then attend to what is stored; with `by_token`, of one token after the other."""
     if not index.by_token:
-        layer = layer._stored(qkv, index)
+        layer = layer if qkv.key is None else layer._stored(qkv, index)
         return layer._attended(qkv, index), layer
     parts = [(_token(qkv, i), index.token(i)) for i in range(index.positions.shape[1])]
     # The last one first: a position beyond the end is written over the last one, which then has its own token.
-    for part in reversed(parts):
+    for part in reversed(parts if qkv.key is not None else []):
         layer = layer._stored(*part)
     return jnp.concatenate([layer._attended(*part) for part in parts], axis=1), layer
 

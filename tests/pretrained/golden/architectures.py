@@ -2,13 +2,14 @@
 
 Nothing of Octavo is imported here, except for the values of weights. In the environment of make.py:
 
-    oracle/bin/python tests/pretrained/golden/architectures.py
+    oracle/bin/python tests/pretrained/golden/architectures.py [NAME ...]
 
 Made with torch 2.13.0 and transformers 5.23.0, in float32. For each model the file holds `NAME/config` (its
 config.json), `NAME/tensors` (JSON: the shape of each tensor in its safetensors) and `NAME/logits` for `tokens`.
 """
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -54,6 +55,16 @@ LATENT = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
 LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 6.0, 9.0]}
+LONG_OF_SIX = {key: [*values, values[-1] + 1, values[-1] + 2] for key, values in LONG.items()}
+GEMMA4 = {
+    **SIZES,
+    "model_type": "gemma4_text",
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 8,
+    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 0,
+}
 
 
 def rope(**fields):
@@ -100,6 +111,17 @@ MODELS = {
         "hidden_size": 64,
         "tie_word_embeddings": True,
     },
+    "phi3, as Phi-4-mini": {
+        **SIZES,
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.75,
+        "hidden_size": 64,
+        "tie_word_embeddings": True,
+        "original_max_position_embeddings": 16,
+        "max_position_embeddings": 64,
+        "rope_scaling": {"rope_type": "longrope", **LONG_OF_SIX},
+        "sliding_window": 262144,
+    },
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 64,
@@ -140,6 +162,21 @@ MODELS = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
+    },
+    "gemma4_text, as E2B": {
+        **GEMMA4,
+        "num_hidden_layers": 9,
+        "layer_types": [*(["sliding_attention"] * 2 + ["full_attention"]) * 3],
+        "num_kv_shared_layers": 4,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 64,
+    },
+    "gemma4_text, as 31B": {
+        **GEMMA4,
+        "num_hidden_layers": 6,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
     },
     "gpt_oss": {
         **SIZES,
@@ -218,7 +255,10 @@ def make(name: str, described: dict) -> dict[str, np.ndarray]:
 
 
 if __name__ == "__main__":
-    found = {"tokens": TOKENS.astype(np.int32)}
-    for name, described in MODELS.items():
-        found |= make(name, dict(described))
-    np.savez_compressed(Path(__file__).with_suffix(".npz"), **found)
+    path, found = Path(__file__).with_suffix(".npz"), {"tokens": TOKENS.astype(np.int32)}
+    if names := sys.argv[1:]:  # the others stay as they are
+        with np.load(path) as file:
+            found |= dict(file)
+    for name in names or MODELS:
+        found |= make(name, dict(MODELS[name]))
+    np.savez_compressed(path, **found)
