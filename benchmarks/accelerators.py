@@ -15,6 +15,7 @@ SageBwd; `fp8` is E4M3 with E5M2 gradients. `qwix-` is Qwix with the same rule.
 Gradients of clipped values pass in `int8-static` and `int8-delayed`; `int8-static` does not look for non-finite values.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,15 +23,35 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import qwix
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu import splash_attention
 from timing import Results, arguments, progress
 
 import octavo
 from octavo.calibration import AmaxHistory
-from octavo.hlo import ProgramCost, compile_for, get_accelerator, read_cost
+from octavo.hlo import ProgramCost, compile_for, devices, get_accelerator, read_cost
 from octavo.models.moe import permute, route_top_k, weighted_sum
 
 TOKENS, HEAD = (4, 2048), 128
+SPLASH = splash_attention.BlockSizes(
+    block_q=512,
+    block_kv=512,
+    block_q_dkv=512,
+    block_kv_dkv=512,
+    block_kv_dkv_compute=512,
+    block_q_dq=512,
+    block_kv_dq=512,
+)
+# The matmuls over blocks of scores in each kernel of attention: in int8, in bfloat16.
+FLASH = {
+    "splash_mha_fwd": (0, 2),
+    "splash_mha_dq": (0, 3),
+    "splash_mha_dkv": (0, 4),
+    "int8_flash_forward": (2, 0),
+    "int8_flash_backward": (4, 1),
+}
 LINEAR = r"/(dense|q|k|v|o|gate|up|down)/"
 
 
@@ -59,17 +80,31 @@ class GatedMlp(nn.Module):
         return dense(x.shape[-1], "down")(gated)
 
 
+def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention without a kernel."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention by JAX's own flash kernel for TPUs, in bfloat16."""
+    mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((q.shape[1],) * 2)] * q.shape[2])
+    kernel = splash_attention.make_splash_mha(mask, block_sizes=SPLASH, head_shards=1, q_seq_shards=1)
+    q, k, v = (x.swapaxes(1, 2) for x in (q * q.shape[-1] ** -0.5, k, v))
+    return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)
+
+
 class Layer(nn.Module):
     """A transformer layer with RMSNorm, causal attention and a gated MLP."""
 
     hidden: int
+    attend: Callable[..., jax.Array] = causal
 
     @nn.compact
     def __call__(self, x):
         width = x.shape[-1]
         y = nn.RMSNorm(dtype=jnp.bfloat16, name="norm1")(x)
         q, k, v = (dense(width, name)(y).reshape(*x.shape[:-1], width // HEAD, HEAD) for name in "qkv")
-        x = x + dense(width, "o")(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape))
+        x = x + dense(width, "o")(self.attend(q, k, v).reshape(x.shape))
         y = nn.RMSNorm(dtype=jnp.bfloat16, name="norm2")(x)
         gated = nn.silu(dense(self.hidden, "gate")(y)) * dense(self.hidden, "up")(y)
         return x + dense(width, "down")(gated)
@@ -127,6 +162,7 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "moe": (Moe(1408, experts=64, chosen=6, shared=2), (*TOKENS, 2048)),
     "layer-1b": (Layer(8192), (*TOKENS, 2048)),
     "layer-8b": (Layer(14336), (*TOKENS, 4096)),
+    "flash-8b": (Layer(14336, splash), (*TOKENS, 4096)),
 }
 
 
@@ -156,7 +192,6 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("", {}),
     "int8": ("octavo", rule("int8", "int8")),
-    "int8-attention": ("octavo", rule("int8", "int8", op_names=("dot_general", "einsum"), attention=True)),
     "int8-static": ("octavo", rule("int8", "int8", **FIXED, **STRAIGHT)),
     "int8-delayed": ("octavo", delayed("int8", "int8")),
     "qwix-int8": ("qwix", rule("int8", "int8")),
@@ -168,10 +203,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Attention's matmuls in int8 as in SageBwd, ahead of the other rule.
+SAGE = {"scope": "activations", "act_qtype": "int8", "bwd_qtype": "int8", "attention": True}
+
+
 def quantized(model: nn.Module, kind: str) -> nn.Module:
+    kind, attention = kind.removesuffix("-attention"), kind.endswith("-attention")
     library, fields = KINDS[kind]
     if library == "octavo":
-        return octavo.quantize_model(model, [octavo.QtRule(**fields)])
+        return octavo.quantize_model(model, [octavo.QtRule(**f) for f in ([SAGE] if attention else []) + [fields]])
     if library == "qwix":
         # Qwix takes dtypes, not their names.
         types = {name: jnp.dtype(value) for name, value in fields.items() if name.endswith("_qtype")}
@@ -195,6 +235,27 @@ def program(layer: str, kind: str) -> tuple[Callable[..., Any], tuple[Any, ...]]
 def measure(layer: str, kind: str, target: str) -> ProgramCost:
     fn, shapes = program(layer, kind)
     return read_cost(compile_for(get_accelerator(target), fn, *shapes))
+
+
+def kernel_cycles(cost: ProgramCost, target: str, layer: str) -> int:
+    """The cycles of the kernels of attention: the larger of the time for their bytes and of that for their matmuls.
+
+    Every operand and result is counted once, at the bandwidth of HBM, and matmuls at the chip's peak for their type. A
+    kernel computes the blocks of 512 x 512 scores that are not masked altogether.
+    """
+    accelerator = get_accelerator(target)
+    mesh = jax.sharding.Mesh(np.asarray(devices(accelerator)[:1]), ("device",))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        chip = pltpu.get_tpu_info()
+    (batch, length, width), block = LAYERS[layer][1], 512
+    blocks = length // block
+    flops = batch * width * blocks * (blocks + 1) * block**2  # of one matmul
+    seconds = 0.0
+    for kernel in cost.kernels:
+        int8, bf16 = next(counts for name, counts in FLASH.items() if name in kernel.site)
+        compute = int8 * flops / (chip.int8_ops_per_second or math.inf) + bf16 * flops / chip.bf16_ops_per_second
+        seconds += kernel.count * max(compute, kernel.bytes / chip.mem_bw_bytes_per_second)
+    return round(seconds * accelerator.clock * 1e9)
 
 
 QUICK = {"v6e": ("bf16", "int8", "int8-static", "qwix-int8")}

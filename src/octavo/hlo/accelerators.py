@@ -169,8 +169,12 @@ def compile_for(
     Returns:
         The compiled program, as `jax.jit(fn).lower(*args).compile()` returns it.
     """
+    target: Any = contextlib.nullcontext()
     if in_shardings is None:
         mesh = Mesh(np.asarray(devices(accelerator)[:1]), ("device",))
         in_shardings = out_shardings = NamedSharding(mesh, PartitionSpec())
+        if accelerator.platform == "tpu":  # by which Pallas kernels know the device while they are traced
+            target = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), args)
-    return jax.jit(fn, in_shardings=in_shardings, out_shardings=out_shardings).lower(*shapes).compile()
+    with target:
+        return jax.jit(fn, in_shardings=in_shardings, out_shardings=out_shardings).lower(*shapes).compile()

@@ -13,10 +13,14 @@ from octavo._text import format_bytes_si, format_table
 from octavo.hlo.accelerators import Accelerator
 from octavo.hlo.collectives import Communication, read_communication
 from octavo.hlo.matmuls import CompiledMatmul, read_matmuls
-from octavo.hlo.text import Instruction, Module, parse
+from octavo.hlo.text import Instruction, Module, Shape, parse, shapes_of
 from octavo.hlo.visit import Visitor
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_OPERANDS, _FLOPS = (
+    re.compile(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}"),
+    re.compile(r'"flops":"(\d+)"'),
+)
 _LAYOUT = re.compile(r"\{[^{}]*\}")
 # The compiler writes a huge number where it has no estimate.
 UNKNOWN = 10**12
@@ -49,6 +53,28 @@ class OpCost:
 
 
 @dataclasses.dataclass(frozen=True)
+class KernelCall:
+    """A Pallas kernel, of which the compiler estimates no cycles.
+
+    Attributes:
+        site: The traced operation, as JAX names it.
+        arrays: Its operands and results, which a kernel reads and writes at least once.
+        flops: The FLOPs of one execution that it declares; 0 if it declares none.
+        count: How often a run of the program executes it.
+    """
+
+    site: str
+    arrays: tuple[Shape, ...]
+    flops: int = 0
+    count: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its operands and results."""
+        return sum(shape.bytes for shape in self.arrays)
+
+
+@dataclasses.dataclass(frozen=True)
 class ProgramCost:
     """The cost of a compiled program on one device; printed as a table of its most expensive instructions.
 
@@ -59,6 +85,7 @@ class ProgramCost:
         temp_bytes: The peak of temporary memory.
         communication: The collectives.
         matmuls: The matmuls, with the types that the device multiplies.
+        kernels: The Pallas kernels, which are in none of the other figures but the memory.
     """
 
     ops: tuple[OpCost, ...]
@@ -67,6 +94,7 @@ class ProgramCost:
     temp_bytes: int = 0
     communication: Communication = dataclasses.field(default_factory=lambda: Communication(()))
     matmuls: tuple[CompiledMatmul, ...] = ()
+    kernels: tuple[KernelCall, ...] = ()
 
     @property
     def cycles(self) -> int:
@@ -89,6 +117,7 @@ class ProgramCost:
             "matmuls": [matmul.to_dict() for matmul in self.matmuls],
             "ops": [dataclasses.asdict(op) for op in self.ops],
             "unknown": [dataclasses.asdict(op) for op in self.unknown],
+            "kernels": [{"site": k.site, "bytes": k.bytes, "flops": k.flops, "count": k.count} for k in self.kernels],
         }
 
     def table(self, most: int = 10) -> list[tuple[str, ...]]:
@@ -103,7 +132,8 @@ class ProgramCost:
         lines = format_table(self.table())
         sizes = f"{format_bytes_si(self.bytes_accessed)} accessed, {format_bytes_si(self.temp_bytes)} temporary"
         unknown = f" and {len(self.unknown)} instructions without an estimate" if self.unknown else ""
-        return "\n".join([*lines, f"{self.cycles:,} cycles{unknown}, {sizes}"])
+        kernels = f" and {sum(k.count for k in self.kernels)} Pallas kernels" if self.kernels else ""
+        return "\n".join([*lines, f"{self.cycles:,} cycles{unknown}{kernels}, {sizes}"])
 
 
 def read_cost(compiled: Any) -> ProgramCost:
@@ -119,7 +149,23 @@ def read_cost(compiled: Any) -> ProgramCost:
     ops, unknown = read_cycles(module)
     memory, analysis = compiled.memory_analysis(), compiled.cost_analysis() or {}
     accessed, temporary = analysis.get("bytes accessed", 0), memory.temp_size_in_bytes if memory else 0
-    return ProgramCost(ops, unknown, accessed, temporary, read_communication(module), read_matmuls(module))
+    communication, matmuls = read_communication(module), read_matmuls(module)
+    return ProgramCost(ops, unknown, accessed, temporary, communication, matmuls, read_kernels(module))
+
+
+def read_kernels(module: Module | str) -> tuple[KernelCall, ...]:
+    """The Pallas kernels of a compiled TPU program."""
+    module = parse(module) if isinstance(module, str) else module
+    found = Visitor(module, _kernel, fusions=False).visit()
+    return tuple(dataclasses.replace(kernel, count=count) for kernel, count in found)
+
+
+def _kernel(computation: str, line: Instruction) -> Iterator[KernelCall]:
+    del computation
+    if line.opcode == "custom-call" and '"tpu_custom_call"' in line.attributes:
+        operands, flops = _OPERANDS.search(line.attributes), _FLOPS.search(line.attributes)
+        arrays = (*(shapes_of(operands[1]) if operands else ()), *line.shapes)
+        yield KernelCall(line.op_name, arrays, int(flops[1]) if flops else 0)
 
 
 def read_cycles(module: Module | str) -> tuple[tuple[OpCost, ...], tuple[OpCost, ...]]:

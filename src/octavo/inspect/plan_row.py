@@ -92,7 +92,8 @@ def _attention(site: Site) -> str | None:
     if site.config is None or site.rule is None or not site.rule.attention or any(site.weights):
         return None
     if site.keys is not None:
-        return f"scores: the mean of keys ({('lhs', 'rhs')[site.keys]}) is subtracted"
+        kernel = "" if site.flash is None else f"; no flash kernel: {site.flash}" if site.flash else "; a flash kernel"
+        return f"scores: the mean of keys ({('lhs', 'rhs')[site.keys]}) is subtracted{kernel}"
     softmax = softmax_operand(site.origins)
     return "no softmax found" if softmax is None else f"{'rhs' if softmax[1] else 'lhs'} is a softmax"
 

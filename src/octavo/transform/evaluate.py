@@ -15,6 +15,7 @@ from octavo.ops import ProductCall, marked_product
 from octavo.qarray import QArray
 from octavo.rules import find
 from octavo.transform import control_flow
+from octavo.transform.flash_kernels import FlashKernels
 from octavo.transform.frame import Frame, Operation, Value, current_operation
 from octavo.transform.jaxpr import (
     CUSTOM,
@@ -49,8 +50,9 @@ def evaluate(jaxpr: Jaxpr, values: list[Value], frame: Frame) -> list[Value]:
     env: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
     env.update((var, Value(const, CONSTANT)) for var, const in zip(jaxpr.constvars, jaxpr.consts, strict=True))
     keys = find_keys(jaxpr) if frame.context.provider.attention else {}
-    keys = {id(jaxpr.eqns[n]): side for n, side in keys.items()}
     compress = frame.context.provider.residuals and not frame.context.init
+    kernels = FlashKernels(jaxpr, keys, frame) if keys and not compress else None
+    keys = {id(jaxpr.eqns[n]): side for n, side in keys.items()}
     steps = segments(jaxpr) if compress else jaxpr.eqns
     uses = ((atom, n) for n, step in enumerate(steps) for atom in (*step.invars, *step.outvars))
     last_use = {atom: n for atom, n in uses if not isinstance(atom, Literal)}
@@ -59,9 +61,13 @@ def evaluate(jaxpr: Jaxpr, values: list[Value], frame: Frame) -> list[Value]:
         inputs = [Value(a.val, CONSTANT) if isinstance(a, Literal) else env[a] for a in step.invars]
         if isinstance(step, Jaxpr):
             outs = evaluate_segment(step, inputs, frame)
+        elif kernels is not None and kernels.replaces(n, inputs):
+            outs = kernels.run(n, inputs)
         else:
             with equation_context(step):
                 outs = evaluate_equation(step, inputs, frame, keys.get(id(step)))
+            if kernels is not None:
+                kernels.note(n)
         env.update(zip(step.outvars, outs, strict=True))
         for atom in (*step.invars, *step.outvars):  # a value that nothing reads any more is freed
             if not isinstance(atom, Literal) and last_use[atom] == n and atom not in kept:

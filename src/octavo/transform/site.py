@@ -54,6 +54,8 @@ class Site:
     """The path of the operation itself, by its named scopes; for operations with configs of their own."""
     keys: int | None = None
     """Which operand of attention's scores is centered: 0 the left, 1 the right; None of other matmuls."""
+    flash: str | None = None
+    """Of scores on a TPU: why their attention is no flash kernel, empty if it is one."""
     note: str | None = None
     """The reason why its weight is stored in float although it is multiplied in low precision, if it is."""
 

@@ -22,7 +22,7 @@ MAX, SHIFTED, EXP, NORMALIZED = "max", "shifted", "exp", "normalized"
 
 def softmax_steps(eqn: Equation, steps: Sequence[str]) -> list[str]:
     """The steps of a softmax that the results of an equation are, by those of its operands; empty for others."""
-    body = _body(eqn)
+    body = called_body(eqn)
     if body is None:
         return [_step(eqn.primitive.name, steps)] * len(eqn.outvars)
     known = dict(zip(body.invars, steps, strict=True))
@@ -32,7 +32,7 @@ def softmax_steps(eqn: Equation, steps: Sequence[str]) -> list[str]:
     return [read(atom) for atom in body.outvars]
 
 
-def _body(eqn: Equation) -> Jaxpr | None:
+def called_body(eqn: Equation) -> Jaxpr | None:
     """The body of a call, such as that of `jnp.where`."""
     inner = bodies(eqn) if eqn.primitive.name in ("jit", *CUSTOM) else []
     return inner[0] if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars) else None
@@ -105,7 +105,7 @@ class _Scores:
             read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
             if not any(atom in self.axes or atom in self.tops for atom in read):
                 continue
-            body = _body(eqn)
+            body = called_body(eqn)
             if not (self._use(eqn) if body is None else self._call(eqn, body)):
                 return False
         return True
