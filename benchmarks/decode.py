@@ -30,9 +30,14 @@ from octavo.serve import Engine, SamplingParams
 
 MODEL = Path(__file__).parents[1] / ".cache/data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = "The lighthouse at the end of the harbour was built in 1874, after a winter in which"
-WEIGHTS = {"octavo float32": None, "octavo int8": "int8", "octavo int4 g32": "int4"}
+WEIGHTS = {
+    "octavo float32": None,
+    "octavo int8": "int8",
+    "octavo int4 g32": "int4",
+    "octavo int4_double:minmax": "int4_double:minmax",
+}
 FILES = {"llama.cpp F32": "float32", "llama.cpp Q8_0": "int8", "llama.cpp Q4_0": "int4"}
-RIVALS = dict(zip(WEIGHTS, FILES, strict=True))
+RIVALS = dict(zip(WEIGHTS, [*FILES, "llama.cpp Q4_0"], strict=True))
 
 PROMPT_TOKENS = 512
 
@@ -165,7 +170,7 @@ def add_table(results: Results, title: str, times: dict[str, Timing], sizes: dic
         ["", "tokens/s", "float32 / it", "llama.cpp / it", "MiB", "GB/s", "spread"],
         rows,
         "Ratios of times: float32 is octavo's, llama.cpp's has as many bits. MiB are those of the weights; peak "
-        f"memory of this process, all three models in it: {peak_memory() >> 20} MiB.",
+        f"memory of this process, all models in it: {peak_memory() >> 20} MiB.",
         ratios=["float32 / it", "llama.cpp / it"],
     )
 

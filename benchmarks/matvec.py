@@ -27,7 +27,10 @@ FORMATS = {
     "octavo int8": ("int8", 0, None),
     "octavo int4 g32": ("int4", 32, None),
     "octavo int4 g32, bf16 scales": ("int4", 32, "bfloat16"),
+    "octavo int4_double:minmax": ("int4_double", 32, None),
 }
+# The head is stored as [vocabulary, inputs]; scales of two levels are for matrices [inputs, outputs].
+HEADS = {("int4_double", 32, None): ("int4", 32, "bfloat16")}
 CONTRACT = {False: (((1,), (0,)), ((), ())), True: (((1,), (1,)), ((), ()))}
 
 
@@ -37,15 +40,16 @@ def matrix(rng: np.random.Generator, shape: tuple[int, int], spec: Any, *, axis:
     if spec is None:
         return w
     name, group, scale = spec
-    tiles = {axis: group} if group else {}
-    return octavo.quantize(w, name, channelwise_axes=(1 - axis,), tiled_axes=tiles, scale_dtype=scale).pack(axis)
+    options = {"tiled_axes": {axis: group} if group else {}, "scale_dtype": scale}
+    method = "minmax" if name.endswith("_double") else "absmax"
+    return octavo.quantize(w, name, channelwise_axes=(1 - axis,), calibration_method=method, **options).pack(axis)
 
 
 def model(spec: Any, *, layers: int, vocab: int) -> dict[str, Any]:
     """All the weights in one format."""
     rng = np.random.default_rng(0)
     stack = [{name: matrix(rng, shape, spec, axis=0) for name, shape in SHAPES.items()} for _ in range(layers)]
-    return {"layers": stack, "head": matrix(rng, (vocab, EMB), spec, axis=1)}
+    return {"layers": stack, "head": matrix(rng, (vocab, EMB), HEADS.get(spec, spec), axis=1)}
 
 
 @jax.jit

@@ -102,6 +102,10 @@ def test_scales_of_two_levels(isa, rows):
     levels = [jnp.asarray(part) for part in (scale, zero, outer)]
     case.check(np.asarray(kernels.matvec(*case.operands[:2], *levels, table=TABLES["int4"], isa=isa)))
     case.check(np.asarray(kernels.reference(*case.operands[:2], *levels, table=TABLES["int4"])))
+    one = [*levels[:2], jnp.ones(1) / 3]
+    many = [*levels[:2], jnp.ones(75) / 3]
+    got = [kernels.matvec(*case.operands[:2], *parts, table=TABLES["int4"], isa=isa) for parts in (one, many)]
+    np.testing.assert_array_equal(*got)
     scale[1, 7] = np.nan
     got = kernels.matvec(*case.operands[:2], jnp.asarray(scale), *levels[1:], table=TABLES["int4"], isa=isa)
     assert np.argwhere(np.isnan(got)[0]).tolist() == [[7]]

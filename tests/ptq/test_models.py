@@ -244,6 +244,23 @@ def test_stages_see_the_inputs_of_quantized_stages():
         next(quantize_weights(run, params, quantizers, batches, stages=[["up"]]))
 
 
+def test_one_weight_at_a_time_where_the_hessians_of_all_do_not_fit(params, batches):
+    """Several passes over the data, each with the statistics of some weights; the results are those of one pass."""
+    quantizers = octavo.quantized(predict, RULE).stored_quantizers(params, batches[0])
+    counts = {}
+    found = {}
+    for memory in (1 << 30, 1):
+        done = []
+        found[memory] = dict(
+            quantize_weights(predict, params, quantizers, batches, memory=memory, progress=done.append)
+        )
+        counts[memory] = done
+    assert counts == {1 << 30: [1, 2], 1: [1, 2] * len(quantizers)}
+    assert len(quantizers) > 3
+    for name, one in found[1].items():
+        np.testing.assert_array_equal(one.array.qvalue, found[1 << 30][name].array.qvalue, err_msg=name)
+
+
 def test_an_interrupted_calibration_resumes(params, batches, tmp_path):
     """Stopped after the first of two batches: the second run computes only the second, with the same result."""
     path = tmp_path / "new" / "sums.npz"

@@ -1,6 +1,8 @@
 """The command: `octavo quantize MODEL int4:gptq OUT --data text`."""
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import jax
@@ -43,11 +45,17 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_command_calibrates(folder, capsys):
+def test_the_command_calibrates(folder, capsys, monkeypatch):
     words = ["quantize", str(folder / "float"), "int4:gptq", str(folder / "low"), "--data", str(folder / "text.txt")]
-    assert main([*words, "--data-tokens", "1024"]) == 0
-    out = capsys.readouterr().out
+    with monkeypatch.context() as terminal:
+        terminal.setattr(sys.stderr, "isatty", lambda: True)
+        assert main([*words, "--data-tokens", "1024"]) == 0
+    out, shown = capsys.readouterr()
     assert "calibrating on 1024 tokens" in out
+    assert re.search(r"peak memory \d+ MiB", out)
+    assert "\rcalibrated on 1 of 1 batches" in shown
+    last = re.findall(r"\rquantized (\d+) of (\d+) weights", shown)[-1]
+    assert last[0] == last[1]
     card = (folder / "low" / "README.md").read_text()
     assert "octavo quantize float int4:gptq low --data text.txt" in card
     assert main(["quantize", str(folder / "float"), "int4", str(folder / "plain"), "--quiet"]) == 0

@@ -2,11 +2,10 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.options import MODEL, add_adapter, add_kv_cache, fail, kv_config, open_source
+from octavo.cli.options import MODEL, add_adapter, add_kv_cache, fail, kv_config, open_source, progress_line
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -48,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
         if args.max_tokens:
             ids = ids[: args.max_tokens]
         kv = kv_config(args)
-        progress = _progress if sys.stderr.isatty() else None
-        found = evaluate(source, ids, against=against, kv=kv, length=args.length, progress=progress)
+        found = evaluate(source, ids, against=against, kv=kv, length=args.length, progress=progress_line())
         page = _report(args, source, against, found)
     except (ValueError, OSError) as error:
         return fail("eval", error)
@@ -88,7 +86,3 @@ def _report(args: argparse.Namespace, source: Any, against: Any, found: Any) -> 
     }
     write_record(directory / EVALUATION, record)
     return render(directory)
-
-
-def _progress(text: str) -> None:
-    print(f"\r{text}", end="", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,13 @@ def fail(command: str, error: Exception, *, status: int = 2) -> int:
     """Print an error of a command, and return the exit status."""
     print(f"octavo {command}: {error}", file=sys.stderr)
     return status
+
+
+def progress_line() -> Callable[[str], None] | None:
+    """A function that shows progress in a line of its own, which it overwrites; None if stderr is no terminal."""
+    if not sys.stderr.isatty():
+        return None
+    return lambda text: print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:

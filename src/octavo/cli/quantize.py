@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.options import MODEL, add_adapter, fail, open_source
+from octavo.cli.options import MODEL, add_adapter, fail, open_source, progress_line
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -128,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
         command=command,
         replace=args.force,
         log=None if args.quiet else functools.partial(print, flush=True),
+        progress=None if args.quiet else progress_line(),
         data=None if text is None else CalibrationData(text, tokens=args.data_tokens),
         imatrix=args.imatrix,
         bits=args.bits,

@@ -17,7 +17,7 @@ import numpy as np
 
 from octavo._typing import Array, Float, Shaped
 from octavo.kernels.library import LAYER_TARGET, require
-from octavo.kernels.matvec import as_bytes, levels, reference
+from octavo.kernels.matvec import levels, reference
 
 _NO_TABLE = (0.0,) * 16
 
@@ -97,7 +97,7 @@ def decode_layer(
     require()
     matrices = (weights.query_key_value, weights.out, weights.wi, weights.wo)
     tables = [weight.table or _NO_TABLE for weight in matrices]
-    mix, out, wi, wo = ((weight.codes, as_bytes(weight.scale)) for weight in matrices)
+    mix, out, wi, wo = ((weight.codes, weight.scale) for weight in matrices)
     none = jnp.zeros(0, jnp.float32)
     cache = (keys, values, *(scales or (none, none)))
     operands = [

@@ -26,7 +26,7 @@ def matvec(
     codes: Shaped[Array, "a b"],
     scale: Shaped[Array, "c d"],
     zero: Shaped[Array, "c d"] | None = None,
-    outer: Float[Array, "n"] | None = None,
+    outer: Float[Array, "o"] | None = None,
     *,
     table: Sequence[float] | None = None,
     transposed: bool = False,
@@ -42,7 +42,7 @@ def matvec(
         float8_e3m4.
       zero: zero points like the scale, not transposed: both in float8_e3m4, or in float32 with other scales; None for
         zero.
-      outer: the float32 scale of the scales of each column, if these are float8_e3m4; None for one.
+      outer: the float32 scale of the scales of each column or of all, if these are float8_e3m4; None for one.
       table: the 16 values of 4-bit codes; None for int8.
       transposed: whether the matrix is stored as [N, K].
       isa: forces one of `versions()`; "" for the fastest.
@@ -58,7 +58,7 @@ def matvec(
     require()
     values = None if table is None else tuple(float(v) for v in table)
     call = _call(FLOAT_TARGET, codes.shape[0 if transposed else 1], transposed, isa, threads, values)
-    return call(x, codes, as_bytes(scale), *levels(zero, outer))
+    return call(x, codes, scale, *levels(zero, outer))
 
 
 def levels(zero: Array | None, outer: Array | None) -> tuple[Array, ...]:
@@ -66,12 +66,7 @@ def levels(zero: Array | None, outer: Array | None) -> tuple[Array, ...]:
     if zero is None and outer is None:
         return ()
     nothing = jnp.zeros(0, jnp.float32)
-    return nothing if zero is None else as_bytes(zero), nothing if outer is None else outer
-
-
-def as_bytes(scale: Array) -> Array:
-    """float8_e3m4 as the kernels take it, as bytes; other scales unchanged."""
-    return jax.lax.bitcast_convert_type(scale, jnp.uint8) if scale.dtype == jnp.float8_e3m4 else scale
+    return nothing if zero is None else zero, nothing if outer is None else outer
 
 
 def int_matvec(
@@ -99,7 +94,7 @@ def tiled_matmul(
     codes: Shaped[Array, "a n"],
     scale: Shaped[Array, "c n"],
     zero: Shaped[Array, "c n"] | None = None,
-    outer: Float[Array, "n"] | None = None,
+    outer: Float[Array, "o"] | None = None,
     *,
     isa: str = "",
     threads: int = 0,
@@ -124,9 +119,7 @@ def tiled_matmul(
       The float32 result, [m, n].
     """
     require()
-    return _call(TILED_TARGET, codes.shape[1], False, isa, threads)(
-        x, x_scale, codes, as_bytes(scale), *levels(zero, outer)
-    )
+    return _call(TILED_TARGET, codes.shape[1], False, isa, threads)(x, x_scale, codes, scale, *levels(zero, outer))
 
 
 def reference(
@@ -134,7 +127,7 @@ def reference(
     codes: Shaped[Array, "a b"],
     scale: Shaped[Array, "c d"],
     zero: Shaped[Array, "c d"] | None = None,
-    outer: Float[Array, "n"] | None = None,
+    outer: Float[Array, "o"] | None = None,
     *,
     table: Sequence[float] | None = None,
     transposed: bool = False,
@@ -210,8 +203,7 @@ def _exported(x: Array, *weights: Any, target: str, transposed: bool, table: Any
         table = INT4 if weights[0].dtype == jnp.uint8 else None
     if target != INT_TARGET:
         codes, *rest = weights
-        bytes_of = lambda a: jax.lax.bitcast_convert_type(a, jnp.float8_e3m4) if a.dtype == jnp.uint8 else a  # noqa: E731
-        parts: Any = (bytes_of(a) if a.size else None for a in rest)
+        parts: Any = (a if a.size else None for a in rest)
         return reference(x, codes, *parts, table=table, transposed=transposed)
     contract = ((1,), (1 if transposed else 0,))
     return jax.lax.dot_general(x, weights[0], (contract, ((), ())), preferred_element_type=jnp.int32)

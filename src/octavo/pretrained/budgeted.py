@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from octavo.models.fused_weights import FUSED
-from octavo.pretrained.calibrated import CalibrationData, float_params
+from octavo.pretrained.calibrated import CalibrationData, batch_progress, float_params
 from octavo.pretrained.convert import logits, param_quantizers
 from octavo.pretrained.model import PretrainedModel
 from octavo.pretrained.names import EMBEDDING, LOGITS
@@ -41,6 +41,7 @@ def budget_options(
     data: CalibrationData,
     *,
     scale_dtype: str | None = None,
+    progress: Callable[[str], None] | None = None,
     checkpoint: Path | None = None,
 ) -> dict[str, dict[str, Option]]:
     """The predicted divergence and the size of each weight of the layers in each format, for any number of budgets."""
@@ -53,7 +54,9 @@ def budget_options(
         own = param_quantizers(source.config, weight_rules(name, source.config, head="float"), scale_dtype=scale_dtype)
         quantizers[name] = {w: q for w, q in own.items() if w not in (EMBEDDING, LOGITS)}
     run = functools.partial(logits, source.config)
-    options = weight_options(run, float_params(source), quantizers, data.batches(source), checkpoint=checkpoint)
+    batches = data.batches(source)
+    kept = {"progress": batch_progress(progress, len(batches)), "checkpoint": checkpoint}
+    options = weight_options(run, float_params(source), quantizers, batches, **kept)
     unseen = [weight for weight in quantizers[formats[0]] if weight not in options]
     if unseen:
         raise ValueError(f"a budget needs the inputs of all weights, but those of {unseen[0]!r} cannot be observed")

@@ -81,6 +81,7 @@ def calibrated_codes(
     method: str,
     scale_dtype: str | None = None,
     log: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | None = None,
     checkpoint: Path | None = None,
 ) -> dict[str, tuple[Any, float | None]]:
     """Quantize the weights of a model for the inputs that they have on calibration data.
@@ -113,13 +114,23 @@ def calibrated_codes(
     if method == "gptaq":
         stages, method = _stages(wanted), "gptq"
     options: dict[str, Any] = {"method": method, "stages": stages, "checkpoint": checkpoint}
-    codes_of = {path: done.array for path, done in quantize_weights(run, params, wanted, batches, **options)}
+    options["progress"] = batch_progress(progress, len(batches))
+    codes_of = {}
+    for path, done in quantize_weights(run, params, wanted, batches, **options):
+        codes_of[path] = done.array
+        if progress is not None:
+            progress(f"quantized {len(codes_of)} of {len(wanted)} weights")
     if trains:
         codes_of = train_rounding(source.config, floats, codes_of, batches, log=log)
     for path, array in codes_of.items():
         codes = array.astype(jnp.float32)
         found[path] = pack(codes, quantizers[path])._map(np.asarray), signal_to_noise(floats[path], codes)
     return found
+
+
+def batch_progress(progress: Callable[[str], None] | None, count: int) -> Callable[[int], None] | None:
+    """What `collect_statistics` calls with the number of batches done, of so many."""
+    return None if progress is None else lambda done: progress(f"calibrated on {done} of {count} batches")
 
 
 def distilled(

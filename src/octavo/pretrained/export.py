@@ -28,6 +28,7 @@ class Request:
       command: The command line, for the model card.
       replace: Whether to replace what is at the destination.
       log: Called with a line for each parameter.
+      progress: Called with the progress of a calibration.
       data: The calibration text, for a recipe with a method such as `int4:gptq`.
       imatrix: An importance matrix for K-quants in GGUF: read, or with `data` written.
       bits: The mean of bits per weight of the layers, for a recipe of several formats such as `int3,int4,int8:gptq`, or
@@ -43,6 +44,7 @@ class Request:
     command: str = ""
     replace: bool = False
     log: Callable[[str], None] | None = None
+    progress: Callable[[str], None] | None = None
     data: CalibrationData | None = None
     imatrix: Path | None = None
     bits: float | None = None
@@ -113,7 +115,7 @@ def converting(
         costs: dict[str, float] = {}
         if has_budget:
             assert request.data is not None
-            kept = {"scale_dtype": scales, "checkpoint": request.checkpoint}
+            kept = {"scale_dtype": scales, "progress": request.progress, "checkpoint": request.checkpoint}
             choices = budget_options(source, budget_formats(recipe), request.data, **kept)
             rules, costs = budget_rules(source, choices, head=request.head or head, **budget, **options)
         else:
@@ -121,7 +123,7 @@ def converting(
         codes = None
         if method:
             assert request.data is not None
-            options["checkpoint"] = request.checkpoint
+            options |= {"progress": request.progress, "checkpoint": request.checkpoint}
             codes = calibrated_codes(source, rules, request.data, method=method, **options)
         params, summary = convert_model(source, rules, scale_dtype=scales, log=request.log, codes=codes)
         if request.distill:

@@ -91,6 +91,7 @@ def weight_options(
     *,
     method: str = "search",
     key: Any = None,
+    progress: Callable[[int], None] | None = None,
     checkpoint: Path | None = None,
 ) -> dict[str, dict[str, Option]]:
     """As `sensitivity`, for the quantizers of weights by option and weight.
@@ -99,7 +100,7 @@ def weight_options(
     """
     kept = None if checkpoint is None else checkpoint / ALL
     names = {weight for own in quantizers.values() for weight in own}
-    found, _ = collect_statistics(fn, params, batches, only=names, checkpoint=kept)
+    found, _ = collect_statistics(fn, params, batches, only=names, progress=progress, checkpoint=kept)
     gradients = squared_gradients(fn, params, batches, found, key=jax.random.key(0) if key is None else key)
     leaves = named_leaves(params)
     return {

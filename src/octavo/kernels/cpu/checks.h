@@ -41,8 +41,8 @@ inline ffi::Error take_matrix(const ffi::AnyBuffer& codes, const ffi::AnyBuffer&
     case ffi::F32: p.scale_type = ScaleType::kF32; break;
     case ffi::BF16: p.scale_type = ScaleType::kBF16; break;
     case ffi::F16: p.scale_type = ScaleType::kF16; break;
-    case ffi::U8: p.scale_type = ScaleType::kE3M4; break;
-    default: return wrong("scales are float32, bfloat16 or float16, or the bytes of e3m4");
+    case ffi::F8E3M4: p.scale_type = ScaleType::kE3M4; break;
+    default: return wrong("scales are float32, bfloat16 or float16, or float8_e3m4");
   }
   p.codes = static_cast<const uint8_t*>(codes.untyped_data());
   p.scale = scale.untyped_data();
@@ -51,8 +51,8 @@ inline ffi::Error take_matrix(const ffi::AnyBuffer& codes, const ffi::AnyBuffer&
   return ffi::Error::Success();
 }
 
-// Adds zero points, float32 or with e3m4 scales the bytes of e3m4, and the scale of each column's scales to a matrix;
-// empty buffers are none.
+// Adds zero points, float32 or with e3m4 scales e3m4, and the scale of all scales or of each column's to a matrix; empty
+// buffers are none.
 inline ffi::Error take_levels(const ffi::AnyBuffer& zero, const ffi::AnyBuffer& outer, FloatProblem& p) {
   if (p.scale_type != ScaleType::kE3M4) {
     if (outer.element_count()) return wrong("only e3m4 scales have two levels");
@@ -63,14 +63,20 @@ inline ffi::Error take_levels(const ffi::AnyBuffer& zero, const ffi::AnyBuffer& 
     return ffi::Error::Success();
   }
   if (zero.element_count() != 0) {
-    if (zero.element_type() != ffi::U8 || static_cast<int64_t>(zero.element_count()) != p.groups * p.n)
+    if (zero.element_type() != ffi::F8E3M4 || static_cast<int64_t>(zero.element_count()) != p.groups * p.n)
       return wrong("there is an e3m4 zero point for each scale");
     p.zero = static_cast<const uint8_t*>(zero.untyped_data());
   }
   if (outer.element_count() != 0) {
-    if (outer.element_type() != ffi::F32 || static_cast<int64_t>(outer.element_count()) != p.n)
-      return wrong("there is a float32 scale for each column");
-    p.outer = static_cast<const float*>(outer.untyped_data());
+    const int64_t count = static_cast<int64_t>(outer.element_count());
+    if (outer.element_type() != ffi::F32 || (count != 1 && count != p.n))
+      return wrong("there is a float32 scale for each column, or one for all");
+    const float* scale = static_cast<const float*>(outer.untyped_data());
+    if (count == 1) {
+      p.unit = *scale;
+    } else {
+      p.outer = scale;
+    }
   }
   return ffi::Error::Success();
 }

@@ -17,8 +17,10 @@ struct FloatProblem {
   const uint8_t* codes = nullptr;
   const void* scale = nullptr;  // [groups, N] for columns, [N, groups] for rows
   ScaleType scale_type = ScaleType::kF32;
-  // Of columns: zero points like the scales, or null, and with e3m4 scales the scale of each column's scales, or null.
+  // Of columns: zero points like the scales, or null, and with e3m4 scales the scale of each column's scales, or null
+  // if `unit` is the scale of all.
   const float* outer = nullptr;
+  float unit = 1.0f;
   const uint8_t* zero = nullptr;       // e3m4, with e3m4 scales
   const float* float_zero = nullptr;  // with other scales
   float* y = nullptr;

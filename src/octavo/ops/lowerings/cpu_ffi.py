@@ -266,7 +266,9 @@ def _operands(q: QArray, dims: Dims) -> kernels.Matrix:
     scale, table = _matrix(q, q.scale, dims), _table(element(q)) if q.qtype.bits == 4 else None
     if _has_byte_levels(q, dims):
         zero = None if q.zero_point is None else _matrix(q, q.zero_point, dims)
-        outer = None if q.outer_scale is None else _matrix(q, q.outer_scale, dims).reshape(-1)
+        outer = q.outer_scale
+        if outer is not None:  # one for all is not broadcast: that would be a program for each matmul
+            outer = (outer if outer.size == 1 else _matrix(q, outer, dims)).reshape(-1)
         return kernels.Matrix(codes, scale, table, zero, outer)
     if q.zero_point is not None and _has_float_zeros(q, dims):
         return kernels.Matrix(codes, scale, table, _matrix(q, q.zero_point, dims))
