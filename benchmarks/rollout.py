@@ -9,7 +9,6 @@ temperature 1 after the beginning-of-text token.
 
 import argparse
 import functools
-import statistics
 import time
 
 import jax
@@ -25,15 +24,15 @@ from octavo.rollout import mismatch, token_logprobs
 from octavo.serve import Engine, SamplingParams
 
 
-def timed(*fns, repeats: int = 21) -> list[float]:
-    """The median time of each function in milliseconds; called in turn, so that load slows all of them alike."""
-    times = [[] for _ in fns]
-    for _ in range(repeats + 2):
-        for fn, own in zip(fns, times, strict=True):
+def timed(*fns, repeats: int = 100) -> list[float]:
+    """The least time of each function in milliseconds, which load changes least; they are called in turn."""
+    best = [float("inf")] * len(fns)
+    for _ in range(repeats):
+        for i, fn in enumerate(fns):
             start = time.perf_counter()
             jax.block_until_ready(fn())
-            own.append(time.perf_counter() - start)
-    return [1e3 * statistics.median(own[2:]) for own in times]
+            best[i] = min(best[i], time.perf_counter() - start)
+    return [1e3 * x for x in best]
 
 
 def update_times(engine: Engine, params) -> None:
