@@ -66,9 +66,8 @@ def forward_kernel(config: Flash, *refs: Any) -> None:
             scale, inverse = _scale(jnp.max(jnp.max(jnp.abs(k), 0, keepdims=True), 1, keepdims=True))
             ks_ref[:, at(j)] = jnp.broadcast_to(scale, (1, block))
             kc_ref[at(j), :] = _round(k * inverse)
-            v = jnp.round(v_ref[at(j), :].astype(jnp.float32) * v_inverse)
-            vc_ref[at(j), :] = v.astype(jnp.int8)
-            vt_ref[:, at(j)] = v.T.astype(jnp.int8)
+            v = v_ref[at(j), :].astype(jnp.float32) * v_inverse
+            vc_ref[at(j), :], vt_ref[:, at(j)] = _round(v), _round(v.T)
 
     q = q_ref[...].astype(jnp.float32)
     scale, inverse = _scale(jnp.max(jnp.abs(q), 1, keepdims=True))
@@ -164,4 +163,5 @@ def _scale(most: Array) -> tuple[Array, Array]:
 
 
 def _round(x: Array) -> Array:
-    return jnp.round(x).astype(jnp.int8)
+    """Codes of values from -127 to 127: the last bits of a sum with 1.5 * 2**23, fewer operations than a conversion."""
+    return jax.lax.bitcast_convert_type(x + 12582912.0, jnp.int32).astype(jnp.int8)

@@ -1,5 +1,6 @@
 """The specification of `flash_attention.py` in plain JAX: the same codes and scales, on whole arrays."""
 
+import jax
 import jax.numpy as jnp
 
 from octavo._typing import Array, Float
@@ -48,12 +49,12 @@ def flash_reference(config: Flash, q: Array, k: Array, v: Array, g: Array) -> tu
     p = jnp.exp2(z - top[..., None]).reshape(batch, heads, length, length)
     scaled = wide(g) / by_head(total)
     delta = by_head(jnp.sum(scaled * wide(out), 3, keepdims=True))
-    scaled = wide(scaled.astype(jnp.bfloat16))
+    scaled = _round_to_bfloat16(scaled)
     gc, gs = _quantize(split(scaled), 2)
     dv = jnp.einsum(
         "bhnij,bnihd,bnhd->bjhd", jnp.round(LIMIT * p).reshape(batch, heads, blocks, block, -1), gc, gs[:, :, 0] / LIMIT
     )
-    dp = jnp.einsum("bihd,bjhd->bhij", wide((scaled * vs).astype(jnp.bfloat16)), vc)
+    dp = jnp.einsum("bihd,bjhd->bhij", _round_to_bfloat16(scaled * vs), vc)
     codes, scale = _quantize((p * (dp - delta)).reshape(batch, heads, length, blocks, block), 4)
     dq = jnp.einsum("bhij,bjhd->bihd", (codes * scale).reshape(p.shape), kc * ks) * config.scale
     rows = by_head(qc) * by_head(qs)
@@ -63,6 +64,11 @@ def flash_reference(config: Flash, q: Array, k: Array, v: Array, g: Array) -> tu
     dk = jnp.einsum("bhinj,bhind->bnjhd", codes, rows).reshape(q.shape) * config.scale
     dk, dv = (x.reshape(batch, length, kv, -1, dim).sum(3) for x in (dk, dv))
     return out, *(x.astype(q.dtype) for x in (dq, dk, dv))
+
+
+def _round_to_bfloat16(x: Array) -> Array:
+    """Values rounded to bfloat16; XLA leaves out a conversion there and back."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def _quantize(x: Array, axes: int | tuple[int, ...]) -> tuple[Array, Array]:
