@@ -110,6 +110,16 @@ class Layer(nn.Module):
         return x + dense(width, "down")(gated)
 
 
+class Scores(nn.Module):
+    """Causal attention of queries, keys and values alone."""
+
+    attend: Callable[..., jax.Array] = causal
+
+    def __call__(self, x):
+        q, k, v = (y.reshape(*y.shape[:-1], -1, HEAD) for y in jnp.split(x, 3, axis=-1))
+        return self.attend(q, k, v).reshape(*x.shape[:-1], -1)
+
+
 class Attention(nn.Module):
     """Causal attention with its four linear layers."""
 
@@ -158,6 +168,8 @@ class Moe(nn.Module):
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear": (Linear(4096), (2, 2048, 4096)),
     "mlp": (GatedMlp(14336), (*TOKENS, 4096)),
+    "scores": (Scores(), (*TOKENS, 3 * 4096)),
+    "flash-scores": (Scores(splash), (*TOKENS, 3 * 4096)),
     "attention": (Attention(), (*TOKENS, 4096)),
     "moe": (Moe(1408, experts=64, chosen=6, shared=2), (*TOKENS, 2048)),
     "layer-1b": (Layer(8192), (*TOKENS, 2048)),
@@ -247,12 +259,12 @@ def kernel_cycles(cost: ProgramCost, target: str, layer: str) -> int:
     mesh = jax.sharding.Mesh(np.asarray(devices(accelerator)[:1]), ("device",))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         chip = pltpu.get_tpu_info()
-    (batch, length, width), block = LAYERS[layer][1], 512
-    blocks = length // block
-    flops = batch * width * blocks * (blocks + 1) * block**2  # of one matmul
-    seconds = 0.0
+    length, block = LAYERS[layer][1][1], 512
+    blocks, seconds = length // block, 0.0
     for kernel in cost.kernels:
-        int8, bf16 = next(counts for name, counts in FLASH.items() if name in kernel.site)
+        queries = next(array.size for array in kernel.arrays if array.dtype == "bf16")
+        flops = queries // length * blocks * (blocks + 1) * block**2  # of one matmul
+        int8, bf16 = next(counts for name, counts in FLASH.items() if name in kernel.name)
         compute = int8 * flops / (chip.int8_ops_per_second or math.inf) + bf16 * flops / chip.bf16_ops_per_second
         seconds += kernel.count * max(compute, kernel.bytes / chip.mem_bw_bytes_per_second)
     return round(seconds * accelerator.clock * 1e9)

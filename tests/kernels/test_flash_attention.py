@@ -54,8 +54,8 @@ def test_the_kernel_is_its_reference(length, heads, kv_heads, causal, dtype):
     found = results(functools.partial(flash_attention, causal=causal, interpret=True), *arrays)
     config = Flash(causal, 128**-0.5, kernel.block_size(length))
     specified = jax.jit(functools.partial(flash_reference, config))(*arrays)
-    # Sums in another order: a code in ten thousand is rounded to its other neighbour, a bfloat16 in a thousand.
-    assert max(errors(found, specified)) < 5e-4
+    # Sums in another order: a few codes, and values of the context in bfloat16, are rounded to their other neighbours.
+    assert max(errors(found, specified)) < 1e-3
 
     def exact(q, k, v):
         return jax.nn.dot_product_attention(*(x.astype(jnp.float32) for x in (q, k, v)), is_causal=causal)
@@ -117,7 +117,7 @@ def test_the_kernel_compiles_for_tpus(target):
         return results(attend, q, k, v, g)
 
     forward, backward = read_cost(compile_for(get_accelerator(target), both, q, k, k, q)).kernels
-    assert "int8_flash_forward" in forward.site
+    assert "int8_flash_forward" in forward.name
     assert backward.flops == 5 * forward.flops // 2 == 2 * 5 * 2 * 512 * 512 * 128
     codes = [shape for shape in backward.arrays if shape.dtype == "s8"]
     assert [shape.dims for shape in codes] == [(1, 512, 256), (1, 512, 128), (1, 512, 128)]

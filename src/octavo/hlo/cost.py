@@ -57,12 +57,14 @@ class KernelCall:
     """A Pallas kernel, of which the compiler estimates no cycles.
 
     Attributes:
+        name: Its name in the program, which begins with that of the kernel.
         site: The traced operation, as JAX names it.
         arrays: Its operands and results, which a kernel reads and writes at least once.
         flops: The FLOPs of one execution that it declares; 0 if it declares none.
         count: How often a run of the program executes it.
     """
 
+    name: str
     site: str
     arrays: tuple[Shape, ...]
     flops: int = 0
@@ -117,7 +119,10 @@ class ProgramCost:
             "matmuls": [matmul.to_dict() for matmul in self.matmuls],
             "ops": [dataclasses.asdict(op) for op in self.ops],
             "unknown": [dataclasses.asdict(op) for op in self.unknown],
-            "kernels": [{"site": k.site, "bytes": k.bytes, "flops": k.flops, "count": k.count} for k in self.kernels],
+            "kernels": [
+                {"name": k.name, "site": k.site, "bytes": k.bytes, "flops": k.flops, "count": k.count}
+                for k in self.kernels
+            ],
         }
 
     def table(self, most: int = 10) -> list[tuple[str, ...]]:
@@ -165,7 +170,7 @@ def _kernel(computation: str, line: Instruction) -> Iterator[KernelCall]:
     if line.opcode == "custom-call" and '"tpu_custom_call"' in line.attributes:
         operands, flops = _OPERANDS.search(line.attributes), _FLOPS.search(line.attributes)
         arrays = (*(shapes_of(operands[1]) if operands else ()), *line.shapes)
-        yield KernelCall(line.op_name, arrays, int(flops[1]) if flops else 0)
+        yield KernelCall(line.name, line.op_name, arrays, int(flops[1]) if flops else 0)
 
 
 def read_cycles(module: Module | str) -> tuple[tuple[OpCost, ...], tuple[OpCost, ...]]:

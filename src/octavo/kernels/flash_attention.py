@@ -124,11 +124,10 @@ def _forward(config: Flash, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
 
 def _backward(config: Flash, residuals: Any, g: Array) -> tuple[Array, Array, Array]:
     out, qc, kc, vc, qs, ks, vs, top, total = residuals
-    (batch, length, heads, dim), kv, block = g.shape, ks.shape[1], config.block
+    shape, kv, block = g.shape, ks.shape[1], config.block
+    batch, length, heads, dim = shape
     group = heads // kv
-    wide = g.astype(jnp.float32) / total[:, :, 0].swapaxes(1, 2)[..., None]
-    delta = jnp.sum(wide * out.reshape(g.shape).astype(jnp.float32), axis=-1).swapaxes(1, 2)[:, :, None]
-    g = wide.astype(jnp.bfloat16).reshape(batch, length, -1)
+    g = g.reshape(batch, length, -1)
     whole = pl.BlockSpec((None, length, dim), lambda b, h, j: (b, 0, h))
     keys = pl.BlockSpec((None, block, dim), lambda b, h, j: (b, j, jax.lax.div(h, group)))
     row = pl.BlockSpec((None, None, 1, length), lambda b, h, j: (b, h, 0, 0))
@@ -141,24 +140,23 @@ def _backward(config: Flash, residuals: Any, g: Array) -> tuple[Array, Array, Ar
         functools.partial(backward_kernel, config),
         [grad, wide_grad, wide_grad],
         grid=(batch, heads, length // block),
-        in_specs=[whole, whole, keys, keys, row, key_row, channels, row, row],
+        in_specs=[whole, whole, whole, keys, keys, row, key_row, channels, row, row],
         out_specs=[whole, own, own],
         scratch_shapes=[
             pltpu.VMEM((length, dim), jnp.int8),
             pltpu.VMEM((length // block, 1, dim), jnp.float32),
             pltpu.VMEM((length, dim), jnp.bfloat16),
+            pltpu.VMEM((1, length), jnp.float32),
             pltpu.VMEM((dim, length), jnp.float32),
             *[pltpu.VMEM((block, dim), jnp.float32)] * 2,
         ],
         compiler_params=_params(("parallel", "parallel", "arbitrary"), _backward_bytes(length, dim)),
-        cost_estimate=_cost(
-            config, qc.reshape(g.shape[0], length, heads, dim), 5, (qc, kc, vc, g, grad, *[wide_grad] * 2)
-        ),
+        cost_estimate=_cost(config, g.reshape(shape), 5, (qc, kc, vc, g, out, grad, wide_grad, wide_grad)),
         interpret=config.interpret,
         name="int8_flash_backward",
-    )(qc, g, kc, vc, qs, ks, vs, top, delta)
+    )(qc, g, out, kc, vc, qs, ks, vs, top, total)
     grads = [x.reshape(batch, length, kv, group, dim).sum(3, dtype=jnp.float32).astype(out.dtype) for x in (dk, dv)]
-    return dq.reshape(batch, length, heads, dim), *grads
+    return dq.reshape(shape), *grads
 
 
 _attend.defvjp(_forward, _backward)
@@ -169,8 +167,8 @@ def _params(semantics: tuple[Any, ...], bytes_held: int) -> Any:
 
 
 def _backward_bytes(length: int, dim: int) -> int:
-    """On the chip: codes, cotangent and gradient of queries twice, to overlap with copies; and scratch memory."""
-    return length * dim * (2 * (1 + 2 + 4) + 1 + 2 + 4)
+    """On the chip: codes, cotangent, context and gradient of queries, twice so that copies overlap; scratch memory."""
+    return length * dim * (2 * (1 + 4 + 4 + 4) + 1 + 2 + 4)
 
 
 def _cost(config: Flash, q: Any, matmuls: int, arrays: Any) -> pl.CostEstimate:

@@ -95,8 +95,8 @@ def forward_kernel(config: Flash, *refs: Any) -> None:
 
 def backward_kernel(config: Flash, *refs: Any) -> None:
     """The gradients of a block of keys and values; those of a head's queries are summed over its blocks."""
-    qc_ref, g_ref, kc_ref, vc_ref, qs_ref, ks_ref, vs_ref, m_ref, delta_ref = refs[:9]
-    dq_ref, dk_ref, dv_ref, gc_ref, gs_ref, gv_ref, dqt_ref, dk_sum, dv_sum = refs[9:]
+    qc_ref, g_ref, o_ref, kc_ref, vc_ref, qs_ref, ks_ref, vs_ref, m_ref, l_ref = refs[:10]
+    dq_ref, dk_ref, dv_ref, gc_ref, gs_ref, gv_ref, delta_ref, dqt_ref, dk_sum, dv_sum = refs[10:]
     block, j = config.block, pl.program_id(2)
     count = qc_ref.shape[0] // block
     at = lambda i: pl.ds(pl.multiple_of(i * block, block), block)  # noqa: E731
@@ -105,7 +105,9 @@ def backward_kernel(config: Flash, *refs: Any) -> None:
     def _():
         @pl.loop(0, count)
         def _(i: Any) -> None:
-            g = g_ref[at(i), :].astype(jnp.float32)
+            columns = jnp.broadcast_to(1 / l_ref[:, at(i)], (g_ref.shape[1], block)).T
+            g = g_ref[at(i), :].astype(jnp.float32) * columns
+            delta_ref[:, at(i)] = jnp.sum((g * o_ref[at(i), :].astype(jnp.float32)).T, 0, keepdims=True)
             gs_ref[i], inverse = _scale(jnp.max(jnp.abs(g), 0, keepdims=True))
             gc_ref[at(i), :] = _round(g * inverse)
             gv_ref[at(i), :] = (g * vs_ref[...]).astype(jnp.bfloat16)

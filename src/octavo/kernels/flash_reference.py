@@ -47,9 +47,8 @@ def flash_reference(config: Flash, q: Array, k: Array, v: Array, g: Array) -> tu
     out = out.astype(q.dtype)
 
     p = jnp.exp2(z - top[..., None]).reshape(batch, heads, length, length)
-    scaled = wide(g) / by_head(total)
+    scaled = wide(g) * by_head(1 / total)
     delta = by_head(jnp.sum(scaled * wide(out), 3, keepdims=True))
-    scaled = _round_to_bfloat16(scaled)
     gc, gs = _quantize(split(scaled), 2)
     dv = jnp.einsum(
         "bhnij,bnihd,bnhd->bjhd", jnp.round(LIMIT * p).reshape(batch, heads, blocks, block, -1), gc, gs[:, :, 0] / LIMIT
