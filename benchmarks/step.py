@@ -1,6 +1,6 @@
 """A training step of a small transformer: float32, octavo, Qwix and AQT in int8, torch and torchao, interleaved.
 
-    python benchmarks/step.py [--quick] [--json FILE] [--torch PYTHON]
+    python benchmarks/step.py [--quick] [--json FILE] [--torch PYTHON] [--recipes]
 
 Four layers, width 512, MLP 2048, 8 heads, 2048 tokens as 16 x 128 and as 4 x 512; forward, backward and AdamW. The
 linear layers are quantized, the rest stays in float32; in the row "+ attention" the two matmuls of attention are int8
@@ -9,16 +9,21 @@ limit of what quantizing them can gain. "octavo fp8" is float8 with a scale per 
 operations store residuals in int8, and in the last of them AdamW has moments in 8 bits. Prints time, peak temporary
 memory, the bytes of the optimizer's state and compile time.
 
+The second table, which alone is printed with --recipes, has recipes whose float8 and float4 matmuls CPUs emulate in
+float32; without --quick also with XLA's own operations in place of the kernels that quantize.
+
 PYTHON is an interpreter with torch and torchao, whose steps are interleaved with ours: the same model and optimizer,
 compiled by inductor, in float32 and as torchao trains it in int8 and in float8. Each is also compared with torch's own
 float32.
 """
 
+import contextlib
 import functools
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +35,8 @@ from timing import Results, Timing, arguments, side_by_side
 import octavo
 
 LAYERS, WIDTH, HIDDEN, HEADS, VOCAB = 4, 512, 2048, 8, 256
+FP8 = ("fp8_full", "te_fp8_currentscaling", "mxfp8")
+RECIPES = ("int8", *FP8, "mxfp4", "nvfp4", "te_nvfp4", "tetrajet2", "quartet2")
 
 
 def init(key: jax.Array) -> dict:
@@ -70,13 +77,17 @@ def loss(params: dict, tokens: jax.Array, dot, einsum) -> jax.Array:
 
 
 def main() -> None:
-    options = arguments(__doc__, peers=("torch",)).parse_args()
+    parser = arguments(__doc__, peers=("torch",))
+    parser.add_argument("--recipes", action="store_true", help="only the table of recipes")
+    options = parser.parse_args()
     repeats = 3 if options.quick else 9
     warnings.simplefilter("ignore", DeprecationWarning)  # aqtp 0.9 converts arrays to dtypes implicitly
     results = Results("qwix", "aqtp", "optax", method=f"best of {repeats} interleaved rounds", file=options.json)
-    with torch_process(results, options.torch) as torch:
-        for batch, length in ((16, 128), (4, 512))[: 1 if options.quick else 2]:
-            compare(results, batch, length, repeats, torch)
+    if not options.recipes:
+        with torch_process(results, options.torch) as torch:
+            for batch, length in ((16, 128), (4, 512))[: 1 if options.quick else 2]:
+                compare(results, batch, length, repeats, torch)
+    compare_recipes(results, 16, 128, repeats, plain=not options.quick)
 
 
 def implementations() -> dict:
@@ -158,6 +169,48 @@ def compare(results: Results, batch: int, length: int, repeats: int, torch: Torc
         f"octavo is {', '.join(ahead).replace('x as', 'x as fast as', 1)}. Memory and compile time are "
         "XLA's; torch's are not measured.",
         ratios=["f32 / it"],
+    )
+
+
+def recipe_step(name: str, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """The training step of a recipe, or in float for an empty name."""
+    plain = lambda params, tokens: loss(params, tokens, jnp.matmul, jnp.einsum)  # noqa: E731
+    rules = [octavo.QtRule(module_path="head", skip=True), *octavo.recipe(name or "int8", exclude=None)]
+    low = octavo.quantized(plain, rules)
+
+    def step(params, state, tokens, key):
+        fn = (lambda p: low.stateful(key=key)(p, tokens)[0]) if name else (lambda p: plain(p, tokens))
+        value, grads = jax.value_and_grad(fn)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def compare_recipes(results: Results, batch: int, length: int, repeats: int, *, plain: bool) -> None:
+    """A table of recipes; if `plain`, each also without the CPU kernels."""
+    params, optimizer = init(jax.random.key(0)), optax.adamw(1e-3)
+    tokens = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, VOCAB)
+    given = params, jax.jit(optimizer.init)(params), tokens, jax.random.key(2)
+    calls, memory = {}, {}
+    for name in ("", *RECIPES):
+        for kind in ("", " plain")[: 2 if plain and name else 1]:
+            with octavo.kernels.disabled() if kind else contextlib.nullcontext():
+                compiled = jax.jit(recipe_step(name, optimizer)).lower(*given).compile()
+            calls[name + kind] = compiled, given
+            memory[name + kind] = compiled.memory_analysis().temp_size_in_bytes / 1e6
+    t = side_by_side(calls, repeats=repeats)
+
+    def cells(name: str) -> list[str]:
+        found = [name or "f32", f"{1e3 * t[name].seconds:.0f}", f"{t[name].seconds / t[''].seconds:.2f}"]
+        found += [f"{t[other].seconds / t[''].seconds:.2f}" if (other := f"{name} plain") in t else ""]
+        return [*found, f"{memory[name]:.0f}", f"{memory[name] / memory['']:.3f}", f"{t[name].spread:.0%}"]
+
+    results.add(
+        f"Recipes in a training step on {batch} x {length} tokens",
+        ["", "ms", "time of f32's", "without kernels", "temporary MB", "of f32", "spread"],
+        [cells(name) for name in ("", *RECIPES)],
+        "The linear layers are quantized, with a key where a recipe rounds stochastically.",
     )
 
 

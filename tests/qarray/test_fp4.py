@@ -12,7 +12,7 @@ from octavo import QtRule, Quantizer, dot
 from octavo.numerics import Eden, get_rounding
 from octavo.ops import DotConfig, Matmul, Operand
 from octavo.ops.hadamard import random_signs, rotate
-from octavo.rules import dot_config
+from octavo.rules import dot_config, recipe
 from octavo.rules.compile import EDEN_RANGE
 from tests.arrays import normal
 
@@ -123,23 +123,12 @@ def test_random_rotations_cancel_in_a_matmul():
 
 
 @pytest.mark.slow
-def test_quartet2_gradients_are_unbiased_for_the_forward_codes():
+@pytest.mark.parametrize(("name", "calibration"), [("quartet2", "four_over_six"), ("tetrajet2", "absmax")])
+def test_gradients_are_unbiased_for_the_forward_codes(name, calibration):
     """The mean of many gradients is the gradient of the matmul of the forward's codes."""
-
-    rule = QtRule(
-        weight_qtype="nvfp4",
-        act_qtype="nvfp4",
-        bwd_qtype="nvfp4",
-        weight_calibration_method="four_over_six",
-        act_calibration_method="four_over_six",
-        bwd_stochastic_rounding="eden",
-        bwd_rotate=32,
-        bwd_random_signs=True,
-        residual="requantize",
-    )
-    config = dot_config(rule, lhs_weight=False, rhs_weight=True)
+    config = dot_config(recipe(name)[-1], lhs_weight=False, rhs_weight=True)
     x, w, g = (normal(i, 64, 64) for i in (10, 11, 12))
-    quantizer = Quantizer("nvfp4", calibration="four_over_six")
+    quantizer = Quantizer("nvfp4", calibration=calibration)
     codes = quantizer.quantize(x).dequantize(), quantizer.quantize(w.T).dequantize().T
 
     def gradient(key):

@@ -62,6 +62,7 @@ FORMATS = {
     "deepseek_fp8": (E4M3, E4M3, E4M3, E4M3, "reuse"),
     "switchback": ("int8", "int8", "int8", None, "reuse"),
     "quartet2": ("nvfp4", "nvfp4", "nvfp4", "nvfp4", "requantize"),
+    "tetrajet2": ("nvfp4", "nvfp4", "nvfp4", "nvfp4", "requantize"),
     "mxfp4_hadamard": ("mxfp4", "mxfp4", "mxfp4", "mxfp4", "original"),
     "bitnet": ("int8", "ternary", None, None, "original"),
 }  # fmt: skip

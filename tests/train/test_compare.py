@@ -12,7 +12,8 @@ from scipy import stats
 from octavo.cli import main
 from octavo.report import compare_report
 from octavo.train import compare
-from octavo.train.compare import Comparison, Result, StoppedError, interval
+from octavo.train.compare import Comparison, Result, StoppedError
+from octavo.train.paired import interval
 from tests.report.page import read
 from tests.train.common import small, words
 
@@ -51,6 +52,24 @@ def test_the_table_is_of_pairs():
     assert row.step_ratio == 0.5
     assert row.memory_ratio == 0.8
     assert re.search(r"int8 +3.0500 +\+1.50 +-4.85 .. \+7.85 +0.50x +0.80x +50.0 %", str(found))
+
+
+def test_gaps_by_batch_and_the_time_to_a_loss():
+    """int8 is 1 % above float in each batch, needs 4/3 of its steps to the target, a step half the time."""
+    found = Comparison(small(), ["int8"], seeds=2)
+    for seed in (0, 1):
+        base, low = (result(name, seed, 2.0, seconds=seconds) for name, seconds in (("float", 1.0), ("int8", 0.5)))
+        base.loss = [[step, 5.0 - step / 100] for step in range(64)]
+        low.loss = [[step, loss * (1.01 + 1e-4 * (step % 2))] for step, loss in base.loss]
+        base.eval_loss = [[16, 4.0], [32, 3.0], [48, 2.0], [64, 1.0]]
+        low.eval_loss = [[16, 4.0], [32, 3.5], [48, 3.0], [64, 2.0]]
+        found.results += [base, low]
+    base, row = found.table()
+    assert (base.batch_gap, base.target_steps, base.target_time) == (0, 1, 1)
+    assert row.batch_gap == pytest.approx(0.01005, rel=1e-3)
+    assert row.batch_high - row.batch_low < 1e-4
+    assert (row.target_steps, row.target_time) == pytest.approx((4 / 3, 2 / 3))
+    assert re.search(r"int8 +\+1.00 +\+1.00 .. \+1.00 +1.33x +0.67x", str(found))
 
 
 def test_the_terminal_and_the_page_have_the_same_ratios(tmp_path):

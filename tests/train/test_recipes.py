@@ -73,7 +73,7 @@ def check_coverage(program: Program, name: str, *blocks: str) -> None:
         assert found.backward == 0
     elif recipe == "switchback":
         assert found.backward == pytest.approx(share / 2, rel=0.05)
-    elif recipe in ("te_nvfp4", "mxfp4_hadamard", "quartet2"):
+    elif recipe in ("te_nvfp4", "mxfp4_hadamard", "quartet2", "tetrajet2"):
         # Rotating the operands of a gradient is a matmul in float, too.
         low = found.flops("native", backward=True) + found.flops("emulated", backward=True)
         assert low == pytest.approx(2 * sum(row.flops for row in rows if row.reason is None), rel=0.05)

@@ -14,7 +14,7 @@ from octavo.calibration.method import (
     Weighted,
 )
 from octavo.calibration.registry import CalibrationLike, calibrations, get_calibration, register_calibration
-from octavo.calibration.search import Lsq, Mse, Snr
+from octavo.calibration.search import FourOverSix, Lsq, Mse, Snr
 from octavo.calibration.tracker import AmaxHistory, Ema, RunningMean, State, Tracker, widest
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Constant",
     "Ema",
     "Fixed",
+    "FourOverSix",
     "Lsq",
     "MinMax",
     "Mse",

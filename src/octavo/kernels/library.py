@@ -10,7 +10,11 @@ from octavo.kernels import compiling
 
 FLOAT_TARGET, INT_TARGET, LAYER_TARGET = "octavo_float_matvec", "octavo_int_matvec", "octavo_decode_layer"
 ZEROS_TARGET, QUANTIZE_TARGET, TILED_TARGET = "octavo_zeros", "octavo_quantize", "octavo_tiled_matmul"
-_TARGETS = (FLOAT_TARGET, INT_TARGET, LAYER_TARGET, ZEROS_TARGET, QUANTIZE_TARGET, TILED_TARGET)
+DEQUANTIZE_TARGET, NOISE_TARGET = "octavo_dequantize", "octavo_noise"
+_TARGETS = (
+    *(FLOAT_TARGET, INT_TARGET, LAYER_TARGET, ZEROS_TARGET),
+    *(QUANTIZE_TARGET, DEQUANTIZE_TARGET, NOISE_TARGET, TILED_TARGET),
+)
 
 # Part of jit's cache key, since programs traced with and without kernels differ.
 _allowed = jax.make_user_context(default_value=True)

@@ -6,7 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import batching, mlir
 
+from octavo import _sharding
 from octavo._config import Config
 from octavo._typing import Array, Float, PRNGKeyArray, Shape
 
@@ -61,17 +64,48 @@ class Stochastic(Rounding):
             raise ValueError(f"stochastic rounding takes 8, 16 or 24 bits of noise, got {self.bits}")
         object.__setattr__(self, "shared_axes", tuple(self.shared_axes))
 
-    def noise(self, key: PRNGKeyArray | None, shape: Shape) -> Float[Array, "..."] | None:
+    def noise(self, key: PRNGKeyArray | None, shape: Shape) -> Float[Array, "..."]:
         if key is None:
             raise ValueError("stochastic rounding needs a random key: pass key=jax.random.key(...)")
         shared = {axis % len(shape) for axis in self.shared_axes} if shape else set()
         shape = tuple(1 if axis in shared else size for axis, size in enumerate(shape))
-        dtype = {8: jnp.uint8, 16: jnp.uint16, 24: jnp.uint32}[self.bits]
-        word = jax.random.bits(key, shape, dtype)
-        if self.bits == 24:
-            return (word >> 8).astype(jnp.float32) * 2.0**-24
-        # The middle of each of the 2**bits intervals: half the bias of its lower end.
-        return (word.astype(jnp.float32) + 0.5) * 2.0**-self.bits
+        if not has_words(key):
+            return _noise(key, shape, self.bits)
+        return noise_p.bind(jax.random.key_data(key), shape=shape, bits=self.bits)
+
+
+def _noise(key: PRNGKeyArray, shape: Shape, bits: int) -> Float[Array, "..."]:
+    word = jax.random.bits(key, shape, {8: jnp.uint8, 16: jnp.uint16, 24: jnp.uint32}[bits])
+    if bits == 24:
+        return (word >> 8).astype(jnp.float32) * 2.0**-24
+    # The middle of each of the 2**bits intervals: half the bias of its lower end.
+    return (word.astype(jnp.float32) + 0.5) * 2.0**-bits
+
+
+def has_words(key: PRNGKeyArray | None) -> bool:
+    """Whether a key is traced, and of a kind whose bits a kernel can draw."""
+    axes = jax.sharding.get_abstract_mesh().axis_types
+    if not isinstance(key, jax.core.Tracer) or key.shape or jax.sharding.AxisType.Explicit in axes:
+        return False
+    is_key = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    known = is_key and str(jax.random.key_impl(key)) == "threefry2x32" and jax.config.jax_threefry_partitionable
+    return bool(known) and not _sharding.is_typed(key)
+
+
+def _noise_of_words(words: Array, *, shape: Shape, bits: int) -> Array:
+    return _noise(jax.random.wrap_key_data(words, impl="threefry2x32"), shape, bits)
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> tuple[Array, int]:
+    return jax.vmap(lambda words: _noise_of_words(words, **params), in_axes=dims)(*args), 0
+
+
+# The noise of a key is one equation, because XLA draws random bits on CPUs many times slower than a kernel.
+noise_p = core.Primitive("octavo_noise")
+noise_p.def_impl(_noise_of_words)
+noise_p.def_abstract_eval(lambda words, *, shape, bits: jax.core.ShapedArray(shape, jnp.dtype(jnp.float32)))
+mlir.register_lowering(noise_p, mlir.lower_fun(_noise_of_words, multiple_results=False))
+batching.primitive_batchers[noise_p] = _batch
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -4,11 +4,13 @@ Ashkboos et al., QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs (2024): (x
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from octavo import _sharding
 from octavo._typing import Array, Float, PRNGKeyArray
 
 
@@ -44,6 +46,9 @@ def rotate(
     block = min(block, max(size, 1))
     if size % block or block & (block - 1):
         raise ValueError(f"a Hadamard rotation with blocks of {block} does not divide an axis of size {size}")
+    axis %= x.ndim
+    if axis < x.ndim - 1 and _sharding.explicit(x) is None:
+        return _rotate_in_place(x, block, axis, signs)
     x = jnp.moveaxis(x, axis, -1)
     blocks = x.reshape(*x.shape[:-1], size // block, block).astype(jnp.float32)
     if signs is not None:
@@ -51,6 +56,19 @@ def rotate(
     with jax.named_scope("hadamard"):
         rotated = blocks @ hadamard_matrix(block)
     return jnp.moveaxis(rotated.reshape(x.shape), -1, axis)
+
+
+def _rotate_in_place(x: Array, block: int, axis: int, signs: Array | None) -> Array:
+    """The same along an axis that is not the last, by a matmul for each block: on CPUs transposes are slow."""
+    count, lead, rest = x.shape[axis] // block, math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
+    blocks = x.reshape(lead * count, block, rest).astype(jnp.float32)
+    matrix = jnp.broadcast_to(hadamard_matrix(block), (lead, count, block, block))
+    if signs is not None:
+        matrix = matrix * signs.reshape(1, count, 1, block)  # exact: signs are of what is multiplied first
+    with jax.named_scope("hadamard"):
+        numbers = (((2,), (1,)), ((0,), (0,)))
+        rotated = jax.lax.dot_general(matrix.reshape(lead * count, block, block), blocks, numbers)
+    return rotated.reshape(x.shape)
 
 
 def walsh_hadamard(x: Float[Array, "..."], block: int) -> Float[Array, "..."]:

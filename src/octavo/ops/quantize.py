@@ -75,7 +75,7 @@ def _quantize_operand(
     rounding = Quantization(operand, quantizer, bool(batch), name == "lhs")
     key = key if quantizer.rounding.stochastic else None
     if not scaling and operand.tracker is None:
-        return one_equation(rounding, Kernel.of(quantizer, value, factor), x, key)
+        return one_equation(rounding, Kernel.of(quantizer, value, factor, key), x, key)
     q, array, measured = rounding.run(x, key, scaling.get(name))
     if operand.tracker is not None:
         seen[name] = measured

@@ -14,6 +14,7 @@ from octavo import _sharding
 from octavo._typing import Array, PRNGKeyArray
 from octavo.calibration import AbsMax, Bounds
 from octavo.ops.config import DotConfig, Matmul
+from octavo.ops.lowerings.quantize import dequantize_operand
 from octavo.ops.lowerings.xla import own_values
 from octavo.ops.operands import ArrayOrQArray, MatmulOptions, at_least
 from octavo.ops.product import UNPLACED, Placement, Product, Scaling, Transpose, mark, reverse_only
@@ -290,11 +291,11 @@ def _use_residual(
     if not isinstance(residual, QArray):
         return g, residual, matmul.replace(rhs=None) if matmul.residual == "reuse" else matmul
     if matmul.residual != "reuse":
-        return g, residual.dequantize(transpose.residual_dtype), matmul
+        return g, dequantize_operand(residual, transpose.residual_dtype), matmul
     folded = transpose.fold(g, residual, *extra, quantized=matmul.lhs is not None)
     if folded is None:
         # A scale along the contraction that cannot be moved: requantize along the new contraction.
-        return g, residual.dequantize(transpose.residual_dtype), matmul.replace(rhs=matmul.rhs or forward)
+        return g, dequantize_operand(residual, transpose.residual_dtype), matmul.replace(rhs=matmul.rhs or forward)
     return *folded, matmul.replace(rhs=None)
 
 

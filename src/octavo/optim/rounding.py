@@ -15,6 +15,9 @@ import jax.numpy as jnp
 import optax
 
 from octavo._typing import Array, Float, PRNGKeyArray
+from octavo.numerics import Stochastic
+
+_BITS = Stochastic(bits=16)
 
 
 def stochastic_round(x: Float[Array, "*s"], *, key: PRNGKeyArray) -> Float[Array, "*s"]:
@@ -33,7 +36,7 @@ def stochastic_round(x: Float[Array, "*s"], *, key: PRNGKeyArray) -> Float[Array
     0.25
     """
     x = x.astype(jnp.float32)
-    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    noise = jnp.floor(_BITS.noise(key, x.shape) * 2.0**16).astype(jnp.uint32)  # the words of `jax.random.bits`
     word = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
     rounded = jax.lax.bitcast_convert_type(word & jnp.uint32(0xFFFF0000), jnp.float32)
     # The sum would change the bits of NaN into those of another number.

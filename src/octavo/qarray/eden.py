@@ -27,11 +27,19 @@ def correct_scale(
     tiles: Tiles,
 ) -> Array:
     """The corrected and stochastically rounded scales of nearest codes; arrays are in the split form of `tiles`."""
-    assert isinstance(fmt, BlockFormat)
     scaled = x * (1 / jnp.where(divisor == 0, 1, divisor))
+    total = jnp.sum(scaled * scaled, axis=tiles.axes, keepdims=True)
+    inner = jnp.sum(scaled * fmt.decode(codes), axis=tiles.axes, keepdims=True)
+    return scale_by_sums(rounding, key, total, inner, fmt, scale, tiles)
+
+
+def scale_by_sums(
+    rounding: Eden, key: PRNGKeyArray | None, total: Array, inner: Array, fmt: Format, scale: Array, tiles: Tiles
+) -> Array:
+    """The same from the sums of z * z and z * q of each tile, in units of its scale."""
+    assert isinstance(fmt, BlockFormat)
     square = scale * scale
-    total = tiles.merge(jnp.sum(scaled * scaled, axis=tiles.axes, keepdims=True) * square)
-    inner = tiles.merge(jnp.sum(scaled * fmt.decode(codes), axis=tiles.axes, keepdims=True) * square)
+    total, inner = tiles.merge(total * square), tiles.merge(inner * square)
     for axis, (size, count) in enumerate(zip(tiles.sizes, tiles.counts, strict=True)):
         if size > 1:
             total, inner = (_sum_groups(a, axis, min(rounding.block // size, count)) for a in (total, inner))

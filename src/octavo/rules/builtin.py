@@ -87,6 +87,13 @@ def _quartet2(**fields) -> QtRule:
     return _training("nvfp4", "nvfp4", fwd=Matmul(block, block), dlhs=gradient, drhs=gradient, **fields)
 
 
+def _tetrajet2(**fields) -> QtRule:
+    """The codes of the forward are the residuals; both gradients are rotated and rounded stochastically, unbiased."""
+    block, noisy = Operand("nvfp4"), Operand("nvfp4", rounding="stochastic")
+    gradient = Matmul(noisy, noisy, residual="requantize", rotate=16, random_signs=True)
+    return _training("nvfp4", "nvfp4", fwd=Matmul(block, block), dlhs=gradient, drhs=gradient, **fields)
+
+
 def _mxfp4_hadamard(**fields) -> QtRule:
     block = Operand("mxfp4")
     drhs = Matmul(block, block, residual="original", rotate=32)
@@ -186,6 +193,12 @@ _add(
     (_nvfp4(op_names=_EXPERTS, optional=True), _quartet2(op_names=("dot_general", "einsum"))),
     "NVFP4 with four-over-six forward; gradients rotated at random and rounded by MS-EDEN.",
     "Panferov et al., Quartet II, arXiv:2601.22813",
+)
+_add(
+    "tetrajet2",
+    (_nvfp4(op_names=_EXPERTS, optional=True), _tetrajet2(op_names=("dot_general", "einsum"))),
+    "NVFP4 to nearest forward; gradients of the rounded operands, rotated at random, rounded stochastically.",
+    "Chen et al., TetraJet-v2, arXiv:2510.27527, without its OsciReset and OutControl",
 )
 _add(
     "mxfp4_hadamard",

@@ -22,6 +22,7 @@ from octavo._text import format_table
 from octavo.checkpoint import CheckpointManager
 from octavo.train.config import Config
 from octavo.train.halt import StopSignal, stop_signals
+from octavo.train.paired import block_gaps, interval, interval_by_batch, mean_curve, steps_to, target_of
 from octavo.train.telemetry import Telemetry, worst_weights
 from octavo.train.trainer import Trainer
 
@@ -83,7 +84,12 @@ class StoppedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A recipe against float: the loss, the relative gap with its 95 % interval, and ratios to float."""
+    """A recipe against float: the loss, the relative gap with its 95 % interval, and ratios to float.
+
+    `gap` is that of the held-out loss at the end, over seeds; `batch_gap` that of the training loss, over the batches
+    of the last quarter of the steps. `target_steps` and `target_time` are the steps and the time to the held-out loss
+    that float has after three quarters of its steps, as ratios to float's; NaN if a recipe does not reach it.
+    """
 
     name: str
     loss: float
@@ -93,6 +99,11 @@ class Row:
     step_ratio: float
     memory_ratio: float
     share: float
+    batch_gap: float = math.nan
+    batch_low: float = math.nan
+    batch_high: float = math.nan
+    target_steps: float = math.nan
+    target_time: float = math.nan
 
 
 class Comparison:
@@ -259,16 +270,18 @@ class Comparison:
 
     def __str__(self) -> str:
         head = ("recipe", "loss", "gap %", "95 % interval", "step time", "memory", "low-precision FLOPs")
-        rows = [head]
+        rows, paired = [head], [("recipe", "gap by batch %", "95 % interval", "steps to target", "time to target")]
         for row in self.table():
-            interval = "-" if math.isnan(row.gap_low) else f"{100 * row.gap_low:+.2f} .. {100 * row.gap_high:+.2f}"
             ratio = f"{row.step_ratio:.2f}x"  # of float's, as on the page
+            between, batches = _percents(row.gap_low, row.gap_high), _percents(row.batch_low, row.batch_high)
             if row.name == FLOAT:
-                interval, ratio = "-", "1"
+                between, batches, ratio = "-", "-", "1"
             gap, memory, share = f"{100 * row.gap:+.2f}", f"{row.memory_ratio:.2f}x", f"{100 * row.share:.1f} %"
-            rows.append((row.name, f"{row.loss:.4f}", gap, interval, ratio, memory, share))
-        lines = format_table(rows)
-        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+            rows.append((row.name, f"{row.loss:.4f}", gap, between, ratio, memory, share))
+            target = (_or_dash(row.target_steps, "{:.2f}x"), _or_dash(row.target_time, "{:.2f}x"))
+            paired.append((row.name, _or_dash(100 * row.batch_gap, "{:+.2f}"), batches, *target))
+        both = [format_table(table) for table in (rows, paired)]
+        return "\n\n".join("\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]]) for lines in both)
 
 
 def _restore(
@@ -303,27 +316,32 @@ def _row(name: str, runs: list[Result], floats: list[Result]) -> Row:
     # The first rounds are left out, because caches are cold.
     ratios = [a / b for run in runs for a, b in list(zip(run.step_seconds, run.float_seconds, strict=False))[2:]]
     low, high = interval(gaps)
+    step_ratio = statistics.median(ratios) if ratios else math.nan
+    blocks = [block_gaps(run.loss, base.loss) for run, base in zip(runs, floats, strict=True) if not run.diverged]
+    batch_gap, batch_low, batch_high = interval_by_batch(blocks)
+    curve, float_curve = mean_curve([run.eval_loss for run in runs]), mean_curve([run.eval_loss for run in floats])
+    target = target_of(float_curve)
+    target_steps = steps_to(curve, target) / steps_to(float_curve, target) if float_curve else math.nan
     return Row(
         name=name,
         loss=statistics.fmean(run.final_loss for run in runs),
         gap=statistics.fmean(gaps),
         gap_low=low,
         gap_high=high,
-        step_ratio=statistics.median(ratios) if ratios else math.nan,
+        step_ratio=step_ratio,
         memory_ratio=runs[0].memory_bytes / floats[0].memory_bytes if floats[0].memory_bytes else math.nan,
         share=runs[0].share,
+        batch_gap=batch_gap,
+        batch_low=batch_low,
+        batch_high=batch_high,
+        target_steps=target_steps,
+        target_time=target_steps * step_ratio,
     )
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of a mean, by Student's t; NaN for a single value.
+def _percents(low: float, high: float) -> str:
+    return "-" if math.isnan(low) else f"{100 * low:+.2f} .. {100 * high:+.2f}"
 
-    >>> [round(x, 3) for x in interval([1.0, 2.0, 3.0])]
-    [-0.484, 4.484]
-    """
-    if len(values) < 2:
-        return math.nan, math.nan
-    import scipy.special  # a dependency of JAX
 
-    half = float(scipy.special.stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.fmean(values) - half, statistics.fmean(values) + half
+def _or_dash(value: float, text: str) -> str:
+    return "-" if math.isnan(value) else text.format(value)

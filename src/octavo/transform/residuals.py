@@ -25,6 +25,7 @@ from octavo import _sharding
 from octavo._typing import Array
 from octavo.numerics import Format, IntFormat, pack_bits, unpack_bits
 from octavo.ops import RESIDUAL
+from octavo.ops.lowerings.quantize import quantize_array
 from octavo.ops.operands import at_least
 from octavo.ops.vjp import tangent_probe
 from octavo.qarray import QArray, Quantizer
@@ -231,7 +232,7 @@ class _Storage:
         if _is_mask(var):
             return pack_bits(x.astype(jnp.uint8), 1)
         quantizer = None if is_exact else self.quantizer(var)
-        return x if quantizer is None else quantizer.quantize(x)
+        return x if quantizer is None else quantize_array(quantizer, x)
 
     def summary(self, recomputed: Recomputation, saved: Sequence[Any], leaves: Sequence[Any]) -> Residuals:
         """What is stored, for the plan."""

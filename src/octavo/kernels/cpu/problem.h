@@ -6,7 +6,7 @@
 
 namespace octavo {
 
-enum class ScaleType { kF32, kBF16, kF16, kE3M4 };
+enum class ScaleType { kF32, kBF16, kF16, kE3M4, kE4M3, kE8M0 };
 
 // y[M, N] = x[M, K] . w, with w as [K, N] ("columns") or as [N, K] ("rows").
 struct FloatProblem {
@@ -71,17 +71,44 @@ struct QuantizeAxis {
   int64_t size, stride, scale_stride, factor_stride;
 };
 
-// codes = round(x * factor / scale) with the scale absmax(x * factor) * unit of each group.
+enum class CodeType { kInt8, kE4M3, kE5M2, kE2M1 };
+
+// Random bits of a key, of which the upper 24 are noise in [0, 1), or the lower 8 or 16 with half a unit added.
+struct NoiseKey {
+  const uint32_t* words = nullptr;  // null for rounding to nearest
+  int bits = 24;
+};
+
+// codes = round(x * factor / scale) with the scale absmax(x * factor) * unit of each group. The scale of a block format
+// has eight bits and is a power of two, or in units of a scale of the tensor.
 struct QuantizeProblem {
   const float* x = nullptr;
   const float* factor = nullptr;  // null for one
-  int8_t* codes = nullptr;
-  float* scale = nullptr;
-  float* inverse = nullptr;  // scratch, as many as scales
+  CodeType type = CodeType::kInt8;
+  uint8_t* codes = nullptr;  // two e2m1 to a byte, the first in the low half
+  float* values = nullptr;   // where codes are decoded
+  ScaleType scale_type = ScaleType::kF32;
+  void* scale = nullptr;
+  // Scratch, as many of each as groups. First the absmax, then the reciprocal of the scale.
+  float* inverse = nullptr;
+  float* attempts[2][3] = {};  // scale, its reciprocal and squared error of two candidates, or null
+  float* sums[2] = {};         // of u * u and of u * code, where u are scaled values, or null
   float unit = 0, low = 0, high = 0;
+  float range = 1;           // multiplies the absmax
+  float outer = 1;           // the scale of the tensor
+  bool up = false;           // whether scales are rounded up
+  bool floor = false;        // whether powers of two are those below
+  NoiseKey noise;
   int rank = 0, split = -1;  // split: the axis that is distributed over threads
+  int64_t tile = 0;          // if not zero: of the last axis, whose values share a scale
   QuantizeAxis axes[kMostAxes];
 };
+
+// The most adjacent values that are rounded together.
+constexpr int64_t kChunk = 256;
+
+// What is done with the groups of an array: `values` from codes, or the others one after the other.
+constexpr int kMeasuring = 1, kFinishing = 2, kRounding = 4, kDecoding = 8;
 
 // One implementation. Matmuls compute the outputs of the columns (or rows of w) from `begin` to `end`, those of floats
 // and columns for a part of K; `attend` computes the outputs of heads, numbered over all rows.
@@ -103,8 +130,10 @@ struct Version {
   void (*attend)(const AttendProblem&, int64_t begin, int64_t end);
   // y = silu(gate) * up
   void (*gate)(const float* gate, const float* up, int64_t size, float* y);
-  // Quantizes the groups of the indices from `begin` to `end` of the axis `split`.
-  void (*quantize)(const QuantizeProblem&, int64_t begin, int64_t end);
+  // Quantizes the groups of the indices from `begin` to `end` of the axis `split`, or does some part of it.
+  void (*quantize)(const QuantizeProblem&, int work, int64_t begin, int64_t end);
+  // Noise of the indices from `begin` to `end`.
+  void (*noise)(const NoiseKey&, int64_t begin, int64_t end, float* y);
 };
 
 inline float half_to_float(uint16_t h) {

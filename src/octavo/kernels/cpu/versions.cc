@@ -3,6 +3,7 @@
 #include "versions.h"
 
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
@@ -29,10 +30,12 @@ namespace portable {
 #include "float_body.inc"
 #include "int_body.inc"
 #include "tiled_body.inc"
+#include "small_floats.inc"
+#include "codes.inc"
 #include "quantize_body.inc"
 #include "layer_body.inc"
 constexpr Version kVersion = {"portable", float_columns, float_rows, int_columns, int_rows, tiled,
-                              sum,    norm,          rotate,     keep,        attend,   gate,  quantize};
+                              sum,    norm,          rotate,     keep,        attend,   gate,  quantize, noise};
 }  // namespace portable
 #undef OCTAVO_UNROLL
 
@@ -46,10 +49,12 @@ namespace avx2 {
 #include "float_body.inc"
 #include "int_body.inc"
 #include "tiled_body.inc"
+#include "small_floats.inc"
+#include "codes.inc"
 #include "quantize_body.inc"
 #include "layer_body.inc"
 constexpr Version kVersion = {"avx2", float_columns, float_rows, int_columns, int_rows, tiled,
-                              sum,    norm,          rotate,     keep,        attend,   gate,  quantize};
+                              sum,    norm,          rotate,     keep,        attend,   gate,  quantize, noise};
 }  // namespace avx2
 OCTAVO_END_TARGET
 
@@ -60,10 +65,12 @@ namespace avx512 {
 #include "float_body.inc"
 #include "int_body.inc"
 #include "tiled_body.inc"
+#include "small_floats.inc"
+#include "codes.inc"
 #include "quantize_body.inc"
 #include "layer_body.inc"
 constexpr Version kVersion = {"avx512", float_columns, float_rows, int_columns, int_rows, tiled,
-                              sum,    norm,          rotate,     keep,        attend,   gate,  quantize};
+                              sum,    norm,          rotate,     keep,        attend,   gate,  quantize, noise};
 }  // namespace avx512
 OCTAVO_END_TARGET
 
@@ -76,7 +83,8 @@ namespace avx512_vnni {
 #include "tiled_body.inc"
 constexpr Version kVersion = {"avx512_vnni", avx512::float_columns, avx512::float_rows, int_columns,  int_rows,
                               tiled,         avx512::sum,           avx512::norm,       avx512::rotate,
-                              avx512::keep,  avx512::attend,        avx512::gate,       avx512::quantize};
+                              avx512::keep,  avx512::attend,        avx512::gate,       avx512::quantize,
+                              avx512::noise};
 }  // namespace avx512_vnni
 OCTAVO_END_TARGET
 #undef OCTAVO_VNNI

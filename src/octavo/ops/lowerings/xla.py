@@ -23,7 +23,9 @@ from jax.interpreters import ad, batching, mlir
 
 from octavo import _sharding
 from octavo._typing import Array
+from octavo.ops.lowerings.quantize import dequantize_operand
 from octavo.ops.operands import Codes, Dims, DotProblem, Split, at_least, code_pair, dequantize
+from octavo.qarray import QArray
 
 type IntegerDot = Callable[[Array, Array, Dims], Array]
 
@@ -46,7 +48,7 @@ class Xla:
         """The dot of codes with a scaled result, or the dot of dequantized operands."""
         s, options = p.split, p.options
         if s is None:
-            lhs, rhs = dequantize(*p.operands)
+            lhs, rhs = dequantize(*(dequantize_operand(x) if isinstance(x, QArray) else x for x in p.operands))
             out = float_dot(lhs, rhs, p.dims, options.precision, options.out_sharding, options.accumulator)
             return out.astype(options.dtype)
         sharding, is_integer = options.out_sharding, s.kind == "int"
