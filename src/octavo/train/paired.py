@@ -47,7 +47,7 @@ def interval_by_batch(gaps: Sequence[Sequence[float]]) -> tuple[float, float, fl
       The mean and the ends of the interval; NaN where there are too few values.
 
     >>> [round(x, 4) for x in interval_by_batch([[0.0, 1.0, 2.0, 1.0], [1.0, 0.0, 1.0, 2.0]])]
-    [1.0, 0.3679, 1.6321]
+    [1.0, 0.368, 1.632]
     """
     gaps = [seed for seed in gaps if seed]
     values = [gap for seed in gaps for gap in seed]
