@@ -32,7 +32,7 @@ from timing import Results, arguments, progress
 import octavo
 from octavo.calibration import AmaxHistory
 from octavo.hlo import ProgramCost, compile_for, devices, get_accelerator, read_cost
-from octavo.models.moe import permute, route_top_k, weighted_sum
+from octavo.models.moe import permute, weighted_sum
 
 TOKENS, HEAD = (4, 2048), 128
 SPLASH = splash_attention.BlockSizes(
@@ -155,13 +155,14 @@ class Moe(nn.Module):
     def __call__(self, x):
         tokens = x.reshape(-1, x.shape[-1])
         router = self.param("router", nn.initializers.lecun_normal(), (x.shape[-1], self.experts))
-        routing = route_top_k(jnp.einsum("td,de->te", tokens.astype(jnp.float32), router), self.chosen)
-        order = jnp.argsort(routing.experts.reshape(-1))
-        back, sizes = jnp.argsort(order), jnp.bincount(routing.experts.reshape(-1), length=self.experts)
+        scores = jax.nn.softmax(jnp.einsum("td,de->te", tokens.astype(jnp.float32), router))
+        weights, experts = jax.lax.top_k(scores, self.chosen)
+        order = jnp.argsort(experts.reshape(-1))
+        back, sizes = jnp.argsort(order), jnp.bincount(experts.reshape(-1), length=self.experts)
         rows = permute(jnp.repeat(tokens, self.chosen, axis=0), order, back)
         wide = lambda name: Experts(self.experts, self.hidden, name=name)(rows, sizes)  # noqa: E731
         out = Experts(self.experts, x.shape[-1], name="down")(nn.silu(wide("gate")) * wide("up"), sizes)
-        out = weighted_sum(permute(out, back, order).reshape(-1, self.chosen, x.shape[-1]), routing.weights)
+        out = weighted_sum(permute(out, back, order).reshape(-1, self.chosen, x.shape[-1]), weights)
         return out.reshape(x.shape) + GatedMlp(self.shared * self.hidden, name="shared")(x)
 
 

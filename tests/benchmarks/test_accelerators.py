@@ -8,9 +8,15 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+from octavo.hlo.cost import KernelCall, ProgramCost
+from octavo.hlo.text import Shape
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 RECORDED = json.loads(Path(__file__).with_name("accelerators.json").read_text())
@@ -53,3 +59,28 @@ def test_ratios_of_a_layer_are_those_recorded(accelerators, monkeypatch):
     costs = {kind: accelerators.measure("small", kind, "v6e") for kind in ("bf16", "qwix-int8", "int8")}
     found = {kind: {"cycles": cost.cycles, "bytes": cost.bytes_accessed} for kind, cost in costs.items()}
     assert not worse(found, RECORDED["v6e"]), f"libtpu {version}, recorded with {RECORDED['libtpu']}: {found}"
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Flax, by Qwix
+@pytest.mark.parametrize("layer", ["linear", "mlp", "scores", "flash-scores", "attention", "moe", "layer-1b"])
+def test_layers_can_be_traced(accelerators, layer):
+    gradient, shapes = accelerators.program(layer, "bf16")
+    assert jax.tree.map(jnp.shape, jax.eval_shape(gradient, *shapes)) == jax.tree.map(jnp.shape, shapes)
+
+
+def test_a_kernel_takes_the_larger_of_two_times(accelerators, monkeypatch):
+    chip = types.SimpleNamespace(int8_ops_per_second=2e12, bf16_ops_per_second=1e12, mem_bw_bytes_per_second=1e12)
+    monkeypatch.setattr(accelerators.pltpu, "get_tpu_info", lambda: chip)
+    monkeypatch.setattr(accelerators, "devices", lambda _: jax.devices())
+    monkeypatch.setitem(accelerators.LAYERS, "tiny", (None, (1, 1024, 3 * 128)))
+    queries = Shape("bf16", (1, 1024, 128))
+    flops = 3 * 512 * 512 * 2 * 128  # of one matmul: three of four blocks
+
+    def cycles(name, *arrays):
+        return accelerators.kernel_cycles(ProgramCost((), kernels=(KernelCall(name, "", arrays),)), "v6e", "tiny")
+
+    assert cycles("jvp_int8_flash_backward_.1", queries) == round((4 * flops / 2e12 + flops / 1e12) * 1.75e9)
+    assert cycles("splash_mha_dq_no_residuals", queries) == round(3 * flops / 1e12 * 1.75e9)
+    large = Shape("f32", (10**9,))
+    assert cycles("int8_flash_forward", queries, large) == round((4e9 + queries.bytes) / 1e12 * 1.75e9)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from octavo.hlo import compile_for, compiler_missing, get_accelerator, read_cost, read_cycles
-from octavo.hlo.cost import OpCost, ProgramCost
+from octavo.hlo.cost import OpCost, ProgramCost, read_kernels
 
 
 def attributes(cycles, site=""):
@@ -67,6 +67,29 @@ def test_read_cycles():
     assert [(op.name, op.cycles, op.count) for op in ops] == [("fusion.1", 100, 5), ("dot.1", 250, 1)]
     assert [op.name for op in unknown] == ["custom"]
     assert ops[1] == OpCost("dot.1", "fusion", "(s8[8,128], f32[8])", "jit(f)/up/dot_general", 250)
+
+
+KERNEL = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (x.1: bf16[8,128]) -> s8[8,128] {
+  %x.1 = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %other = bf16[8,128]{1,0} custom-call(%x.1), custom_call_target="ConcatBitcast"
+  %k.1 = (s8[8,128]{1,0:T(8,128)S(1)}, f32[1,8]{1,0}) custom-call(%x.1), custom_call_target="tpu_custom_call", REST
+  ROOT %out = s8[8,128]{1,0} get-tuple-element(%k.1), index=0
+}
+""".replace(
+    "REST",
+    'operand_layout_constraints={bf16[8,128]{1,0}}, metadata={op_name="jit(f)/k"}, '
+    'backend_config={"custom_call_config":{"cost_estimate":{"flops":"512","bytes_accessed":"7"}}}',
+)
+
+
+def test_pallas_kernels_are_listed_with_their_arrays():
+    (kernel,) = read_kernels(KERNEL)
+    assert (kernel.name, kernel.site, kernel.flops, kernel.count) == ("k.1", "jit(f)/k", 512, 1)
+    assert [str(array) for array in kernel.arrays] == ["bf16[8,128]", "s8[8,128]", "f32[1,8]"]
+    assert kernel.bytes == 2 * 8 * 128 + 8 * 128 + 4 * 8
+    assert "0 cycles and 1 Pallas kernels, " in str(ProgramCost((), kernels=(kernel,)))
 
 
 def test_program_cost():
