@@ -1,6 +1,7 @@
 """What other people's code computes with the same weights: the .npz files beside this script.
 
-Nothing of Octavo is imported here. After `make data ARGS="stories15m smollm2 gemma3 minilm"`, in an environment of its own:
+Nothing of Octavo is imported here. After `make data ARGS="stories15m smollm2 gemma3 minilm"`, in an environment
+of its own:
 
     python3.11 -m venv oracle
     oracle/bin/pip install torch transformers numpy safetensors gguf accelerate
