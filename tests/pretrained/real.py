@@ -8,7 +8,12 @@ import numpy as np
 from octavo.pretrained import PretrainedModel, open_model
 
 ROOT = Path(__file__).parents[2]
-FILES = {"stories15m": "", "smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "minilm": ""}
+FILES = {
+    "stories15m": "",
+    "smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf",
+    "minilm": "",
+    "gemma3": "gemma-3-270m-q4_k_m.gguf",
+}
 
 
 def path_of(name: str) -> Path:

@@ -12,7 +12,7 @@ from octavo.models import apply
 from tests.pretrained.real import golden, real
 
 pytestmark = pytest.mark.standard_promotion
-MODELS = [pytest.param(name, marks=pytest.mark.data(name)) for name in ("stories15m", "smollm2")]
+MODELS = [pytest.param(name, marks=pytest.mark.data(name)) for name in ("stories15m", "smollm2", "gemma3")]
 
 
 @functools.cache

@@ -1,10 +1,11 @@
 """What other people's code computes with the same weights: the .npz files beside this script.
 
-Nothing of Octavo is imported here. After `make data ARGS="stories15m smollm2 minilm"`, in an environment of its own:
+Nothing of Octavo is imported here. After `make data ARGS="stories15m smollm2 gemma3 minilm"`, in an environment
+of its own:
 
     python3.11 -m venv oracle
     oracle/bin/pip install torch transformers numpy safetensors gguf accelerate
-    oracle/bin/python tests/pretrained/golden/make.py [stories15m] [smollm2] [minilm]
+    oracle/bin/python tests/pretrained/golden/make.py [stories15m] [smollm2] [gemma3] [minilm]
 
 Made with torch 2.13.0 and transformers 5.22.2, in float32; stories15m.npz from the original model.bin and tokenizer.bin
 of llama2.c, which the directory that `make data` writes is a conversion of. Files of language models hold, without
@@ -130,6 +131,16 @@ def smollm2(folder: Path) -> dict[str, np.ndarray]:
     }
 
 
+def gemma3(folder: Path) -> dict[str, np.ndarray]:
+    name = next(folder.glob("*.gguf")).name
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    tokens = tokenizer(ESSAY)["input_ids"][:96]
+    return {"text": np.asarray(ESSAY), **of_logits(model, tokens)}
+
+
 @torch.no_grad()
 def minilm(folder: Path) -> dict[str, np.ndarray]:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), pad_token="[PAD]")
@@ -147,7 +158,7 @@ def minilm(folder: Path) -> dict[str, np.ndarray]:
     }
 
 
-MAKERS = {"stories15m": stories15m, "smollm2": smollm2, "minilm": minilm}
+MAKERS = {"stories15m": stories15m, "smollm2": smollm2, "gemma3": gemma3, "minilm": minilm}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write the golden outputs again.")
