@@ -106,7 +106,7 @@ def _rounding(quantizer: Quantizer) -> kernels.Rounding | None:
         found = found._replace(noise_bits=rounding.bits)
     if block is not None and jnp.dtype(block.scale_dtype) == E8M0 and not block.outer:
         floor = "floor" if block.scale_rounding == "floor" else ""
-        return found._replace(scales=E8M0.name, mode=floor) if calibration == AbsMax() else None
+        return found._replace(scales=E8M0.name, mode=floor) if calibration == _ABSMAX else None
     if block is not None:
         if (block.scale_dtype, block.scale_rounding, block.outer) != ("float8_e4m3fn", "nearest", True):
             return None
@@ -119,7 +119,7 @@ def _rounding(quantizer: Quantizer) -> kernels.Rounding | None:
             return None
         plain = isinstance(calibration, AbsMax)
         return found._replace(factor=calibration.factor, headroom=calibration.headroom) if plain else None
-    return found if calibration == AbsMax() and not isinstance(rounding, Eden) else None
+    return found if calibration == _ABSMAX and not isinstance(rounding, Eden) else None
 
 
 class Decoder(NamedTuple):
@@ -188,7 +188,7 @@ def _split(shape: Shape, counts: Shape) -> tuple[Shape, Shape]:
     return tuple(values), tuple(size for count in counts for size in (count, 1))
 
 
-_KNOWN = (Nearest, Stochastic, Eden)
+_KNOWN, _ABSMAX = (Nearest, Stochastic, Eden), AbsMax()
 _primitive = core.Primitive("octavo_quantize")
 _primitive.multiple_results = True
 
