@@ -27,6 +27,7 @@ WAYS = {
     "LoRA": {"lora_weight_qtype": ""},
     "QLoRA": {"lora_weight_qtype": "nf4_double"},
     "LoftQ": {"lora_weight_qtype": "nf4_double", "lora_init": "loftq"},
+    "GPTQ": {"lora_weight_qtype": "nf4_double", "lora_init": "gptq"},
     "EoRA": {"lora_weight_qtype": "nf4_double", "lora_init": "eora"},
 }
 RATE = 5e-4

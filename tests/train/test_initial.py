@@ -210,8 +210,13 @@ def test_eora_begins_nearer_to_the_outputs_of_the_float_model(files):
     codes = quantize_weight(flatten_paths(params)[name], quantizer, statistics[name], method="gptq").array
     kernel = eora.state.frozen["decoder"]["layers"]["mlp"]["wo"]["kernel"]
     np.testing.assert_array_equal(kernel.unpack().qvalue, codes.qvalue)
-    few = eora.adapter_loss.init_eora(params, batches, memory=1)  # one weight at a time
+    run = functools.partial(eora.adapter_loss.init_calibrated, jax.random.key(0), params, batches, memory=1)
+    few = run(eora=True)  # one weight at a time
     jax.tree.map(np.testing.assert_array_equal, few, (eora.state.params, eora.state.frozen))
+    zeros, same = run(eora=False)
+    jax.tree.map(np.testing.assert_array_equal, same, eora.state.frozen)
+    assert _layout(zeros) == _layout(eora.state.params)
+    assert all(not np.any(b) for path, b in flatten_paths(zeros).items() if path.endswith("_b"))
     two = started_by(num_devices=2, per_device_batch_size=4)
     np.testing.assert_allclose(two.evaluate(), eora.evaluate(), rtol=2e-3)
 

@@ -62,7 +62,7 @@ def loftq(
                 "out of the rule"
             )
         own = None if statistics is None else _statistics_of(statistics, site.leaf, weight.shape)
-        quantize = _quantize(quantizers[site.leaf], weight, own, method)
+        quantize = quantize_as(quantizers[site.leaf], weight, own, method)
         hessian = None if own is None else own.hessian
         low[site.leaf], pair = _alternate(weight, quantize, hessian, layout, origin.axes, rule, steps=steps)
         path, *names = adapter_names(site)
@@ -81,7 +81,7 @@ def _statistics_of(statistics: Mapping[str, Statistics], name: str, shape: tuple
     return statistics[name]
 
 
-def _quantize(
+def quantize_as(
     quantizer: Quantizer, weight: Array, statistics: Statistics | None, method: str
 ) -> Callable[[Array], QArray]:
     """How arrays of the shape of a weight are quantized: to what rounding gives, as for shapes and dtypes."""

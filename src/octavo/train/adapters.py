@@ -7,7 +7,7 @@ import jax
 
 from octavo._tree import flatten_paths, path_str, unflatten_paths
 from octavo.lora import LoraProvider, LoraRule
-from octavo.lora.loftq import loftq
+from octavo.lora.loftq import loftq, quantize_as
 from octavo.numerics import get_format
 from octavo.ptq import collect_statistics
 from octavo.ptq.api import MEMORY, passes_over
@@ -61,14 +61,22 @@ class AdapterLoss:
         adapters, low = loftq(self.low.sites(params, *args), params, quantizers, steps=4)
         return adapters, self._place(low, params)
 
-    def init_eora(
-        self, params: Any, batches: Sequence[tuple[Any, ...]], *, memory: int = MEMORY
+    def init_calibrated(
+        self,
+        key: jax.Array,
+        params: Any,
+        batches: Sequence[tuple[Any, ...]],
+        *,
+        eora: bool,
+        memory: int = MEMORY,
     ) -> tuple[dict[str, Any], Any]:
-        """GPTQ's codes for the inputs that weights have on batches, and adapters that make up for the rest (EoRA).
+        """Adapters, and GPTQ's codes of their weights for the inputs that these have on batches.
 
         Args:
+          key: Makes adapters that begin without effect.
           params: The parameters, in float.
           batches: The other arguments of the loss, for each batch.
+          eora: Whether adapters make up for what GPTQ leaves instead (EoRA).
           memory: Bytes of Hessians that are held at a time; if those of all weights need more, there are several passes
             over the batches.
         """
@@ -80,12 +88,17 @@ class AdapterLoss:
             statistics, missing = collect_statistics(self.loss, params, batches, only=names)
             if missing:
                 name, reason = next(iter(missing.items()))
-                raise ConfigError([f"lora_init=eora: {name}: {reason}; leave it out of lora_module_path"])
-            own = [site for site in sites if site.leaf in names]
-            found = loftq(own, params, quantizers, steps=1, statistics=statistics, method="gptq")
-            adapters |= flatten_paths(found[0])
-            low |= found[1]
-        return unflatten_paths(adapters), self._place(low, params)
+                raise ConfigError([f"{name} cannot be calibrated: {reason}; leave it out of lora_module_path"])
+            if eora:
+                own = [site for site in sites if site.leaf in names]
+                found = loftq(own, params, quantizers, steps=1, statistics=statistics, method="gptq")
+                adapters |= flatten_paths(found[0])
+                low |= found[1]
+                continue
+            for name in names:
+                low[name] = quantize_as(quantizers[name], leaves[name], statistics[name], "gptq")(leaves[name])
+        made = unflatten_paths(adapters) if eora else self.init_adapters(key, params, *batches[0])
+        return made, self._place(low, params)
 
     def freeze(self, params: Any, *args: Any) -> Any:
         """The parameters as they are kept: those with an adapter in the format of the rule."""

@@ -145,7 +145,7 @@ def description(trainer: Trainer) -> dict[str, Any]:
 def save_adapter(trainer: Trainer, log: Log) -> None:
     """Write the adapters of a finished run for PEFT, into its directory."""
     config, path = trainer.config, trainer.config.run_directory / "adapter"
-    if config.lora_init != "zeros":
+    if config.lora_init in ("loftq", "eora"):
         log(
             f"no adapter for PEFT: with lora_init={config.lora_init} it belongs to the quantized weights of the run, "
             "not to the model"

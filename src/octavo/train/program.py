@@ -215,7 +215,7 @@ class Program:
             arguments = microbatch, jnp.float32(1), jnp.float32(1)
             if adapted is not None:
                 params, frozen = adapted
-            elif self.config.lora_init != "zeros":  # for shapes, those of LoftQ are those of EoRA
+            elif self.config.lora_init != "zeros":  # calibrated ones have the shapes of LoftQ's
                 params, frozen = self.adapter_loss.init_loftq(params, *arguments)
             else:
                 frozen = self.adapter_loss.freeze(params, *arguments)

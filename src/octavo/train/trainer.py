@@ -82,7 +82,7 @@ class Trainer(Program):
         if self.teacher_source is not None:
             out = None if self.is_single_device else self.state_shardings.teacher
             teacher = load_params(self.teacher_source, self.teacher_model, out)
-        adapted = self._calibrated_adapters(params) if self.config.lora_init == "eora" else None
+        adapted = self._calibrated_adapters(params) if self.config.lora_init in ("gptq", "eora") else None
         if self.is_single_device:
             state = self.init_state(params, teacher, adapted)
             if self.config.lora_weight_qtype == SOURCE:
@@ -91,11 +91,13 @@ class Trainer(Program):
         return jax.jit(self.init_state, out_shardings=self.state_shardings)(params, teacher, adapted)
 
     def _calibrated_adapters(self, params: Any) -> tuple[Any, Any]:
-        """Adapters that make up for the quantization of their weights on the first batches, and these weights."""
+        """Adapters, and their weights, quantized for the inputs that these have on the first batches."""
         assert self.adapter_loss is not None
         count = -(-self.config.lora_calibration_tokens // (self.batch_size * self.config.max_target_length))
         one = jnp.float32(1)
-        return self.adapter_loss.init_eora(params, [(self.batch(i), one, one) for i in range(count)])
+        batches = [(self.batch(i), one, one) for i in range(count)]
+        key = jax.random.key(self.config.init_weights_seed)
+        return self.adapter_loss.init_calibrated(key, params, batches, eora=self.config.lora_init == "eora")
 
     def _initial_params(self) -> Any:
         """Random parameters, or those at `load_parameters_path`."""

@@ -305,10 +305,14 @@ class Config(octavo._config.Config):
         check=checks.check_frozen_format, hint="a number format",
     )  # fmt: skip
     lora_init: str = _lora(
-        "zeros", "adapters begin without effect, or as what quantization loses of their weights (eora: of the outputs)",
-        choices=("zeros", "loftq", "eora"),
+        "zeros",
+        "adapters begin without effect (zeros; gptq: weights are calibrated), or as what quantization loses of the "
+        "weights (loftq) or outputs (eora)",
+        choices=("zeros", "gptq", "loftq", "eora"),
     )  # fmt: skip
-    lora_calibration_tokens: int = _lora(8192, "tokens of the training data that lora_init=eora calibrates on", low=1)
+    lora_calibration_tokens: int = _lora(
+        8192, "tokens of the training data that lora_init=gptq or eora calibrates on", low=1
+    )
     lora_tile_size: int = _lora(64, "weights that share a scale; 0: one scale per channel", low=0)
 
     distillation_weight: float = _distillation(
