@@ -77,8 +77,7 @@ WIDE = ONE.replace(emb_dim=192, num_kv_heads=4, head_dim=48, mlp_dim=176)
 @pytest.mark.parametrize(
     ("weights", "kv", "config"),
     [
-        ("int8", "int8", WIDE),
-        pytest.param("int8", "int4", WIDE, marks=pytest.mark.slow),
+        ("int8", "int4", WIDE),
         pytest.param("int8", None, WIDE.replace(sliding_window=5), marks=pytest.mark.slow),
     ],
 )
