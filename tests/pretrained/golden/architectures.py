@@ -167,7 +167,7 @@ MODELS = {
         **GEMMA4,
         "num_hidden_layers": 9,
         "layer_types": [*(["sliding_attention"] * 2 + ["full_attention"]) * 3],
-        "num_kv_shared_layers": 4,
+        "num_kv_shared_layers": 3,
         "use_double_wide_mlp": True,
         "hidden_size_per_layer_input": 12,
         "vocab_size_per_layer_input": 64,
