@@ -55,7 +55,9 @@ def accelerators(monkeypatch):
 @pytest.mark.compiler("tpu")
 def test_ratios_of_a_layer_are_those_recorded(accelerators, monkeypatch):
     version = importlib.metadata.version("libtpu")
-    monkeypatch.setitem(accelerators.LAYERS, "small", (accelerators.Layer(512), (2, 256, 256)))
+    monkeypatch.setitem(
+        accelerators.LAYERS, "small", (accelerators.LAYERS["layer-8b"][0].clone(hidden=512), (2, 256, 256))
+    )
     costs = {kind: accelerators.measure("small", kind, "v6e") for kind in ("bf16", "qwix-int8", "int8")}
     found = {kind: {"cycles": cost.cycles, "bytes": cost.bytes_accessed} for kind, cost in costs.items()}
     assert not worse(found, RECORDED["v6e"]), f"libtpu {version}, recorded with {RECORDED['libtpu']}: {found}"

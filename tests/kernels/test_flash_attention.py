@@ -12,6 +12,7 @@ from octavo.kernels.flash_attention import flash_attention, missing_device
 from octavo.kernels.flash_blocks import Flash
 from octavo.kernels.flash_reference import flash_reference
 from tests.arrays import normal
+from tests.transform.test_attention import train
 
 
 def inputs(length, heads, kv_heads, dtype):
@@ -121,3 +122,20 @@ def test_the_kernel_compiles_for_tpus(target):
     assert backward.flops == 5 * forward.flops // 2 == 2 * 5 * 2 * 512 * 512 * 128
     codes = [shape for shape in backward.arrays if shape.dtype == "s8"]
     assert [shape.dims for shape in codes] == [(1, 512, 256), (1, 512, 128), (1, 512, 128)]
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion  # optax
+def test_the_loss_of_training_is_that_of_float():
+    """Every position learns to attend to the token before it; errors that the first tokens make for all would show."""
+    length, size, vocab, steps = 128, 64, 16, 60
+    shapes = {"embed": (vocab, size), "place": (length, size), "o": (2, 128, size)} | dict.fromkeys(
+        "qkv", (size, 2, 128)
+    )
+    params = {name: normal(n, *shape, std=0.3 if n < 2 else 0.12) for n, (name, shape) in enumerate(shapes.items())}
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, vocab, (steps, 4, length)))
+    attends = {"float": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)}
+    attends["int8"] = functools.partial(flash_attention, causal=True, interpret=True)
+    losses = {name: float(jnp.mean(train(attend, params, tokens)[-20:])) for name, attend in attends.items()}
+    assert losses["float"] < 1.2, losses  # it learns, from 2.8
+    assert abs(losses["int8"] / losses["float"] - 1) < 0.02, losses

@@ -98,6 +98,7 @@ def arrays():
 def on_a_tpu(monkeypatch):
     """Programs are traced as for a TPU, and the kernel is interpreted."""
     monkeypatch.setattr(kernel, "missing_device", lambda: None)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(flash, "flash_attention", functools.partial(kernel.flash_attention, interpret=True))
 
 
@@ -165,3 +166,16 @@ def test_the_plan_says_whether_there_is_a_kernel(fn, rule, note, arrays, on_a_tp
     row, _ = octavo.plan(quantized, None, *arrays[:3]).rows
     assert f"scores: the mean of keys (rhs) is subtracted{note}" in row.note
     assert ("pallas_call" in str(jax.make_jaxpr(quantized)(*arrays[:3]))) == (note == "; a flash kernel")
+
+
+def test_several_devices_need_a_shard_map(arrays, on_a_tpu, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    quantized = octavo.quantized(causal, [SAGE], weights=())
+    row, _ = octavo.plan(quantized, None, *arrays[:3]).rows
+    assert row.note.endswith("; no flash kernel: XLA cannot partition the kernel: use jax.shard_map, or one device")
+    assert "pallas_call" not in str(jax.make_jaxpr(quantized)(*arrays[:3]))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    local = jax.shard_map(quantized, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    batch = [jnp.concatenate([x] * 8) for x in arrays[:3]]
+    assert str(jax.make_jaxpr(local)(*batch)).count("pallas_call") == 1

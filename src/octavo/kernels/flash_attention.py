@@ -6,9 +6,9 @@ SageAttention3, arXiv:2505.11594. With codes in int8 (hats), scales s, and rows 
     dV = P^' dO^ s_d / 127,   dP = dO V',   dS = P (dP - D),   dQ = dS^ K^,   dK = dS^' Q^      dO divided by sum P
 
 Q has a scale for each row, K (minus its mean over tokens) for each block J, V for each channel, dO for each channel of
-a block. dP is multiplied in bfloat16. SageBwd has one scale for each block of dS; in the first rows of causal attention
-a few large values would take its range, so here each row of a block has one, r_i. In dK it varies along the
-contraction, so what is multiplied there are codes of r_i Q, with a scale for each channel of a block.
+a block. dP is multiplied in bfloat16. dS, times s_i, is rounded twice: for dQ with a scale for each row of a block, for
+dK with one for each column, where SageBwd has one for the block. In causal attention the first rows are much larger
+than the last, whose codes are zero if they share a scale.
 
 The kernels (`flash_blocks.py`) read and write [batch, length, heads * dim], the layout of linear layers around them.
 `flash_reference.py` is their specification.

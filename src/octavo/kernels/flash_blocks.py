@@ -107,10 +107,12 @@ def backward_kernel(config: Flash, *refs: Any) -> None:
         def _(i: Any) -> None:
             columns = jnp.broadcast_to(1 / l_ref[:, at(i)], (g_ref.shape[1], block)).T
             g = g_ref[at(i), :].astype(jnp.float32) * columns
-            delta_ref[:, at(i)] = jnp.sum((g * o_ref[at(i), :].astype(jnp.float32)).T, 0, keepdims=True)
+            delta = jnp.sum((g * o_ref[at(i), :].astype(jnp.float32)).T, 0, keepdims=True)
+            delta_ref[:, at(i)] = delta * qs_ref[:, at(i)]
             gs_ref[i], inverse = _scale(jnp.max(jnp.abs(g), 0, keepdims=True))
             gc_ref[at(i), :] = _round(g * inverse)
-            gv_ref[at(i), :] = (g * vs_ref[...]).astype(jnp.bfloat16)
+            columns = jnp.broadcast_to(qs_ref[:, at(i)], (g_ref.shape[1], block)).T
+            gv_ref[at(i), :] = (g * vs_ref[...] * columns).astype(jnp.bfloat16)
             dqt_ref[:, at(i)] = jnp.zeros((g.shape[1], block), jnp.float32)
 
     dk_sum[...], dv_sum[...] = jnp.zeros_like(dk_sum), jnp.zeros_like(dv_sum)
@@ -123,12 +125,11 @@ def backward_kernel(config: Flash, *refs: Any) -> None:
         p = jnp.exp2(z - m_ref[:, at(i)])
         dv_sum[...] += _dot(_round(LIMIT * p), gc_ref[at(i), :], _NN) * (gs_ref[i] / LIMIT)
         ds = p * (_dot(values, gv_ref[at(i), :], _NT) - delta_ref[:, at(i)])
-        scale, inverse = _scale(jnp.max(jnp.abs(ds), 0, keepdims=True))
-        codes = _round(ds * inverse)
-        dqt_ref[:, at(i)] += _dot(transposed, codes, _NN) * (scale * key_scale)
-        q = qc.astype(jnp.float32) * jnp.broadcast_to(scale * qs_ref[:, at(i)], (qc.shape[1], block)).T
-        scale, inverse = _scale(jnp.max(jnp.abs(q), 0, keepdims=True))
-        dk_sum[...] += _dot(codes, _round(q * inverse), _NN) * scale
+        size = jnp.abs(ds)
+        scale, inverse = _scale(jnp.max(size, 0, keepdims=True))
+        dqt_ref[:, at(i)] += _dot(transposed, _round(ds * inverse), _NN) * (scale * key_scale)
+        scale, inverse = _scale(jnp.max(size, 1, keepdims=True))
+        dk_sum[...] += _dot(_round(ds * inverse), qc, _NN) * scale
 
     if config.causal:
         step(True, j, None)
@@ -140,7 +141,7 @@ def backward_kernel(config: Flash, *refs: Any) -> None:
     def _():
         @pl.loop(0, count)
         def _(i: Any) -> None:
-            dq_ref[at(i), :] = (dqt_ref[:, at(i)] * config.scale).T.astype(dq_ref.dtype)
+            dq_ref[at(i), :] = (dqt_ref[:, at(i)] * (config.scale / qs_ref[:, at(i)])).T.astype(dq_ref.dtype)
 
 
 def _scores(config: Flash, kc: Any, ks: Any, qc: Array, qs: Array, i: Any, j: Any, masked: bool, local: bool = False):

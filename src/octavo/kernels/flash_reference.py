@@ -48,19 +48,16 @@ def flash_reference(config: Flash, q: Array, k: Array, v: Array, g: Array) -> tu
 
     p = jnp.exp2(z - top[..., None]).reshape(batch, heads, length, length)
     scaled = wide(g) * by_head(1 / total)
-    delta = by_head(jnp.sum(scaled * wide(out), 3, keepdims=True))
+    delta = by_head(jnp.sum(scaled * wide(out), 3, keepdims=True) * qs)
     gc, gs = _quantize(split(scaled), 2)
     dv = jnp.einsum(
         "bhnij,bnihd,bnhd->bjhd", jnp.round(LIMIT * p).reshape(batch, heads, blocks, block, -1), gc, gs[:, :, 0] / LIMIT
     )
-    dp = jnp.einsum("bihd,bjhd->bhij", _round_to_bfloat16(scaled * vs), vc)
-    codes, scale = _quantize((p * (dp - delta)).reshape(batch, heads, length, blocks, block), 4)
-    dq = jnp.einsum("bhij,bjhd->bihd", (codes * scale).reshape(p.shape), kc * ks) * config.scale
-    rows = by_head(qc) * by_head(qs)
-    rows = (rows[:, :, :, None] * scale).reshape(batch, heads, blocks, block, blocks, dim)
-    rounded, scale = _quantize(rows, 3)
-    rows = (rounded * scale).reshape(batch, heads, length, blocks, dim)
-    dk = jnp.einsum("bhinj,bhind->bnjhd", codes, rows).reshape(q.shape) * config.scale
+    dp = jnp.einsum("bihd,bjhd->bhij", _round_to_bfloat16(scaled * vs * qs), vc)
+    ds = (p * (dp - delta)).reshape(batch, heads, blocks, block, blocks, block)
+    by_query, by_key = (jnp.multiply(*_quantize(ds, axis)).reshape(p.shape) for axis in (5, 3))
+    dq = jnp.einsum("bhij,bjhd->bihd", by_query, kc * ks) * (config.scale / qs)
+    dk = jnp.einsum("bhij,bihd->bjhd", by_key, qc) * config.scale
     dk, dv = (x.reshape(batch, length, kv, -1, dim).sum(3) for x in (dk, dv))
     return out, *(x.astype(q.dtype) for x in (dq, dk, dv))
 

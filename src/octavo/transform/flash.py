@@ -17,6 +17,7 @@ from octavo._typing import Array
 from octavo.kernels.flash_attention import flash_attention, unsupported
 from octavo.ops import DotConfig, Operand
 from octavo.ops.lowerings.cpu_ffi import is_partitioned
+from octavo.ops.lowerings.tokamax import is_local
 from octavo.transform.axes import Axes, Factor, axes_of
 from octavo.transform.jaxpr import Equation, Jaxpr, Literal
 from octavo.transform.masks import REARRANGED, Mask, mask_of
@@ -84,8 +85,8 @@ class Flash(NamedTuple):
 
 def config_reason(config: DotConfig | None) -> str | None:
     """Why the kernel does not compute scores with this config; None if it does."""
-    if is_partitioned():
-        return "XLA cannot partition the kernel: use jax.shard_map"
+    if is_partitioned() or not is_local():
+        return "XLA cannot partition the kernel: use jax.shard_map, or one device"
     plain = Operand("int8")
     if config is None or any(o != plain for o in (config.fwd.lhs, config.fwd.rhs, config.dlhs.lhs, config.drhs.lhs)):
         return "the rule is not int8 with measured ranges in all three matmuls"

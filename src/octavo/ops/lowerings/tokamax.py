@@ -22,14 +22,14 @@ def unsupported(lhs: Array, rhs: Array) -> str | None:
         return f"tokamax's kernels run on TPUs and GPUs, and this process computes on {jax.default_backend()}"
     if importlib.util.find_spec("tokamax") is None:
         return "tokamax is not installed: pip install tokamax"
-    if _sharding.explicit(lhs) or _sharding.explicit(rhs) or is_partitioned() or not _is_local():
+    if _sharding.explicit(lhs) or _sharding.explicit(rhs) or is_partitioned() or not is_local():
         return "XLA cannot partition the kernel: use jax.shard_map, or one device"
     if lhs.dtype != rhs.dtype or lhs.dtype not in _DTYPES:
         return f"tokamax multiplies int8, bfloat16, float32 or float8 of one dtype, not {lhs.dtype} with {rhs.dtype}"
     return None
 
 
-def _is_local() -> bool:
+def is_local() -> bool:
     """Whether the traced program runs on one device: there is only one, or this is inside a shard_map."""
     return jax.device_count() == 1 or not jax.sharding.get_abstract_mesh().empty
 
