@@ -31,8 +31,8 @@ namespace portable {
 #include "tiled_body.inc"
 #include "quantize_body.inc"
 #include "layer_body.inc"
-constexpr Version kVersion = {"portable", float_columns, float_rows, nullptr, nullptr, int_columns, int_rows, tiled,
-                              sum, norm, rotate, keep, attend, gate, quantize};
+constexpr Version kVersion = {"portable", float_columns, float_rows, int_columns, int_rows, tiled,
+                              sum,    norm,          rotate,     keep,        attend,   gate,  quantize};
 }  // namespace portable
 #undef OCTAVO_UNROLL
 
@@ -48,8 +48,8 @@ namespace avx2 {
 #include "tiled_body.inc"
 #include "quantize_body.inc"
 #include "layer_body.inc"
-constexpr Version kVersion = {"avx2", float_columns, float_rows, nullptr, nullptr, int_columns, int_rows, tiled,
-                              sum, norm, rotate, keep, attend, gate, quantize};
+constexpr Version kVersion = {"avx2", float_columns, float_rows, int_columns, int_rows, tiled,
+                              sum,    norm,          rotate,     keep,        attend,   gate,  quantize};
 }  // namespace avx2
 OCTAVO_END_TARGET
 
@@ -62,8 +62,8 @@ namespace avx512 {
 #include "tiled_body.inc"
 #include "quantize_body.inc"
 #include "layer_body.inc"
-constexpr Version kVersion = {"avx512", float_columns, float_rows, nullptr, nullptr, int_columns, int_rows, tiled,
-                              sum, norm, rotate, keep, attend, gate, quantize};
+constexpr Version kVersion = {"avx512", float_columns, float_rows, int_columns, int_rows, tiled,
+                              sum,    norm,          rotate,     keep,        attend,   gate,  quantize};
 }  // namespace avx512
 OCTAVO_END_TARGET
 
@@ -74,10 +74,9 @@ namespace avx512_vnni {
 #include "scales.inc"
 #include "int_body.inc"
 #include "tiled_body.inc"
-#include "digits_body.inc"
-constexpr Version kVersion = {"avx512_vnni",   digit_columns, digit_rows,     prepare_columns, prepare_rows,
-                              int_columns,     int_rows,      tiled,          avx512::sum,     avx512::norm,
-                              avx512::rotate,  avx512::keep,  avx512::attend, avx512::gate,    avx512::quantize};
+constexpr Version kVersion = {"avx512_vnni", avx512::float_columns, avx512::float_rows, int_columns,  int_rows,
+                              tiled,         avx512::sum,           avx512::norm,       avx512::rotate,
+                              avx512::keep,  avx512::attend,        avx512::gate,       avx512::quantize};
 }  // namespace avx512_vnni
 OCTAVO_END_TARGET
 #undef OCTAVO_VNNI
