@@ -89,7 +89,6 @@ ffi::Error float_matvec(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer c
     return ffi::Error::Success();
   }
   job->function = how->float_rows;
-  if (how->prepare_rows != nullptr) p.digits = how->prepare_rows(p);
   share<ffi::ThreadPool>(job, p.n, 16, p.n * stored * p.m, threads, pool);
   return ffi::Error::Success();
 }

@@ -27,7 +27,6 @@ struct FloatProblem {
   int64_t m = 0, k = 0, n = 0;
   int64_t from = 0, until = 0;    // the part of K that is summed, an even number of values before it
   int64_t groups = 1, group = 0;  // groups of `group` values each along K
-  const void* digits = nullptr;  // what `prepare_columns` or `prepare_rows` returned
   bool packed = false;            // two 4-bit codes to a byte along K, the first in the low half
   float table[16] = {};           // the values of 4-bit codes
 };
@@ -117,10 +116,6 @@ struct Version {
   const char* name;
   void (*float_columns)(const FloatProblem&, int64_t begin, int64_t end);
   void (*float_rows)(const FloatProblem&, int64_t begin, int64_t end);
-  // The rows of x in another form that these take, once for all calls and valid until the next; null, or null of this
-  // matrix, for none.
-  const void* (*prepare_columns)(const FloatProblem&);
-  const void* (*prepare_rows)(const FloatProblem&);
   void (*int_columns)(const IntProblem&, int64_t begin, int64_t end);
   void (*int_rows)(const IntProblem&, int64_t begin, int64_t end);
   void (*tiled)(const TiledProblem&, int64_t begin, int64_t end);

@@ -52,17 +52,15 @@ struct Parts {
 // Writes the sums of all parts, [parts, M, N], to `parts`.
 inline void multiply(const FloatProblem& p, const Version& how, Team team, float* parts) {
   constexpr int64_t kUnit = 64;  // columns: a line of codes
-  const void* const digits = how.prepare_columns == nullptr ? nullptr : how.prepare_columns(p);
   const Parts cut(p.k);
   const int64_t cost = p.m * p.n * (p.packed ? (p.k + 1) / 2 : p.k), units = (p.n + kUnit - 1) / kUnit;
   // Where there are fewer parts than threads, columns are partitioned as well.
   const int64_t wanted = (2 * workers(cost, team.threads, team.pool) + cut.count - 1) / cut.count;
   const int64_t width = (units + std::min(wanted, units) - 1) / std::min(wanted, units) * kUnit;
   const int64_t strips = (p.n + width - 1) / width;
-  team.run(cut.count * strips, 1, cost, [&, width, strips, digits](int64_t begin, int64_t end) {
+  team.run(cut.count * strips, 1, cost, [&, width, strips](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       FloatProblem part = p;
-      part.digits = digits;
       part.from = i / strips * cut.rows;
       part.until = std::min(part.from + cut.rows, p.k);
       part.y = parts + i / strips * p.m * p.n;

@@ -34,8 +34,8 @@ namespace portable {
 #include "codes.inc"
 #include "quantize_body.inc"
 #include "layer_body.inc"
-constexpr Version kVersion = {"portable", float_columns, float_rows, nullptr, nullptr, int_columns, int_rows, tiled,
-                              sum, norm, rotate, keep, attend, gate, quantize, noise};
+constexpr Version kVersion = {"portable", float_columns, float_rows, int_columns, int_rows, tiled,
+                              sum,    norm,          rotate,     keep,        attend,   gate,  quantize, noise};
 }  // namespace portable
 #undef OCTAVO_UNROLL
 
@@ -53,8 +53,8 @@ namespace avx2 {
 #include "codes.inc"
 #include "quantize_body.inc"
 #include "layer_body.inc"
-constexpr Version kVersion = {"avx2", float_columns, float_rows, nullptr, nullptr, int_columns, int_rows, tiled,
-                              sum, norm, rotate, keep, attend, gate, quantize, noise};
+constexpr Version kVersion = {"avx2", float_columns, float_rows, int_columns, int_rows, tiled,
+                              sum,    norm,          rotate,     keep,        attend,   gate,  quantize, noise};
 }  // namespace avx2
 OCTAVO_END_TARGET
 
@@ -69,8 +69,8 @@ namespace avx512 {
 #include "codes.inc"
 #include "quantize_body.inc"
 #include "layer_body.inc"
-constexpr Version kVersion = {"avx512", float_columns, float_rows, nullptr, nullptr, int_columns, int_rows, tiled,
-                              sum, norm, rotate, keep, attend, gate, quantize, noise};
+constexpr Version kVersion = {"avx512", float_columns, float_rows, int_columns, int_rows, tiled,
+                              sum,    norm,          rotate,     keep,        attend,   gate,  quantize, noise};
 }  // namespace avx512
 OCTAVO_END_TARGET
 
@@ -81,10 +81,9 @@ namespace avx512_vnni {
 #include "scales.inc"
 #include "int_body.inc"
 #include "tiled_body.inc"
-#include "digits_body.inc"
-constexpr Version kVersion = {"avx512_vnni",   digit_columns, digit_rows,     prepare_columns, prepare_rows,
-                              int_columns,     int_rows,      tiled,          avx512::sum,     avx512::norm,
-                              avx512::rotate,  avx512::keep,  avx512::attend, avx512::gate,    avx512::quantize,
+constexpr Version kVersion = {"avx512_vnni", avx512::float_columns, avx512::float_rows, int_columns,  int_rows,
+                              tiled,         avx512::sum,           avx512::norm,       avx512::rotate,
+                              avx512::keep,  avx512::attend,        avx512::gate,       avx512::quantize,
                               avx512::noise};
 }  // namespace avx512_vnni
 OCTAVO_END_TARGET
