@@ -24,6 +24,7 @@ from octavo.qarray import QArray, Quantizer
 from octavo.qarray.eden import scale_by_sums
 from octavo.qarray.qarray import Tiles, is_eager
 
+_ABSMAX = AbsMax()
 _CODES = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
 
 
@@ -106,7 +107,7 @@ def _rounding(quantizer: Quantizer) -> kernels.Rounding | None:
         found = found._replace(noise_bits=rounding.bits)
     if block is not None and jnp.dtype(block.scale_dtype) == E8M0 and not block.outer:
         floor = "floor" if block.scale_rounding == "floor" else ""
-        return found._replace(scales=E8M0.name, mode=floor) if calibration == AbsMax() else None
+        return found._replace(scales=E8M0.name, mode=floor) if calibration == _ABSMAX else None
     if block is not None:
         if (block.scale_dtype, block.scale_rounding, block.outer) != ("float8_e4m3fn", "nearest", True):
             return None
@@ -119,7 +120,7 @@ def _rounding(quantizer: Quantizer) -> kernels.Rounding | None:
             return None
         plain = isinstance(calibration, AbsMax)
         return found._replace(factor=calibration.factor, headroom=calibration.headroom) if plain else None
-    return found if calibration == AbsMax() and not isinstance(rounding, Eden) else None
+    return found if calibration == _ABSMAX and not isinstance(rounding, Eden) else None
 
 
 class Decoder(NamedTuple):
