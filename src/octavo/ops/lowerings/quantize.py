@@ -24,6 +24,7 @@ from octavo.qarray import QArray, Quantizer
 from octavo.qarray.eden import scale_by_sums
 from octavo.qarray.qarray import Tiles, is_eager
 
+_ABSMAX = AbsMax()
 _CODES = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
 
 
