@@ -14,7 +14,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 # `accelerators` needs the compilers of TPUs and GPUs, others tests, or a model and texts: they are run by hand.
 BY_HAND = {"accelerators", "architectures", "finetune", "fp4", "ptq", "qat", "rollout", "speculative"}
-HELPERS = {"__main__", *BY_HAND, "peers", "timing", "torch_peer", "torch_step"}
+HELPERS = {"__main__", *BY_HAND, "peers", "timing", "torch_peer", "torch_step", "tpu_layers"}
 
 
 @pytest.fixture

@@ -16,17 +16,8 @@ WIDTH = 100
 RECIPES = (
     *("aqt_fp8", "aqt_fp8_full", "bitnet", "deepseek_fp8", "fp4", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_full", "fp8_gpu"),
     *("fp8_nanoo", "int4", "int4w", "int8", "int8w", "intmp", "mxfp4", "mxfp4_hadamard", "mxfp8", "nanoo_fp8", "nvfp4"),
-    *(
-        "qat_int4",
-        "qat_int8",
-        "quartet2",
-        "switchback",
-        "te_fp8_currentscaling",
-        "te_fp8_delayedscaling",
-        "te_mxfp8",
-        "te_nvfp4",
-    ),
-    *("te_nvfp4_no_rht",),
+    *("qat_int4", "qat_int8", "quartet2", "switchback", "te_fp8_currentscaling", "te_fp8_delayedscaling", "te_mxfp8"),
+    *("te_nvfp4", "te_nvfp4_no_rht", "tetrajet2"),
 )
 """The names of the built-in recipes: the registry itself imports JAX, which `--help` should not wait for."""
 
