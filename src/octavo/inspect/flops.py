@@ -287,7 +287,8 @@ def _flow(eqn: Equation, values: list[_Value]) -> list[_Value]:
         if table.origin is None and places.origin is not None and table.span <= 256:
             return [_Value(min(places.span, sizes[0]), places.origin)]
         return [_Value(min(table.span, sizes[0]), table.origin)]
-    if name == "octavo_quantize" and not is_low(eqn.outvars[0].aval.dtype):  # the values of a QArray
+    first: Any = eqn.outvars[0].aval if eqn.outvars else None
+    if name == "octavo_quantize" and not is_low(first.dtype):  # the values of a QArray
         return [_Value(sizes[0], values[0].origin)]
     if name == "select_n":
         cases = values[1:] if any(v.span for v in values[1:]) else values
